@@ -1,4 +1,4 @@
-"""What can go wrong in the manager, as one tree.
+"""The errors of the manager, as one tree.
 
     ManagerError
     ├── LockTimeoutError    (also a TimeoutError) the state lock stayed held until the deadline
@@ -52,12 +52,12 @@ _DOING: dict[Kind, str] = {"read": "reading", "write": "writing"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockHolder:
-    """One open section of the state lock, as it was when somebody asked.
+    """One open section of the state lock at the time of a query.
 
     Attributes:
-        kind: How the section holds the lock. A read nested in a write section counts as ``write``, since that
-            is what it does to the others.
-        what: What the section was opened for, in the words of whoever opened it.
+        kind: The section's hold on the lock. A read nested in a write section counts as ``write``, its effect on other
+            threads.
+        what: The purpose, in the words of the code that opened it.
         thread_name: Name of the thread that opened it.
         thread_id: ``threading.get_ident()`` of that thread.
         age_s: Seconds since it was opened.
@@ -70,19 +70,19 @@ class LockHolder:
     age_s: float
 
     def __str__(self) -> str:
-        """Say it as a clause that follows 'the lock is held'."""
+        """Return a clause that follows 'the lock is held'."""
         return f"for {_DOING[self.kind]} by thread {self.thread_name!r} ({self.what!r}) for {self.age_s:.1f} s"
 
 
 class ManagerError(Exception):
-    """Root of everything that the manager raises on purpose."""
+    """Root of all errors that the manager raises."""
 
     def __str__(self) -> str:
-        """Return the message; what it quotes of peers cannot move or hide other text of a terminal."""
+        """Return the message, with control characters from peers escaped for terminals."""
         return escape_controls(super().__str__())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by fields: the constructors take keywords, which the default way of pickling cannot pass."""
+        """Pickle by fields: the default way cannot pass the constructors' keywords."""
         return _remake, (type(self), self.args, dict(self.__dict__))
 
 
@@ -96,9 +96,9 @@ class LockTimeoutError(ManagerError, TimeoutError):
     """The state lock could not be taken before the deadline.
 
     Attributes:
-        wanted: What the caller wanted, e.g. ``"write ('optimizer step')"``.
-        waited_s: Seconds it waited.
-        holders: Every section that was open when it gave up.
+        wanted: The requested section, e.g. ``"write ('optimizer step')"``.
+        waited_s: Seconds that it waited.
+        holders: Every open section at the deadline.
     """
 
     def __init__(self, *, wanted: str, waited_s: float, holders: tuple[LockHolder, ...]) -> None:
@@ -109,17 +109,17 @@ class LockTimeoutError(ManagerError, TimeoutError):
         self.holders = holders
 
     def __str__(self) -> str:
-        """Name every holder, what it holds the lock for and since when."""
+        """Name every holder, its purpose and its age."""
         held = "; and ".join(str(holder) for holder in self.holders)
         state = f"the lock is held {held}" if held else "nobody holds the lock any more"
         return f"waited {self.waited_s:.1f} s to {self.wanted}; {state}"
 
 
 class LockOrderError(ManagerError):
-    """The thread holds a section that the one it asks for would have to wait for.
+    """The requested section would have to wait for the calling thread itself.
 
     Attributes:
-        wanted: What the caller wanted, e.g. ``"write ('optimizer step')"``.
+        wanted: The requested section, e.g. ``"write ('optimizer step')"``.
         holders: The open sections of the calling thread.
     """
 
@@ -130,7 +130,7 @@ class LockOrderError(ManagerError):
         self.holders = holders
 
     def __str__(self) -> str:
-        """Say what the thread holds and must release first."""
+        """Name the sections that the thread must release first."""
         held = "; and ".join(str(holder) for holder in self.holders)
         return f"cannot {self.wanted} before this thread releases what it holds: the lock is held {held}"
 
@@ -140,7 +140,7 @@ class LockNotHeldError(ManagerError):
 
     Attributes:
         kind: Whether the section was for reading or for writing.
-        what: What it had been opened for.
+        what: Its purpose.
     """
 
     def __init__(self, *, kind: Kind, what: str) -> None:
@@ -174,14 +174,14 @@ class RegistryError(ManagerError):
 
 
 class StateMismatchError(RegistryError):
-    """What is registered here cannot hold the state of a peer: asking again does not help. Nothing was received."""
+    """The registered objects cannot load a peer's state, so another attempt is useless. Nothing was received."""
 
 
 class LoaderOrderError(ManagerError):
-    """The loop draws batches where the state of their loader does not show it.
+    """The loop draws batches in a way that the loader's state does not show.
 
     Attributes:
-        key: Of the registered loader.
+        key: The registered loader's key.
     """
 
     def __init__(self, message: str, *, key: str) -> None:
@@ -191,11 +191,11 @@ class LoaderOrderError(ManagerError):
 
 
 class StateTornError(ManagerError):
-    """The replica holds part of a state: to train on it would spread the damage, so it must not step.
+    """The replica has a partial state and must not step: training would spread the damage.
 
     Attributes:
-        step: The step whose state was being received when it failed.
-        reason: Why receiving it failed.
+        step: The step whose state was being received.
+        reason: Why that failed.
     """
 
     def __init__(self, *, step: int | str, reason: str) -> None:
@@ -205,7 +205,7 @@ class StateTornError(ManagerError):
         self.reason = reason
 
     def __str__(self) -> str:
-        """Say which step is torn, why, and what mends it."""
+        """Name the step, the reason and the remedy."""
         return (
             f"this replica holds only part of the state of step {self.step} and must not step until Manager.recover or "
             f"Manager.load has brought it a whole one: {self.reason}"
@@ -213,16 +213,16 @@ class StateTornError(ManagerError):
 
 
 class QuorumError(ManagerError):
-    """The replicas could not be brought together; the message says who was there and what was missing."""
+    """The replicas could not form a quorum; the message names the present and the missing ones."""
 
 
 class QuorumTimeoutError(QuorumError, TimeoutError):
-    """Somebody did not come in time; torchft's Manager raises ``TimeoutError`` then."""
+    """A replica or rank did not arrive in time; torchft's Manager raises ``TimeoutError`` then."""
 
 
 @contextmanager
 def quorum_errors() -> Iterator[None]:
-    """Raise what agreeing in a store raises as the manager's errors."""
+    """Raise errors of agreement through a store as the manager's errors."""
     try:
         yield
     except DeadlineExceededError as error:
@@ -236,13 +236,13 @@ class LighthouseUnavailableError(QuorumError):
 
 
 class StatesDivergedError(QuorumError):
-    """Replicas hold different states of one step, and no majority agrees on one.
+    """Replicas have different states of one step, and no majority agrees.
 
     Attributes:
         step: The committed step.
-        replicas: Those that were compared.
-        tensors: Paths of the tensors that differ, as far as the replicas could tell each other.
-        store_address: Of the store at which they tell each other.
+        replicas: The compared replicas.
+        tensors: Paths of the differing tensors, if the replicas could exchange them.
+        store_address: Address of the store for that exchange.
     """
 
     def __init__(
@@ -269,8 +269,8 @@ class ReductionMismatchError(QuorumError):
     """Replicas began to reduce different tensors in one step, or in another order.
 
     Attributes:
-        position: How many reductions of the step were the same.
-        reductions: What each replica reduced next, by its id.
+        position: Number of equal reductions before the mismatch.
+        reductions: The next reduction of each replica, by id.
     """
 
     def __init__(self, *, position: int, reductions: tuple[tuple[str, str], ...]) -> None:
@@ -289,7 +289,7 @@ class ReductionMismatchError(QuorumError):
         )
 
     def differs_from_most(self, replica_id: str) -> bool:
-        """Whether no more than half of the replicas reduced the same as this one."""
+        """Return whether at most half of the replicas made the same reduction as this one."""
         own = dict(self.reductions).get(replica_id, "")
         return 2 * len(self._sides().get(own, ())) <= len(self.reductions)
 
@@ -305,7 +305,7 @@ class UnfinishedReductionError(ManagerError):
 
 
 class HyperparametersDivergedError(StatesDivergedError):
-    """Optimizers have different hyperparameters after one step, and no majority agrees, or healing did not mend it.
+    """Optimizers have different hyperparameters after one step, and no majority agrees, or a heal did not help.
 
     Attributes:
         tensors: Each hyperparameter that differs, with its value on each replica.
@@ -323,15 +323,15 @@ class HyperparametersDivergedError(StatesDivergedError):
 
 
 class RecoveryFailedError(ManagerError):
-    """Neither a live peer nor a durable checkpoint has a state to recover."""
+    """Neither a live peer nor a durable checkpoint could provide a state."""
 
 
 class HealFailedError(ManagerError):
-    """The replica could not be healed, and has given up.
+    """The replica could not heal, and makes no further attempt.
 
     Attributes:
-        step: The step whose state it was to receive last.
-        reasons: One for each attempt, each with its source.
+        step: The step of the last attempt.
+        reasons: The reason of each attempt, with its source.
     """
 
     def __init__(self, *, step: int, reasons: tuple[str, ...]) -> None:
@@ -347,15 +347,15 @@ class HealFailedError(ManagerError):
 
 
 class ManagerClosedError(ManagerError):
-    """The manager was shut down, or is one of the process that forked this one."""
+    """The manager was shut down, or belongs to the process that forked this one."""
 
 
 class ReportedError(ManagerError):
-    """What spoiled a step, as ``Manager.errored`` returns it; torchft's name for it is ``ExceptionWithTraceback``.
+    """The error that failed a step, as ``Manager.errored`` returns it; torchft's ``ExceptionWithTraceback``.
 
     Attributes:
-        original_exception: What was reported.
-        stack_trace: Where it came from, formatted.
+        original_exception: The reported exception.
+        stack_trace: Its formatted traceback.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -365,17 +365,17 @@ class ReportedError(ManagerError):
         self.stack_trace = "".join(traceback.format_exception(error))
 
     def __str__(self) -> str:
-        """Say what it is in one line."""
+        """Return type and message."""
         return f"{type(self.original_exception).__name__}: {self.original_exception}"
 
 
 class CommitFailedError(ManagerError, RuntimeError):
-    """More steps in a row than allowed were not committed.
+    """Too many steps in a row were not committed.
 
     Attributes:
         step: The last committed step.
-        num_failures: How many attempts at the next one failed.
-        reasons: Why the last of them did.
+        num_failures: Number of failed attempts at the next one.
+        reasons: The reasons of the last failure.
     """
 
     def __init__(self, *, step: int, num_failures: int, reasons: tuple[str, ...]) -> None:
@@ -386,22 +386,22 @@ class CommitFailedError(ManagerError, RuntimeError):
         self.reasons = reasons
 
     def __str__(self) -> str:
-        """Say how often, and why the last time."""
+        """Return the number of failures and the last reasons."""
         why = "; ".join(self.reasons) or "another rank of this replica refused"
         return f"the step after {self.step} was not committed {self.num_failures} times in a row; the last time: {why}"
 
 
 class ReplicaFaultError(CommitFailedError):
-    """This replica failed steps by errors of its own, one after the other: it leaves, so that the others can go on.
+    """This replica's own errors failed several steps; it leaves so that the others can continue.
 
     Attributes:
         step: The last committed step.
-        num_failures: How many attempts since then failed for its own errors.
+        num_failures: Number of attempts since then that its own errors failed.
         reasons: The last errors.
     """
 
     def __str__(self) -> str:
-        """Say how often, and list the errors."""
+        """Return the number of failures and the errors."""
         return (
             f"errors of this replica's own failed the step after {self.step} {self.num_failures} times; it leaves, so "
             f"that the others can go on; end this process, and start it again when this is mended: "

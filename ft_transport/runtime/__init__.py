@@ -1,4 +1,4 @@
-"""What Python leaves to its users: interrupted threads, slow imports, files that are none, the end of a process.
+"""Support that Python itself lacks: interrupted threads, slow imports, safe opening of files, the end of a process.
 
-Every room of both packages may come in. Nothing here imports another room.
+All packages may import this one; it imports no other.
 """

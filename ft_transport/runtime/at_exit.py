@@ -1,4 +1,4 @@
-"""What has to be finished before a process ends, while there still are threads to do it."""
+"""Runs functions at the end of a process, while it still has threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 def at_exit(function: Callable[[], None]) -> Callable[[], None]:
-    """Has ``function`` called when the main thread has ended, before thread pools stop taking work; for decorating.
+    """Decorator: call ``function`` after the main thread ends, before thread pools stop accepting work.
 
-    ``atexit`` comes after that: a pool, and with it asyncio, refuses then. ``concurrent.futures`` registers itself in
-    the same way (Lib/concurrent/futures/thread.py), and what was registered last is called first.
+    ``atexit`` runs later, when pools, and with them asyncio, already refuse work. ``concurrent.futures`` registers
+    itself in the same way (Lib/concurrent/futures/thread.py); the last registration runs first.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(function)

@@ -1,8 +1,8 @@
-"""Starting Python programs of this package as children: they import what this process imports, and from nowhere else.
+"""Starts Python programs of this package as children that import the same modules as this process.
 
-With ``-m`` and ``-c`` Python looks into the working directory first (https://docs.python.org/3/library/sys.html,
-``sys.path``). A child of a training run would take the user's ``queue.py`` for the standard library's there; in a
-checkpoint directory it would run what somebody has put beside the checkpoint.
+With ``-m`` and ``-c`` Python searches the working directory first (https://docs.python.org/3/library/sys.html,
+``sys.path``). There a child of a training run would import the user's ``queue.py`` instead of the standard library's,
+and in a checkpoint directory it would run any code placed beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ run()
 
 
 def child_command(module: str, function: str, *arguments: str) -> tuple[str, ...]:
-    """What to run, to have a function of a module called in a process of its own.
+    """Return a command that calls a function of a module in its own process.
 
     Args:
-        module: Of this distribution.
-        function: Takes no arguments; ``sys.argv[1:]`` holds those of the command.
-        arguments: Of the command.
+        module: A module of this distribution.
+        function: Its name; it takes no arguments and reads ``sys.argv[1:]``.
+        arguments: Arguments of the command.
     """
     return (sys.executable, "-c", _PROGRAM.format(module=module, function=function), *arguments)
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, in which a child finds this package, from wherever this process was started."""
+    """Return this process's environment, completed so that a child finds this package."""
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": paths}

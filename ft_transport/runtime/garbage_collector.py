@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector out of passages that make very many objects at once, none of them garbage."""
+"""Pauses Python's garbage collector during passages that create very many objects, none of them garbage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class _Passage:
-    """One passage under way. It counts for as long as somebody holds it, so none is left over by a signal handler."""
+    """One passage. It counts while something refers to it, so a signal handler's exception leaves none behind."""
 
     __slots__ = ("__weakref__",)
 
@@ -20,12 +20,12 @@ _is_disabled_here = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the collector of the whole process; passages nest and may overlap between threads.
+    """Pause the collector of the whole process; passages nest, and threads' passages may overlap.
 
-    A process that has imported torch has some hundred thousand objects, and looking at all of them takes about 0.1 s.
-    Ten thousand new ones, a state of as many tensors, are what makes the collector do so. Meant for passages of
-    milliseconds: garbage that other threads make meanwhile stays. There is no lock: two threads that begin and end at
-    the same moment may leave the collector running in a passage, which costs time and nothing else.
+    A process that has imported torch has several hundred thousand objects, and a full collection takes about 0.1 s. Ten
+    thousand new objects, such as a state of as many tensors, trigger one. For passages of milliseconds: other threads'
+    garbage stays meanwhile. Without a lock, two threads that begin and end at the same moment may leave the collector
+    running in a passage, which only costs time.
     """
     global _is_disabled_here  # noqa: PLW0603 - the collector is one per process
     passage = _Passage()
@@ -37,7 +37,7 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         _passages.discard(passage)
-        # In this order: what a signal handler interrupts here is made good by the end of the next passage.
+        # In this order: after an interruption here, the end of the next passage enables the collector.
         if not _passages and _is_disabled_here:
             gc.enable()
             _is_disabled_here = False

@@ -1,12 +1,13 @@
 """Conditions, events, futures, threads, executors and counters for threads on which a signal handler may raise.
 
-CPython runs handlers between any two calls of the main thread, also inside the standard library's classes that are
-written in Python. ``Condition.__enter__`` is one: a handler that raises there, after the lock was taken, leaves it
-taken for good, and with it every ``Event``, ``Future``, ``Semaphore`` and executor that is built on a condition. Here
-the lock is taken by its own method, which is C and no place for a handler.
+CPython runs signal handlers between any two calls of the main thread, also inside Python code of the standard library.
+For example, a handler that raises in ``Condition.__enter__`` after the lock was taken leaves it locked for ever, and
+with it every ``Event``, ``Future``, ``Semaphore`` and executor built on a condition. Here the lock's own method takes
+it: that is C code, in which no handler runs.
 
-Python 3.13 leaves the jump at the end of some loops out of the ``with`` or ``try`` around the loop, and runs handlers
-at that jump: a lock stays taken there. A loop under a lock of the training thread has a function of its own.
+Python 3.13 does not cover the jump at the end of some loops by the ``with`` or ``try`` around the loop, and runs
+handlers at that jump, where a lock would stay locked. So a loop under a lock of the training thread is a function of
+its own.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 class SafeCondition(threading.Condition):
-    """As ``threading.Condition``, on a lock that one thread may take twice.
+    """A ``threading.Condition`` with a reentrant lock, safe from signal handlers.
 
     Args:
-        beside: Another one, with which it shares the lock: for those who wait under it for something else.
+        beside: Another condition whose lock to share.
     """
 
     # A special method is looked up on the type: these find the lock's own one without a frame of Python.
@@ -39,68 +40,68 @@ class SafeCondition(threading.Condition):
     __exit__ = property(attrgetter("_lock.__exit__"))
 
     def __init__(self, beside: SafeCondition | None = None) -> None:
-        """Make a lock of its own, if it shares none."""
+        """Share the lock of ``beside``, or make a new one."""
         self._mutex: Any = beside._mutex if beside is not None else threading.RLock()
         super().__init__(self._mutex)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a notification. The calling thread has taken the lock once."""
+        """Wait for a notification. The calling thread holds the lock once."""
         try:
             return super().wait(timeout)
         except BaseException:
-            # A handler raised between the release of the lock and the ``try`` that takes the lock back.
+            # A handler may have raised between the release of the lock and the ``try`` that takes it again.
             if not self._mutex._is_owned():
                 self._mutex.acquire()
             raise
 
 
 class SafeEvent(threading.Event):
-    """As ``threading.Event``."""
+    """A ``threading.Event`` safe from signal handlers."""
 
     def __init__(self) -> None:
-        """Begin unset."""
+        """Start unset."""
         super().__init__()
         self._cond = SafeCondition()
 
 
 class SafeFuture(Future[T]):
-    """As ``concurrent.futures.Future``; wait for it with its own methods."""
+    """A ``concurrent.futures.Future`` safe from signal handlers; wait with its own methods."""
 
     def __init__(self) -> None:
-        """Begin pending."""
+        """Start pending."""
         super().__init__()
         self._condition = SafeCondition()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the future is done, in the manner of ``concurrent.futures.wait``; whether it is."""
+        """Wait until the future is done; return whether it is."""
         with self._condition:
             return self._condition.wait_for(self.done, timeout_s)
 
 
 class ExecutorClosedError(RuntimeError):
-    """An executor takes no further job: it was shut down."""
+    """The executor has been shut down and accepts no further job."""
 
 
 class ThreadRefusedError(RuntimeError):
-    """The system has no further thread, or the interpreter is about to end."""
+    """The system has no further thread, or the interpreter is ending."""
 
 
 class SafeThread(threading.Thread):
-    """As ``threading.Thread``.
+    """A ``threading.Thread`` safe from signal handlers.
 
-    A handler that raises in ``threading.Thread.start`` may leave a thread that waits for ever as it begins. In
-    ``threading.Thread.join`` such a handler may make a running thread count as one that ended.
+    A handler that raises in ``threading.Thread.start`` may leave a new thread waiting for ever. In
+    ``threading.Thread.join`` it may make a running thread count as ended.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See ``threading.Thread``."""
         super().__init__(*args, **kwargs)
-        # Taken while the thread runs: waiting for a lock is a call in C, and no place for a handler.
+        # Held while the thread runs: waiting for a lock is a C call, in which no handler runs.
         self._running = threading.Lock()
         self._pid = 0
 
     def start(self) -> None:
-        """Start the thread. Where a handler raises, the thread has begun, begins soon, or never begins.
+        """Start the thread. After an exception of a handler the thread runs, will run, or never runs.
 
         Raises:
             ThreadRefusedError: The thread cannot be started.
@@ -149,13 +150,13 @@ class SafeThread(threading.Thread):
 
 
 class LazyThread:
-    """A daemon thread that begins with the first `start`.
+    """A daemon thread that starts with the first `start`.
 
-    A handler that raises in `start` leaves a thread that runs or not; the next call makes sure that one does.
+    After an exception of a handler in `start` the thread may run or not; the next call makes sure that one runs.
 
     Args:
         target: Called once.
-        name: Of the thread.
+        name: The thread's name.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -172,7 +173,7 @@ class LazyThread:
         return bool(self._threads)
 
     def start(self) -> None:
-        """Start the thread, unless that was done. Errors as for `SafeThread.start`."""
+        """Start the thread, unless it has started; raises the errors of `SafeThread.start`."""
         if not self._is_started:
             thread = SafeThread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
@@ -189,7 +190,7 @@ class LazyThread:
             thread.join(timeout)
 
     def _run(self) -> None:
-        # One thread after the other, where a start was interrupted; the second one finds nothing to do.
+        # After an interrupted start, two threads may run, one after the other; the second finds nothing to do.
         with self._running:
             if not self._is_over:
                 self._is_over = True
@@ -197,12 +198,12 @@ class LazyThread:
 
 
 def outcome_of(function: Callable[[], T]) -> T | Exception:
-    """Call what waits outside of Python, and takes what a handler raises meanwhile for an error of its own.
+    """Call a native function that would treat a handler's exception as its own error.
 
-    On the main thread another thread makes the call, and goes on with it alone if a handler raises here.
+    On the main thread another thread makes the call, and continues alone if a handler raises here.
 
     Returns:
-        What it returned, or raised: what this function itself raises is a handler's.
+        The function's result, or its exception; this function itself raises only handlers' exceptions.
     """
     if threading.current_thread() is not threading.main_thread():
         return _outcome(function)
@@ -210,7 +211,7 @@ def outcome_of(function: Callable[[], T]) -> T | Exception:
     jobs: SimpleQueue[_Job | None] = SimpleQueue()
     jobs.put((future, lambda: _outcome(function)))
     jobs.put(None)
-    # A daemon: nobody waits for a call that was left, not even the interpreter when it ends.
+    # A daemon: even the interpreter's end does not wait for an abandoned call.
     SafeThread(target=_work, args=(jobs,), name="ft-transport-call", daemon=True).start()
     return future.result()
 
@@ -223,12 +224,12 @@ def _outcome(function: Callable[[], T]) -> T | Exception:
 
 
 class Place:
-    """One of `Places`."""
+    """One place of `Places`."""
 
     __slots__ = ("__weakref__", "is_taken")
 
     def __init__(self) -> None:
-        """Take it."""
+        """Take the place."""
         self.is_taken = True
 
     def give_back(self) -> None:
@@ -237,14 +238,14 @@ class Place:
 
 
 class Places:
-    """Counts places in use. A place is free again when it is given back, and when nothing refers to it any more.
+    """Counts places in use. A place becomes free when it is given back, or loses its last reference.
 
-    A handler's exception may drop a place between the call that takes it and the ``try`` that would give it back, where
-    a counter would count it for good. The caller has a lock.
+    A handler's exception may drop a place between the call that takes it and the ``try`` that gives it back; a plain
+    counter would then count it for ever. The caller holds a lock.
     """
 
     def __init__(self) -> None:
-        """Begin with no place in use."""
+        """Start with no place in use."""
         self._taken: list[weakref.ref[Place]] = []
 
     def take(self) -> Place:
@@ -254,7 +255,7 @@ class Places:
         return place
 
     def num_taken(self) -> int:
-        """Return how many are in use."""
+        """Return the number of places in use."""
         return sum(map(_is_in_use, self._taken))
 
 
@@ -264,34 +265,34 @@ def _is_in_use(reference: weakref.ref[Place]) -> bool:
 
 
 class SafeEnd:
-    """The end of an object, made once and on a thread of its own, where no handler can raise in the middle of it.
+    """Runs the closing of an object once, on a thread of its own, where no handler can interrupt it.
 
-    A handler that raises in a call ends the caller's wait alone: the end goes on, and the next call waits for it, as
-    the interpreter does before it ends.
+    A handler that raises in a call ends only the caller's wait: the closing continues, and the next call waits for it,
+    as the interpreter does before it ends.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._is_made = False
         self._error: BaseException | None = None
-        # Held until the end is made: waiting for a lock is a call in C, and no place for a handler.
+        # Held until the closing is complete: waiting for a lock is a C call, in which no handler runs.
         self._pending = threading.Lock()
         self._pending.acquire()
 
     def __call__(self, end: Callable[[], None], *, wait: bool = True) -> None:
-        """Make the end, unless it has been made or is being made.
+        """Run the closing, unless it has run or runs already.
 
         Args:
-            end: Makes it.
-            wait: Whether to return only when it is made.
+            end: Closes the object.
+            wait: Whether to wait for it.
 
         Raises:
-            BaseException: What ``end`` raised, if it was waited for.
+            BaseException: ``end`` failed, and the call waited for it.
         """
         if not self._is_made:
             try:
                 _thread.start_new_thread(self._start, (end,))
-            except RuntimeError:  # The interpreter is about to end, or there is no thread left.
+            except RuntimeError:  # The interpreter is ending, or no thread is left.
                 self._run(end)
         if wait:
             with self._pending:
@@ -301,7 +302,7 @@ class SafeEnd:
 
     def _start(self, end: Callable[[], None]) -> None:
         try:
-            # threading, and with it logging, makes up a thread for one that it does not know, and keeps it.
+            # threading, and with it logging, would make a dummy thread object for a foreign thread and keep it.
             threading.Thread(target=self._run, args=(end,), name="ft-transport-end", daemon=False).start()
         except RuntimeError:
             self._run(end)
@@ -320,15 +321,14 @@ class SafeEnd:
 
 
 class SafeExecutor(Executor):
-    """A few threads, started with the first job, that do one job after the other.
+    """An executor with a few threads, safe from signal handlers; the first job starts them.
 
-    They end with `shutdown`, with the last reference to the executor, or with the interpreter, after the jobs that they
-    have been given. As a context manager the executor waits for its jobs, and an exception cancels the jobs that have
-    not begun.
+    The threads finish their jobs and end with `shutdown`, with the last reference to the executor, or with the
+    interpreter. As a context manager the executor waits for its jobs; an exception cancels jobs that have not begun.
 
     Args:
-        num_threads: How many.
-        name: Of the threads, before a number.
+        num_threads: Number of threads.
+        name: Prefix of the threads' names.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -359,8 +359,8 @@ class SafeExecutor(Executor):
         return future
 
     def _start_threads(self) -> None:
-        # A thread that a handler interrupted as it was started may run or not: it does not count, and another thread is
-        # started in the next call. A function of its own: see the module about loops inside a ``with``.
+        # After an interrupted start a thread may run or not: it does not count, and the next call starts another. A
+        # function of its own: the module explains why for loops inside a ``with``.
         while self._num_started < self._num_threads:
             thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self.name}_{self._num_started}")
             self._threads.append(thread)
@@ -368,11 +368,11 @@ class SafeExecutor(Executor):
             self._num_started += 1
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further job; the threads end after those that they have.
+        """Accept no further job; the threads end after their present jobs.
 
         Args:
-            wait: Whether to wait for that.
-            cancel_futures: Whether jobs that have not begun are cancelled.
+            wait: Whether to wait for the threads.
+            cancel_futures: Whether to cancel jobs that have not begun.
         """
         self._is_closed = True
         if cancel_futures:
@@ -380,7 +380,7 @@ class SafeExecutor(Executor):
                 while True:
                     if (job := self._jobs.get_nowait()) is not None:
                         job[0].cancel()
-        # Also in a further call: a signal handler may have raised in the first one.
+        # In each call: a signal handler may have raised in the first one.
         self._jobs.put(None)
         if wait:
             for thread in self._threads:
@@ -404,9 +404,9 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
             else:
                 future.set_result(result)
                 del result
-        # What waits for the next job refers to nothing of the last one.
+        # While it waits for the next job, the thread must not refer to the last one.
         del job, future, call
-    # For the other threads, and for a thread that begins only now.
+    # For the other threads, and for a thread that starts only now.
     jobs.put(None)
 
 
@@ -415,5 +415,5 @@ def _end_all() -> None:
         executor.shutdown(wait=False)
 
 
-# Before the interpreter waits for threads; `atexit` comes after that. As concurrent.futures does.
+# Before the interpreter waits for threads, as concurrent.futures does; `atexit` runs later.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Files that one process at a time works on, and that only their owner could have made."""
+"""Opens files that one process at a time uses and only the user can have made."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _PAUSE_S: Final = 0.02
 
 
 def open_locked(path: Path, *, kind: str, mode: int, within_s: float) -> int:
-    """Opens a file to read and write, or makes it, when nobody else has it locked, and returns its descriptor.
+    """Open a file for reading and writing, or create it, and lock it; return its descriptor.
 
-    The lock goes with the descriptor, and with the process that has it.
+    The lock ends with the descriptor or its process.
 
     Args:
-        path: Of the file.
-        kind: What it is to be, for errors.
-        mode: Of a file that is made; the umask takes from it.
-        within_s: How long a process that is just ending may keep it.
+        path: The file.
+        kind: The kind of file, for errors.
+        mode: Mode of a new file, before the umask.
+        within_s: Seconds to wait for another process's lock.
 
     Raises:
-        ConfigurationError: The file cannot be made, is another user's, a link, no regular file or has other names, or
-            another process has it.
+        ConfigurationError: The file cannot be created, belongs to another user, is a link, is not regular, has several
+            names, or is locked by another process.
     """
     until_s = time.monotonic() + within_s
     while True:
@@ -56,20 +56,20 @@ def open_locked(path: Path, *, kind: str, mode: int, within_s: float) -> int:
 
 
 def unlink_open(path: Path, descriptor: int) -> None:
-    """Removes the name of an open file, unless another file has taken it, or it is gone.
+    """Remove the name of an open file, unless the name is missing or belongs to another file.
 
     Raises:
-        OSError: It cannot be removed.
+        OSError: The name cannot be removed.
     """
     if _is_in_place(descriptor, path):
         os.unlink(path)
 
 
 def rename_open(path: Path, descriptor: int, new_path: Path) -> None:
-    """Gives an open file another name, unless its name is another file's by now.
+    """Rename an open file, unless its name belongs to another file.
 
     Raises:
-        OSError: It cannot be renamed, or is not there under its name.
+        OSError: The file cannot be renamed, or no longer has its name.
     """
     if not _is_in_place(descriptor, path):
         raise FileNotFoundError(errno.ENOENT, "expected the file that was written, another one has its name", str(path))
@@ -79,7 +79,7 @@ def rename_open(path: Path, descriptor: int, new_path: Path) -> None:
 def _check_owner(descriptor: int, path: Path, kind: str) -> None:
     found = os.fstat(descriptor)
     if found.st_uid != os.geteuid() or found.st_nlink > 1:
-        # It would be overwritten, and weights would be written to it.
+        # Otherwise weights would overwrite another user's file.
         raise ConfigurationError(
             f"expected a file of this user's with one name as {kind}, {path} has {found.st_nlink} and is user "
             f"{found.st_uid}'s"
@@ -95,7 +95,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_in_place(descriptor: int, path: Path) -> bool:
-    """Whether the file that was locked is the one that others will open: one that ends well removes it."""
+    """Return whether the path still leads to the locked file: a process that succeeds removes it."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Opening files in a directory that others may write to: regular files alone, through no link, and without a wait.
+"""Opens only regular files, without links and without waiting, in directories that other users may write to.
 
-A FIFO in place of a file would hold its reader until somebody writes to it, a link would have the file behind it read
-or overwritten. ``O_NOFOLLOW`` refuses a link as the last part of a path (open(2)); the directory may be reached by one.
+A FIFO in place of a file would block its reader until a writer comes; a link would let the caller read or overwrite
+another file. ``O_NOFOLLOW`` refuses a link as the last part of a path (open(2)); links to the directory are allowed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 PRIVATE_UMASK: Final = 0o077
-"""Takes away all that is not the owner's (umask(2))."""
+"""Removes all permissions of other users (umask(2))."""
 _FILE_MODE: Final = 0o666
 _WRITE_BITS: Final = 0o222
 _DIRECTORY_MODE: Final = 0o777
@@ -28,27 +28,27 @@ _KINDS: Final = {
 
 
 class NotRegularFileError(OSError):
-    """What has the name of a file is a link, a directory, a FIFO, a socket or a device."""
+    """The path is a link, a directory, a FIFO, a socket or a device."""
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = _FILE_MODE) -> int:
-    """Opens a regular file that is there, or makes one, and returns its descriptor.
+    """Open or create a regular file; return its descriptor.
 
     Args:
-        path: Of the file.
-        flags: As for ``os.open``; nothing of the file may be lost by it (``O_TRUNC``) before it is known what it is.
-        mode: Of a file that is made; the umask takes from it.
+        path: The file.
+        flags: See ``os.open``; without ``O_TRUNC``, which would act before the check.
+        mode: Mode of a new file, before the umask.
 
     Raises:
-        NotRegularFileError: It is something else.
-        OSError: It cannot be opened.
+        NotRegularFileError: The path is not a regular file.
+        OSError: The file cannot be opened.
     """
-    assert not flags & os.O_TRUNC, "what it is comes first"
+    assert not flags & os.O_TRUNC, "the check comes first"
     try:
         # A regular file ignores O_NONBLOCK; a FIFO and a device open at once.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     except OSError as error:
-        # ELOOP: a link. ENXIO: a socket, a device that is not there, or a FIFO that nobody reads.
+        # ELOOP: a link. ENXIO: a socket, a missing device, or a FIFO without a reader.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise _not_regular(path) from error
         raise
@@ -62,41 +62,41 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = _FILE_MODE) -
 
 
 def create_file(path: Path, *, is_private: bool = False) -> int:
-    """Makes a file that is not there yet, and returns its descriptor, to write to.
+    """Create a new file for writing; return its descriptor.
 
     Args:
-        path: Of the file.
-        is_private: Whether nobody but its owner may read it; else the umask says who may.
+        path: The file.
+        is_private: Whether only its owner may read it; otherwise the umask decides.
 
     Raises:
-        OSError: There is one, or it cannot be made.
+        OSError: The file exists or cannot be created.
     """
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE & ~_umask(is_private))
 
 
 def make_directory(path: Path, *, is_private: bool = False, is_ok_if_there: bool = False) -> None:
-    """Makes a directory, and those above it that are missing."""
+    """Create a directory and its missing parents."""
     path.mkdir(_DIRECTORY_MODE & ~_umask(is_private), parents=True, exist_ok=is_ok_if_there)
 
 
 def make_read_only(path: Path) -> None:
-    """Has nobody write to a file any more; who may read it stays."""
+    """Remove all write permissions of a file."""
     path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITE_BITS)
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """The content of a small file.
+    """Return the content of a small file.
 
     Raises:
-        NotRegularFileError: It is none.
-        FileTooLargeError: It has more than ``max_bytes``.
-        OSError: It cannot be read.
+        NotRegularFileError: The path is not a regular file.
+        FileTooLargeError: The file has more than ``max_bytes``.
+        OSError: The file is unreadable.
     """
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
             raise FileTooLargeError(errno.EFBIG, f"expected at most {max_bytes} bytes, it has {num_bytes}", str(path))
-        # It may grow meanwhile.
+        # The file may grow meanwhile.
         content = bytearray(num_bytes)
         filled = 0
         while filled < num_bytes and (count := file.readinto(memoryview(content)[filled:])):
@@ -105,7 +105,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
+    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -114,14 +114,14 @@ def sync_directory(path: Path) -> None:
 
 
 class FileTooLargeError(OSError):
-    """A file is larger than it can be."""
+    """A file exceeds its maximum size."""
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file of this name, and no link to one.
+    """Return whether the path is a regular file and not a link.
 
     Raises:
-        OSError: It cannot be seen whether there is.
+        OSError: The path cannot be examined.
     """
     try:
         return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
@@ -130,10 +130,10 @@ def is_regular(path: Path) -> bool:
 
 
 def is_directory(path: Path, *, follows_links: bool) -> bool:
-    """Whether there is a directory of this name.
+    """Return whether the path is a directory.
 
     Raises:
-        OSError: It cannot be seen whether there is.
+        OSError: The path cannot be examined.
     """
     try:
         return stat.S_ISDIR(os.stat(path, follow_symlinks=follows_links).st_mode)

@@ -7,10 +7,10 @@ from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
 
 
 def start(thread: SafeThread) -> None:
-    """Starts a thread.
+    """Start a thread.
 
     Raises:
-        TransportError: The system has no further one.
+        TransportError: The system has no further thread.
     """
     try:
         thread.start()

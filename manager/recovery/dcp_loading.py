@@ -1,8 +1,8 @@
-"""A replica's state from a checkpoint that ``torch.distributed.checkpoint`` wrote for another program.
+"""Loads a replica's state from another program's checkpoint of ``torch.distributed.checkpoint``.
 
-DCP names each leaf by the path that leads to it. The leaves of a registered state are looked up under the key of the
-state. Two other layouts are known: torchtitan's, in which a model's tensors have no key before their names, and the
-optimizer states of torchtitan and of ``get_optimizer_state_dict``, which have parameters' names in place of numbers.
+DCP names each leaf by its path. The leaves of a registered state are looked up under the state's key. Two other layouts
+are supported: torchtitan's, in which a model's tensors have no key before their names, and the optimizer states of
+torchtitan and ``get_optimizer_state_dict``, with names of parameters instead of numbers.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _MAX_SHOWN: Final = 5
 def load_dcp(
     checkpoint: DCPCheckpoint, registry: StateRegistry, before_change: Callable[[], None]
 ) -> dict[str, object]:
-    """Loads what is registered as replicated state. Tensors land in this replica's own ones, where it has them.
+    """Load the replicated state. Tensors land in this replica's own ones if it has them.
 
     Args:
-        checkpoint: Of another program.
-        registry: The state functions of this replica.
-        before_change: Called when all that is needed is there, before the first tensor is overwritten.
+        checkpoint: A checkpoint of another program.
+        registry: This replica's state functions.
+        before_change: Called after all checks, before the first tensor is overwritten.
 
     Returns:
-        What each load function takes, by key.
+        The argument for each load function, by key.
 
     Raises:
         RegistryError: The checkpoint lacks names, or has other shapes or dtypes; nothing was loaded.
-        TransportError: It cannot be read.
+        TransportError: The checkpoint is unreadable.
     """
     request = _Request(checkpoint)
     finishing = {entry.key: _plan(entry, registry, request) for entry in registry.entries("replicated")}
@@ -63,7 +63,7 @@ def load_dcp(
 
 
 class _Request:
-    """What is to be read, and what is wrong with it."""
+    """The tensors and values to read, and the differences found."""
 
     def __init__(self, checkpoint: DCPCheckpoint) -> None:
         self.checkpoint = checkpoint
@@ -76,7 +76,7 @@ class _Request:
         return name in self.checkpoint.tensors or name in self.checkpoint.values
 
     def add(self, key: str, own_name: str, name: str, own: object) -> None:
-        """Asks for a leaf; ``own`` is what this replica has in its place."""
+        """Request a leaf; ``own`` is this replica's present value."""
         stored = self.checkpoint.tensors.get(name)
         if not self.has(name):
             self.refuse(key, f"{own_name} is not there")
@@ -91,7 +91,7 @@ class _Request:
             self.tensors[name] = own.detach()
 
     def copy_of(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Asks for a tensor that this replica does not have; one of the same shape is divided in the same way."""
+        """Request a tensor that this replica lacks; it gets the sharding of ``like`` if the shapes are equal."""
         dtype, shape = self.checkpoint.tensors[name]
         if like is not None and like.shape == shape:
             self.tensors[name] = torch.empty_like(like.detach(), dtype=dtype)
@@ -100,7 +100,7 @@ class _Request:
         return self.tensors[name]
 
     def below(self, prefix: str) -> list[str]:
-        """The names that begin with a prefix, without it."""
+        """Return the names with a prefix, without the prefix."""
         names = (*self.checkpoint.tensors, *self.checkpoint.values)
         return [name[len(prefix) :] for name in names if name.startswith(prefix)]
 
@@ -120,7 +120,7 @@ class _Request:
 
 
 _Finish = Callable[[Mapping[str, object]], Any]
-"""Makes a state of the values that were loaded; its tensors are filled later."""
+"""Makes a state from the loaded values; its tensors are filled later."""
 
 
 def _plan(entry: StateEntry, registry: StateRegistry, request: _Request) -> _Finish:
@@ -148,13 +148,13 @@ def _plan(entry: StateEntry, registry: StateRegistry, request: _Request) -> _Fin
 
 
 def _spelled(name: str, key: str, spelling: int) -> str:
-    """A name as it is, without the key before it, without what wraps modules, or without both."""
+    """Return a name unchanged, without its key, without module wrappers, or without both."""
     plain = name.removeprefix(f"{key}.") if spelling % 2 else name
     return without_wrappers(plain) if spelling > 1 else plain
 
 
 def _complete_scheduler(entry: StateEntry, registry: StateRegistry, loaded: dict[str, object]) -> None:
-    """Torchtitan stores nothing of a scheduler but where it is."""
+    """Complete a scheduler's state: torchtitan stores only ``last_epoch``."""
     state, holder = loaded[entry.key], entry.holder
     if isinstance(holder, LRScheduler) and isinstance(state, dict) and "last_epoch" in state:
         optimizer = next((each for each in registry.entries("replicated") if each.holder is holder.optimizer), None)
@@ -178,7 +178,7 @@ def _plan_optimizer(
     below = request.below(f"{key}.state.")
     for name in below:
         parameter_name, _, slot = name.rpartition(".")
-        # A name below that of a parameter, and of no other one, is part of a nested state.
+        # A name below exactly one parameter's name belongs to a nested state.
         while parameter_name and parameter_name not in owners:
             parameter_name, _, part = parameter_name.rpartition(".")
             slot = f"{part}.{slot}"
@@ -219,7 +219,7 @@ def _full_names(key: str, registry: StateRegistry, num_parameters: int) -> list[
 
 
 def _names(number: int, full_name: str, registry: StateRegistry) -> list[str]:
-    """What a checkpoint may call a parameter: its number, or its name in the module."""
+    """Return a parameter's possible names in a checkpoint: its number, and its name in the module."""
     names = [
         full_name[len(entry.key) + 1 :]
         for entry in registry.entries("replicated")
@@ -231,7 +231,7 @@ def _names(number: int, full_name: str, registry: StateRegistry) -> list[str]:
 def _plan_group(
     request: _Request, key: str, number: int, own: Mapping[str, Any], names: Sequence[Sequence[str]]
 ) -> _Finish:
-    """One parameter group: DCP stores its settings by its number, or of each of its parameters by name."""
+    """Plan a parameter group: DCP stores its settings under its number, or under each parameter's name."""
     own_names = [names[each] for each in own["params"]]
     stems = [f"{key}.param_groups.{each}." for each in (str(number), *(own_names[0] if own_names else ()))]
     found = [(stem, [name for name in own if name != "param_names" and request.has(stem + name)]) for stem in stems]
@@ -264,7 +264,7 @@ def _check_group(key: str, number: int, stored: Any, own: Sequence[Sequence[str]
 
 
 def _copied(value: Any) -> Any:
-    """The same with dicts and lists of its own, to which loaded values go."""
+    """Return a copy with its own dicts and lists, for loaded values."""
     if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if type(value) is list else value

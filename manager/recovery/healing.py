@@ -1,4 +1,4 @@
-"""Healing one replica: from one source after the other, and how often that may fail."""
+"""Heals one replica: receives the state from its sources, and limits the number of failures."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from manager.state.replica_state import ReplicaState
 logger = logging.getLogger(__name__)
 
 _SHARE_WITHOUT_PROGRESS: Final = 0.25
-"""Of the time that is left: a source that sends nothing for as long is given up for the next one. One that sends keeps
-all of the time, or else more sources would leave each too little."""
+"""A source that sends nothing for this share of the remaining time is dropped for the next one. A source that sends may
+use all of the time: with shares for each source, many sources would leave each too little."""
 
 _MAX_SHOWN: Final = 5
 _MAX_PROBED_AT_ONCE: Final = 16
 _PROBE_S: Final = 0.5
-"""How long a host may take to say that nobody listens there."""
+"""Limit of a probe for a closed port."""
 
 _PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, StateNotServedError, UnknownHostError)
 _HOPELESS: Final = "no further attempt can succeed: "
-"""Begins the last reason where no source can ever deliver. Ranks tell each other their reasons as text."""
+"""Start of the last reason if no source can ever deliver. Ranks exchange reasons as text."""
 
 
 def _tell_retry(error: Exception, address: str) -> None:
@@ -45,23 +45,23 @@ def _tell_retry(error: Exception, address: str) -> None:
 
 
 def _listening(addresses: Sequence[str]) -> list[str]:
-    """Those at which somebody listens: a source that died a moment ago would be waited for."""
+    """Return the addresses with an open port: a request to a source that has just died would wait."""
     with SafeExecutor(min(len(addresses), _MAX_PROBED_AT_ONCE), "ft-transport-probe") as pool:
         is_gone = list(pool.map(lambda address: nobody_listens(address, _PROBE_S), addresses))
     return [address for address, gone in zip(addresses, is_gone, strict=True) if not gone]
 
 
 class Healer:
-    """See the module. Belongs to the training thread.
+    """Heals one replica. For the training thread alone.
 
     Args:
-        config: How long it may take, and how often it may fail.
+        config: Timeouts, and the maximum number of failures.
         state: This replica's state.
-        peers: Receives it and loads it.
-        watch: Looks after the waits.
+        peers: Receives and loads a peer's state.
+        watch: Reports long waits.
 
     Attributes:
-        num_failures: Attempts in a row that failed.
+        num_failures: Number of failed attempts in a row.
         source: The replicas that served the last state.
     """
 
@@ -75,19 +75,19 @@ class Healer:
         self.num_failures = 0
 
     def receive(self, decision: Decision, role: Heals, *, group_rank: int, name: str) -> tuple[str, ...]:
-        """Receive the state: with others that heal from all sources at once, or else from the first that delivers it.
+        """Receive the state: from all sources at once, together with other healing replicas; or from one by one.
 
-        The quorum may name a replica that died within the last ``heartbeat_timeout``: a source at which nobody listens
-        any more is asked after the others.
+        The quorum may include a replica that died within the last ``heartbeat_timeout``: a source with a closed port is
+        tried after the others.
 
         Args:
-            decision: Which state it is.
-            role: Whom to ask, in order, and who heals besides.
-            group_rank: Which of their ranks.
-            name: Who is healing, for the log.
+            decision: Names the state.
+            role: The sources in order, and the other healing replicas.
+            group_rank: The rank of the sources to ask.
+            name: This replica's name for the log.
 
         Returns:
-            Why none delivered; empty if one did.
+            The reasons of all failures; empty after a success.
         """
         sources = role.sources
         deadline_s = time.monotonic() + self._config.timeout.total_seconds()
@@ -106,7 +106,7 @@ class Healer:
                 continue
             start_s = time.monotonic()
             left = timedelta(seconds=max(0.0, deadline_s - start_s))
-            # Those at which nobody listens are no reason to give up this one.
+            # Sources with closed ports are no alternative to this one.
             has_others = any(each.addresses[group_rank] not in postponed for each in waiting)
             progress_timeout = left * _SHARE_WITHOUT_PROGRESS if has_others else None
             options = PeerOptions(
@@ -140,16 +140,16 @@ class Healer:
         return tuple(failures)
 
     def succeeded(self) -> None:
-        """Forget the failures: all ranks of the replica are healed."""
+        """Reset the failures: all ranks of the replica have healed."""
         self._reasons.clear()
         self.num_failures = 0
 
     def warn_of_damage(self, decision: Decision, *, name: str) -> None:
-        """Name parameters of the received state that are not finite: the source's were not either.
+        """Log parameters of the received state with a NaN or an infinity, which the source has as well.
 
         Args:
-            decision: In which this replica healed.
-            name: Who is healing, for the log.
+            decision: The decision of this heal.
+            name: This replica's name for the log.
         """
         damaged = nonfinite_parameters(self._state.registry, self._state.optimizers())
         if damaged:
@@ -168,12 +168,12 @@ class Healer:
         """Count a failure of any rank of the replica.
 
         Args:
-            step: The step that was to be received.
-            reasons: Why it failed.
-            agreed: What all ranks have told each other, the same on each of them.
+            step: The step to receive.
+            reasons: The reasons on this rank.
+            agreed: The reasons of all ranks, the same on each of them.
 
         Raises:
-            HealFailedError: It was one too many, or no further attempt of one of the ranks can succeed.
+            HealFailedError: The limit is reached, or no further attempt of a rank can succeed.
         """
         self._reasons.extend(reasons)
         self.num_failures += 1
@@ -185,7 +185,7 @@ class Healer:
             raise HealFailedError(step=step, reasons=every)
 
     def _receive_together(self, decision: Decision, role: Heals, *, group_rank: int, name: str) -> bool:
-        """Receive the state from all sources, and from the others that heal what they have of it. Whether it worked."""
+        """Receive the state from all sources and from other healing replicas at once; return whether that succeeded."""
         listening = _listening([source.addresses[group_rank] for source in role.sources])
         if not listening:
             return False

@@ -1,4 +1,4 @@
-"""What a recovery is asked for, and what it did."""
+"""The options and the result of a recovery."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAX_SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What `Manager.recover` or `Manager.resume` did.
+    """The result of `Manager.recover` or `Manager.resume`.
 
     Attributes:
-        step: The committed step that this replica shows now.
-        source: Where it came from: an address, or a directory.
+        step: The committed step that this replica's state shows now.
+        source: The address or directory that the state came from.
     """
 
     step: int

@@ -1,15 +1,15 @@
-"""A newcomer gets ready before it asks for its first quorum, while the others train.
+"""Prepares a newcomer before its first quorum, while the other replicas train.
 
-In a quorum everybody waits for a replica that heals. What can be done before costs nobody anything:
+In a quorum all replicas wait for one that heals. Work before the quorum costs the others nothing:
 
-- Where much of the state seldom changes (frozen weights, what DiLoCo synchronises), the newcomer recovers from a
-  replica that trains, at a pace that this hardly notices. In the quorum it gets what has changed since.
-- Where every step changes all of it, what it would get is old at once, and the copy would cost the other replica
-  memory and time. Then the newcomer only makes the memory resident that the state will be received into.
+- If much of the state seldom changes (frozen weights, or DiLoCo's synchronised ones), the newcomer receives it from a
+  running replica, at a rate that the replica hardly notices. In the quorum it receives only the changes since.
+- If every step changes all of the state, an early copy would be outdated at once and would cost the other replica
+  memory and time. Then the newcomer only makes the memory for the state resident.
 
-Whom to ask is told by the Lighthouse's status page, which nobody has signed. With a job token the replica that answers
-proves that it knows it; without one the page is believed as much as a quorum is. What has been received is a whole,
-compared state of one step: in the quorum the newcomer is like any replica that is behind by some steps.
+The Lighthouse's status page, which is not authenticated, names the running replicas. With a job token the answering
+replica proves the token; without one the page is as trustworthy as a quorum. The received state is a whole, verified
+state of one step: in the quorum the newcomer is like any replica that is some steps behind.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from manager.state.replica_state import ReplicaState
 logger = logging.getLogger(__name__)
 
 _LEAST_LASTING_SHARE: Final = 0.5
-"""Of the state: where less of it seldom changes, there is little to gain in the quorum."""
+"""Receive early only if at least this share of the state seldom changes."""
 _MAX_SOURCES: Final = 2
 _PROBE_S: Final = 0.2
 _SHARE_OF_CALL: Final = 0.5
-"""Of the time that the caller of ``start_quorum`` gives."""
+"""Maximum share of the caller's remaining time in ``start_quorum``."""
 _PATIENCE: Final = 2.0
-"""So many times as long as the pace takes may a transfer last."""
+"""A transfer may take this many times as long as its rate limit implies."""
 
 _STAND_IN_SHAPE: Final = (64, 64)
 
 _own_random = random.Random()
-"""Not the process's generator, which the trainer draws from."""
+"""Separate from the process's generator, which the trainer uses."""
 
 
 class WarmJoin:
-    """See the module. Belongs to the training thread.
+    """Prepares a newcomer. For the training thread alone.
 
     Args:
-        config: Whether, how fast, and how long.
+        config: Whether to prepare, the rate limit and timeouts.
         state: This replica's state.
-        peers: Receives it and loads it.
-        keeper: Knows what only write sections change.
-        watch: Looks after the waits.
+        peers: Receives and loads a peer's state.
+        keeper: Identifies memory that only write sections change.
+        watch: Reports long waits.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class WarmJoin:
     def run(
         self, running: Callable[[], Sequence[ToldMember]], *, group_rank: int, name: str, deadline: Deadline
     ) -> None:
-        """Get ready, once, if others train and this replica is behind. What fails is logged; the quorum heals anyway.
+        """Prepare, once, if other replicas train and this one is behind. Failures are logged; the quorum heals anyway.
 
         Args:
-            running: Tells who trains.
-            group_rank: Which of their ranks is asked.
-            name: Who joins, for the log.
-            deadline: Of the caller's; half of what is left is used at most.
+            running: Returns the running replicas.
+            group_rank: The rank of theirs to ask.
+            name: This replica's name for the log.
+            deadline: The caller's deadline; at most half of the remaining time is used.
         """
         if self._is_over:
             return
@@ -114,12 +114,12 @@ class WarmJoin:
             )
 
     def _sources(self, members: Sequence[ToldMember], group_rank: int) -> list[str]:
-        """The addresses to ask: of the newest state, in an order of chance, so that newcomers spread over them."""
+        """Return addresses with the newest state, in random order so that newcomers spread over them."""
         state = self._state
         if not members:
             return []
         own_step = state.step if state.partial is None else 0
-        # What most have: who trains has it, and somebody who only says so cannot lead newcomers astray.
+        # The step of the majority, so that a single false report cannot mislead newcomers.
         newest = max(Counter(member.step for member in members).items(), key=lambda each: (each[1], each[0]))[0]
         if newest <= own_step:
             return []
@@ -148,18 +148,18 @@ class WarmJoin:
         self._recover(sources, num_bytes, name, deadline)
 
     def _sizes(self, content: Mapping[str, object]) -> tuple[int, int]:
-        """The bytes of the state, and of what neither a step of an optimizer nor ``forward`` changes."""
+        """Return the bytes of the state, and of the part that neither optimizer steps nor ``forward`` change."""
         stepped = memory_of_optimizers(self._state.optimizers())
         lasting = self._keeper.stable(content) - stepped
         memories = set(filter(None, map(memory_at, tensors_in(content))))
         return sum(map(_length, memories)), sum(map(_length, memories & lasting))
 
     def _recover(self, sources: Sequence[str], num_bytes: int, name: str, deadline: Deadline) -> None:
-        # Under DiLoCo a snapshot comes with the next sync.
+        # Under DiLoCo the next snapshot comes with the next synchronisation.
         timeout_s = max(self._config.timeout, self._config.quorum_timeout).total_seconds()
         bytes_per_s = float(self._config.warm_join_bytes_per_s)
         if self._config.world_size not in (None, 1):
-            # The other ranks wait for as long as `timeout`.
+            # The other ranks wait up to ``timeout``.
             longest = self._config.timeout
             bytes_per_s = max(bytes_per_s, 2 * _PATIENCE * num_bytes / longest.total_seconds())
         else:
@@ -195,7 +195,7 @@ class WarmJoin:
 
 
 def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """How large the states will be of optimizers that have not stepped yet, as far as torch's own classes tell."""
+    """Return the future size of the states of optimizers that have not stepped yet; torch's own classes only."""
     num_bytes = 0.0
     for optimizer in optimizers:
         if optimizer.state or not type(optimizer).__module__.startswith("torch.optim"):
@@ -206,7 +206,7 @@ def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def copied_bytes(content: object) -> int:
-    """The bytes of tensors that are copied to, because nothing is received there: on a device, or not row-major."""
+    """Return the size of tensors that cannot receive in place: on a device, or not row-major."""
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors_in(content))
     memories = {
         memory_at(tensor)
@@ -221,7 +221,7 @@ def _length(memory: Memory | None) -> int:
 
 
 def _state_share(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """The bytes of state for each byte of a parameter: tried with a small one."""
+    """Return the bytes of state for each byte of a parameter, from a trial with a small one."""
     if not group["params"]:
         return 0.0
     try:
