@@ -1,13 +1,12 @@
-"""How two peers prove to each other that they have the job's key, without showing it; pure.
+"""Mutual proof of the job's key between two peers, without revealing it; pure.
 
-The client draws a nonce and asks for a challenge. The server answers with a nonce of its own and a proof. From both
-nonces, the job's key and the address at which the client reached the server both sides derive the key of a session: an
-answer that somebody else passes on, from another address or from before, proves nothing. Within the session each
-request carries its number and a MAC, and each answer a MAC, over all that either side acts upon. Numbers only go up, so
-no request can be made twice.
+The client draws a nonce and asks for a challenge. The server answers with its own nonce and a proof. Both sides derive
+a session key from both nonces, the job's key and the address at which the client reached the server: so a relayed or
+replayed answer, or one from another address, proves nothing. Within the session each request carries a number and a
+MAC, and each answer a MAC, over everything that the other side acts upon. Numbers only increase, so a request cannot be
+replayed.
 
-Bodies are covered by their digests: those of chunks in the manifest, which is signed itself, that of any other body in
-``Content-Digest`` (RFC 9530).
+Digests cover bodies: the signed manifest has those of chunks, ``Content-Digest`` (RFC 9530) has that of other bodies.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ PROOF_HEADER: Final = "FT-Proof"
 CONTENT_DIGEST_HEADER: Final = "Content-Digest"
 MANIFEST_SIGNATURE_HEADER: Final = "FT-Manifest-Signature"
 MANIFEST_PURPOSE: Final = "manifest"
-"""Of the signature of a manifest: its JSON header, padding included. It holds wherever that is passed on."""
+"""Purpose of a manifest's signature, which covers its JSON header with padding, also when relays pass it on."""
 
 NONCE_BYTES: Final = 16
 
 REQUEST_HEADERS: Final = ("Range", "If-Range", CONTENT_DIGEST_HEADER)
-"""Those that change what a server does."""
+"""The request headers that the server acts upon."""
 ANSWER_HEADERS: Final = (
     "Content-Length",
     "Content-Range",
@@ -42,14 +41,14 @@ ANSWER_HEADERS: Final = (
     "FT-Served-Steps",
     "Retry-After",
 )
-"""Those that a client acts upon."""
+"""The answer headers that the client acts upon."""
 
 
 class Headers(Protocol):
-    """Headers of a request or an answer, as HTTP libraries have them."""
+    """Headers of a request or an answer, as in HTTP libraries."""
 
     def get(self, name: str, default: str, /) -> str:
-        """The first header of that name, or the default."""
+        """Returns the first header of that name, or the default."""
 
 
 _MAX_KEYS: Final = 2
@@ -60,12 +59,12 @@ _CREDENTIALS: Final = re.compile(f"{SCHEME} number=([0-9]{{1,18}}), mac=([0-9a-f
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """What a client asks with.
+    """A client's challenge.
 
     Attributes:
-        key_ids: The keys that it has, the one that it prefers first.
-        nonce: Drawn at random, hexadecimal.
-        address: Where it reached the server.
+        key_ids: Ids of the client's keys, the preferred one first.
+        nonce: Random hexadecimal digits.
+        address: The address at which the client reached the server.
     """
 
     key_ids: tuple[str, ...]
@@ -73,12 +72,12 @@ class Challenge:
     address: str
 
     def query(self) -> dict[str, str]:
-        """Parameters of the request."""
+        """Return the parameters of the request."""
         return {"keys": ",".join(self.key_ids), "nonce": self.nonce, "address": self.address}
 
     @classmethod
     def parse(cls, query: Mapping[str, str]) -> Challenge | None:
-        """What `query` made, or ``None`` if it is something else."""
+        """Parse the parameters of `query`; return ``None`` if they are invalid."""
         key_ids = tuple(query.get("keys", "").split(",", _MAX_KEYS))
         nonce = query.get("nonce", "")
         if len(key_ids) > _MAX_KEYS or not all(map(_KEY_ID.fullmatch, key_ids)) or not _NONCE.fullmatch(nonce):
@@ -88,12 +87,12 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChallengeAnswer:
-    """What the server answers.
+    """A server's answer to a challenge.
 
     Attributes:
-        key_id: The key that both have.
-        nonce: Drawn at random, hexadecimal.
-        proof: That it has that key.
+        key_id: Id of the common key.
+        nonce: Random hexadecimal digits.
+        proof: Proof of that key.
     """
 
     key_id: str
@@ -103,22 +102,22 @@ class ChallengeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What both sides have in common after the challenge.
+    """A session, shared by both sides after the challenge.
 
     Attributes:
-        key: Derived for this session alone.
+        key: The session's own key.
     """
 
     key: Key
 
     def credentials(self, number: int, method: str, target: str, headers: Headers) -> str:
-        """The ``Authorization`` header of a request.
+        """Return the ``Authorization`` header of a request.
 
         Args:
-            number: Greater than that of any request before.
+            number: Greater than the number of any earlier request.
             method: The method.
             target: Path and query, as on the wire.
-            headers: Of the request; `REQUEST_HEADERS` count.
+            headers: The request's headers, of which `REQUEST_HEADERS` are covered.
         """
         return (
             f"{SCHEME} number={number}, mac={self._mac('request', number, (method, target), headers, REQUEST_HEADERS)}"
@@ -127,13 +126,13 @@ class Session:
     def number_of(
         self, credentials: str | None, method: str, target: str, headers: Headers, *, after: int
     ) -> int | None:
-        """The number of a request that was made within this session; ``None`` for any other.
+        """Return the number of a request of this session; ``None`` for other requests.
 
         Args:
             credentials: Its ``Authorization`` header.
             method: The method.
             target: Path and query, as on the wire.
-            headers: Of the request.
+            headers: The request's headers.
             after: The number of the last request.
         """
         found = _CREDENTIALS.fullmatch(credentials or "")
@@ -144,11 +143,11 @@ class Session:
         return number if is_equal(found[2], expected) else None
 
     def proof(self, number: int, status: int, headers: Headers) -> str:
-        """The ``FT-Proof`` header of the answer to the request of that number."""
+        """Return the ``FT-Proof`` header of the answer to request ``number``."""
         return self._mac("answer", number, (str(status),), headers, ANSWER_HEADERS)
 
     def proves(self, proof: str | None, number: int, status: int, headers: Headers) -> bool:
-        """Whether an answer was made by the server of this session, to this request."""
+        """Return whether this session's server made the answer, to this request."""
         return is_equal(proof or "", self.proof(number, status, headers))
 
     def _mac(self, purpose: str, number: int, first: Sequence[str], headers: Headers, names: Sequence[str]) -> str:
@@ -157,12 +156,12 @@ class Session:
 
 
 def answer_challenge(keys: Sequence[Key], challenge: Challenge, nonce: str) -> tuple[ChallengeAnswer, Session] | None:
-    """The server's part; ``None`` if it has none of the client's keys.
+    """Return the server's answer and session; ``None`` without a common key.
 
     Args:
-        keys: Of the job.
-        challenge: As it came; the caller has made sure that the address is its own.
-        nonce: Drawn afresh.
+        keys: The job's keys.
+        challenge: The challenge; the caller has checked that the address is its own.
+        nonce: A new nonce.
     """
     key = _first(keys, challenge.key_ids)
     if key is None:
@@ -173,7 +172,7 @@ def answer_challenge(keys: Sequence[Key], challenge: Challenge, nonce: str) -> t
 
 
 def accept_answer(keys: Sequence[Key], challenge: Challenge, answer: ChallengeAnswer) -> Session | None:
-    """The client's part; ``None`` if the answer does not prove that the server has the key."""
+    """Return the client's session; ``None`` if the answer does not prove the key."""
     key = _first(keys, (answer.key_id,))
     if key is None or not _NONCE.fullmatch(answer.nonce):
         return None
@@ -183,7 +182,7 @@ def accept_answer(keys: Sequence[Key], challenge: Challenge, answer: ChallengeAn
 
 
 def content_digest(body: Bytes) -> str:
-    """The ``Content-Digest`` header of a body: SHA-256 in hexadecimal digits, as RFC 9530's structured field."""
+    """Return the ``Content-Digest`` header of a body: SHA-256 in hexadecimal digits, as RFC 9530's structured field."""
     return f"sha-256={hashlib.sha256(body).hexdigest()}"
 
 

@@ -1,4 +1,4 @@
-"""Boxes of tensors: where a cut dimension meets what is wanted of it, and boxes in pieces for a frame; pure."""
+"""Boxes of tensors: overlaps of a sharded dimension with wanted indices, and pieces that fit into frames; pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ft_transport.wire.layouts import Intervals, intervals_of
 from ft_transport.wire.slices import MAX_BLOCKS_PER_FRAME
 
 Cut: TypeAlias = tuple[int, int]
-"""``split_factor`` and number of parts, of a mesh dimension that shards a tensor's dimension."""
+"""``split_factor`` and number of parts of a mesh dimension that shards a tensor's dimension."""
 
 
 class Box(NamedTuple):
-    """A box that the receiver wants and some sources have. All lists go by dimension.
+    """A box that the receiver wants and some sources have. Tuples are by dimension.
 
     Attributes:
         holders: Positions in ``Wanted.sources``.
-        held_shape: Shape of the part that each holder has.
-        held_origin: Where in it the box begins.
-        origin: Where in the receiver's part it begins.
-        counts: Its extent.
+        held_shape: Shape of each holder's part.
+        held_origin: First index of the box in a holder's part.
+        origin: First index of the box in the receiver's part.
+        counts: Shape of the box.
     """
 
     holders: tuple[int, ...]
@@ -36,11 +36,11 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of a cut dimension has of the wanted indices.
+    """The overlap of one part of a sharded dimension with the wanted indices.
 
     Attributes:
-        coordinate: Which part, on the mesh dimensions that cut.
-        length: How many indices it holds in all.
+        coordinate: The part's coordinate on the sharding mesh dimensions.
+        length: Number of indices of the part.
         overlaps: Wanted position, held position, number of indices.
     """
 
@@ -50,14 +50,14 @@ class Part:
 
 
 def overlapping_parts(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterator[Part]:
-    """The parts of a dimension, those among them that may hold a wanted index."""
+    """Yield the parts of a dimension that may have a wanted index."""
     for coordinate in _candidates(size, cuts, wanted):
         held = intervals_of(size, tuple((*cut, part) for cut, part in zip(cuts, coordinate, strict=True)))
         yield Part(coordinate, sum(end - start for start, end in held), tuple(_overlaps(wanted, held)))
 
 
 def _candidates(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterable[tuple[int, ...]]:
-    """Parts that may hold a wanted index; of a plain cut just those that do."""
+    """Return parts that may have a wanted index; exact for plain shards."""
     if len(cuts) == 1 and cuts[0][0] == 1 and wanted:
         share = max(1, -(-size // cuts[0][1]))
         return ((part,) for part in range(wanted[0][0] // share, (wanted[-1][1] - 1) // share + 1))
@@ -65,7 +65,7 @@ def _candidates(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterable
 
 
 def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, int]]:
-    """Where ascending intervals meet: position in ``wanted``, position in ``held``, number of indices."""
+    """Yield overlaps of ascending intervals: position in ``wanted``, position in ``held``, number of indices."""
     first = second = 0
     wanted_before = held_before = 0
     while first < len(wanted) and second < len(held):
@@ -83,9 +83,9 @@ def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, in
 
 
 def in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
-    """The box in pieces that fit into a frame, and that those who have it can share."""
+    """Cut the box into pieces that fit into a frame, and that several holders can share."""
     piece_bytes = CHUNK_BYTES if len(box.holders) == 1 else CHUNK_BYTES // 2
-    # Short rows cost more than their bytes.
+    # Short rows cost more than their bytes imply.
     piece_bytes = min(piece_bytes, block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)
     if math.prod(box.counts) * item_bytes <= piece_bytes:
         return (box,)
@@ -93,7 +93,7 @@ def in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
 
 
 def block_items(box: Box) -> int:
-    """How many elements of the box lie one behind the other, at a source that lays its part out row by row."""
+    """Return the number of contiguous elements of the box at a source with row-major memory."""
     num_items = 1
     for count, size in zip(reversed(box.counts), reversed(box.held_shape), strict=True):
         num_items *= count
@@ -103,7 +103,7 @@ def block_items(box: Box) -> int:
 
 
 def _cut_to(box: Box, item_bytes: int, piece_bytes: int) -> Iterator[Box]:
-    """Cuts along the first dimensions."""
+    """Cut along the first dimensions."""
     if math.prod(box.counts) * item_bytes <= piece_bytes:
         yield box
         return

@@ -1,7 +1,7 @@
-"""Chunks: the units of fetch and of digest, consecutive ranges of the data.
+"""Chunks: consecutive ranges of the data, the units of fetch and digest.
 
-A digest is xxh3-64, which one core computes faster than memory can be read. It finds bytes that a disk, a memory
-module, a network card or a wrong offset changed. It is no signature.
+A digest is xxh3-64, which one core computes faster than it reads memory. It detects bytes changed by a disk, a memory
+module, a network card or a wrong offset. It is not a signature.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final, TypeAlias
 import xxhash
 
 CHUNK_BYTES: Final = 4 << 20
-"""The unit of the wire: a chunk, unless the settings say otherwise, and the most data in a frame of slices.
+"""Default length of a chunk, and maximum length of a frame of slices.
 
-Small enough that a bad one costs little to fetch again, large enough that digests stay few.
+Small enough to fetch a damaged chunk again at little cost, large enough to keep digests few.
 """
 
 _LEAST_CHUNK_BYTES: Final = 1 << 20
 _NUM_CHUNKS_WANTED: Final = 256
-"""Of K receivers that pass on to each other what they have, the last one is late by K chunks."""
+"""In a chain of K relaying receivers, the last one lags by K chunks."""
 
 DIGEST_HEX_DIGITS: Final = 16
 
@@ -37,21 +37,21 @@ class ChunkTable:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks there are; none for empty data."""
+        """The number of chunks; 0 for empty data."""
         return -(-self.data_bytes // self.chunk_bytes)
 
     def range_of(self, first: int, end: int) -> tuple[int, int]:
-        """The byte range, half-open, of chunks ``first`` to ``end`` (exclusive)."""
+        """Return the half-open byte range of chunks ``first`` to ``end`` (exclusive)."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, self.data_bytes)
 
     def length_of(self, chunk: int) -> int:
-        """The bytes of one chunk; the last one may be shorter than the others."""
+        """Return the length of a chunk; the last one may be shorter."""
         start, end = self.range_of(chunk, chunk + 1)
         return end - start
 
 
 def runs_of(chunks: Sequence[int]) -> Iterator[range]:
-    """The runs of consecutive numbers of which a sequence of chunks consists, in its order."""
+    """Yield the runs of consecutive numbers in a sequence of chunks, in order."""
     if isinstance(chunks, range):
         yield chunks
         return
@@ -63,11 +63,11 @@ def runs_of(chunks: Sequence[int]) -> Iterator[range]:
 
 
 def chunk_bytes_for(data_bytes: int, *, most: int) -> int:
-    """How large the chunks are of data of this size: the same power of two wherever the data is the same.
+    """Return the chunk length for data of this size: a power of two, the same for the same data everywhere.
 
     Args:
-        data_bytes: Of all chunks together.
-        most: Longer ones are not wanted.
+        data_bytes: Length of the data.
+        most: Maximum chunk length.
     """
     wanted = max(1, data_bytes // _NUM_CHUNKS_WANTED)
     return min(most, max(_LEAST_CHUNK_BYTES, 1 << (wanted.bit_length() - 1)))

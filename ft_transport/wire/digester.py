@@ -1,12 +1,13 @@
-"""How chunks are digested: by xxh3-64 alone, or so that nobody without the job's key can make a digest.
+"""Digests of chunks: plain xxh3-64, or keyed digests that only holders of the job's key can make.
 
-``xxh3-64`` finds bytes that were damaged. Anybody can make other bytes with the same digest.
+``xxh3-64`` detects damaged bytes. An attacker can make other bytes with the same digest.
 
 ``blake3-64`` is keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs, section 2.3), cut to 64 bits: a signature of
-the chunk. A forger's chance is one in 2**64 for each try, and each wrong try is seen. One core digests 4 to 9 GB/s.
+the chunk. A forgery succeeds with probability 2**-64, and each failed attempt is detected. One core digests 4 to 9
+GB/s.
 
-``keyed-xxh3-64`` is xxh3-64 with a seed from the job's key. It costs what xxh3 costs. A stranger cannot compute it, but
-it was not made to resist somebody who has seen many chunks with their digests.
+``keyed-xxh3-64`` is xxh3-64 with a seed from the job's key, at the cost of xxh3. Without the key nobody can compute it,
+but it is not designed to resist an attacker with many chunks and their digests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from blake3 import blake3
 from ft_transport.wire.key import Key
 
 DigestKind: TypeAlias = Literal["blake3-64", "keyed-xxh3-64"]
-"""What a job with a key may digest with."""
+"""The kinds of digests for a job with a key."""
 
 _PLAIN_NAME: Final = "xxh3-64"
 _PURPOSE: Final = "chunks"
@@ -32,18 +33,18 @@ class Hasher(Protocol):
     """Takes bytes piece by piece. Releases the GIL for large buffers."""
 
     def update(self, data: memoryview, /) -> object:
-        """Takes the next bytes."""
+        """Adds the next bytes."""
 
     def intdigest(self) -> int:
-        """The digest of all that was taken, an unsigned 64-bit number."""
+        """Returns the digest of all bytes so far, an unsigned 64-bit number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digester:
-    """One way to digest. Thread-safe.
+    """A kind of digest, with its key. Thread-safe.
 
     Attributes:
-        name: As the manifest has it: the kind, and of a keyed one the key's id.
+        name: The kind, and for a keyed one the key's id, as in the manifest.
     """
 
     name: str = _PLAIN_NAME
@@ -52,7 +53,7 @@ class Digester:
 
     @classmethod
     def of(cls, kind: DigestKind, key: Key) -> Digester:
-        """The way that needs this key of the job."""
+        """Return the keyed digester of this kind."""
         secret = key.mac(_PURPOSE, kind.encode())
         name = f"{kind} {key.key_id}"
         match kind:
@@ -63,11 +64,11 @@ class Digester:
 
     @classmethod
     def named(cls, name: str, keys: Sequence[Key]) -> Digester | None:
-        """The way that a manifest names; ``None`` if it is none that these keys can verify.
+        """Return the digester that a manifest names; ``None`` if these keys cannot verify it.
 
         Args:
-            name: As in the manifest.
-            keys: Of the job. Where there are any, digests that everybody can make verify nothing.
+            name: The name in the manifest.
+            keys: The job's keys. With keys, plain digests are refused: anybody can make them.
         """
         if not keys:
             return PLAIN if name == _PLAIN_NAME else None
@@ -79,14 +80,14 @@ class Digester:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether nobody without the key can make digests."""
+        """Whether only holders of the key can make digests."""
         return self.name != _PLAIN_NAME
 
     def hasher(self, context: bytes = b"") -> Hasher:
-        """Takes the bytes of one digest.
+        """Return a hasher for one digest.
 
         Args:
-            context: What the bytes are, where nothing else ties the digest to it. Counts with a key alone.
+            context: Identifies the bytes, if nothing else ties the digest to them; used with a key only.
         """
         hasher: Hasher = _Blake3(self._key) if self._key else xxhash.xxh3_64(seed=self._seed)
         if context and self.is_keyed:
@@ -94,13 +95,13 @@ class Digester:
         return hasher
 
     def digest(self, data: memoryview) -> int:
-        """The digest of ``data``."""
+        """Return the digest of ``data``."""
         if not self._key:
             return xxhash.xxh3_64_intdigest(data, self._seed)
         return self.digest_of([data])
 
     def digest_of(self, pieces: Iterable[memoryview]) -> int:
-        """The digest of pieces of memory, as if they lay one behind the other."""
+        """Return the digest of the concatenated pieces."""
         hasher = self.hasher()
         for piece in pieces:
             hasher.update(piece)
@@ -119,4 +120,4 @@ class _Blake3:
 
 
 PLAIN: Final = Digester()
-"""Finds damage, and no forgery."""
+"""Detects damage, not forgery."""

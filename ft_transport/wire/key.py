@@ -1,4 +1,4 @@
-"""A key and its signatures: HMAC-SHA256 (RFC 2104), each for one purpose, so that none can be used for another."""
+"""A key and its signatures: HMAC-SHA256 (RFC 2104), each bound to one purpose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ID_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. Cannot be printed by accident.
+    """One key, whose secret does not appear in its repr.
 
     Attributes:
-        key_id: Equal for equal keys; may be seen.
+        key_id: Public id, equal for equal keys.
     """
 
     key_id: str
@@ -25,20 +25,20 @@ class Key:
 
     @classmethod
     def of(cls, secret: bytes) -> Key:
-        """The key with these bytes."""
+        """Return the key with these bytes."""
         return cls(_mac(secret, "id")[:_ID_BYTES].hex(), secret)
 
     def mac(self, purpose: str, *parts: Bytes) -> bytes:
-        """32 bytes that only who has the key can make: HMAC-SHA256 of the purpose and the parts, with their lengths."""
+        """Return the HMAC-SHA256 of the purpose and the parts, with their lengths: 32 bytes."""
         return _mac(self._secret, purpose, *parts)
 
     def derived(self, purpose: str, *parts: bytes) -> Key:
-        """Another key, from which nobody finds this one."""
+        """Return a derived key, which does not reveal this one."""
         return Key.of(self.mac(purpose, *parts))
 
 
 def is_equal(one: str | bytes, other: str | bytes) -> bool:
-    """Compares what was computed with what came, in the same time wherever they differ."""
+    """Compare in constant time, so that the duration does not reveal the position of a difference."""
     return hmac.compare_digest(
         *(each.encode("utf-8", "surrogateescape") if isinstance(each, str) else each for each in (one, other))
     )

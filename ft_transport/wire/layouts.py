@@ -1,10 +1,9 @@
-"""Layouts: how a mesh of processes divides a global tensor, and which part of it one process holds.
+"""Layouts: the division of a global tensor among a mesh of processes, and the part of one process.
 
-The meanings are those of ``torch.distributed.tensor`` (``placement_types.py``, ``_utils.py`` of torch 2.13): placements
-apply from the first mesh dimension to the last, each to what the ones before it have left. A plain shard is cut as by
-``torch.chunk``; a strided shard is cut into ``split_factor`` pieces first, and each of these among the processes.
-Sharding one dimension of a tensor leaves the others alone, so that a part is a product of intervals, dimension by
-dimension.
+As in ``torch.distributed.tensor`` (``placement_types.py``, ``_utils.py`` of torch 2.13), placements apply from the
+first mesh dimension to the last, each to the result of the previous ones. A plain shard is cut as by ``torch.chunk``; a
+strided shard is first cut into ``split_factor`` pieces, and then each piece among the processes. Sharding one dimension
+of a tensor does not affect the others, so a part is a product of intervals over the dimensions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ft_transport.errors import ManifestError
 from ft_transport.wire.nodes import MAX_TENSOR_RANK, Count, Dimensions
 
 MAX_INTERVALS: Final = 1 << 12
-"""Most pieces that a strided shard may leave of one dimension; a peer's ``split_factor`` must not fill the memory."""
+"""Maximum number of pieces of a strided shard in one dimension: a peer's ``split_factor`` must not fill memory."""
 
 MAX_GLOBAL_ITEMS: Final = 2**56
 """Bound on the product of a tensor's sizes, which torch multiplies with the size of an element in 64 bits."""
@@ -29,13 +28,13 @@ MAX_GLOBAL_ITEMS: Final = 2**56
 Interval: TypeAlias = tuple[int, int]
 """Global indices ``[start, end)`` along one dimension."""
 Intervals: TypeAlias = tuple[Interval, ...]
-"""Ascending and disjoint, in the order in which they lie in the local tensor."""
+"""Ascending and disjoint, in the order of the local tensor."""
 Region: TypeAlias = tuple[Intervals, ...]
-"""A part of a global tensor: all combinations of the indices given for each dimension."""
+"""A part of a global tensor: the product of the intervals of each dimension."""
 
 
 class Placement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How one mesh dimension holds a tensor. ``dim`` and ``split_factor`` only where the kind has them."""
+    """A tensor's placement on one mesh dimension. ``dim`` and ``split_factor`` apply to kinds that have them."""
 
     kind: Literal["shard", "replicate", "strided_shard"]
     dim: Annotated[int, Meta(ge=0, lt=MAX_TENSOR_RANK)] = 0
@@ -43,11 +42,11 @@ class Placement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
 
 class Mesh(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The sender's mesh, and where in it the sender stands.
+    """The sender's mesh, and the sender's coordinate in it.
 
-    ``ranks`` lists the sender's ranks in row-major order of ``shape``: plain numbers, which tell one mesh from another
-    and let a receiver build one of the same form; no process group is described or created from them. A process
-    outside the mesh has no ``coordinate``.
+    ``ranks`` lists the sender's ranks in row-major order of ``shape``. They are plain numbers that distinguish meshes
+    and let a receiver build one of the same shape; no process group is created from them. A process outside the mesh
+    has no ``coordinate``.
     """
 
     device_type: str
@@ -58,9 +57,9 @@ class Mesh(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a DTensor lies on a mesh, ``mesh`` being its index among those of the manifest.
+    """A DTensor's layout on a mesh; ``mesh`` is an index into the manifest's meshes.
 
-    ``local_offset`` is where the local shard begins in the global tensor, for readers that want no more than that.
+    ``local_offset`` is the first global index of the local shard, for simple readers.
     """
 
     mesh: Count
@@ -72,11 +71,11 @@ class Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class LayoutTable:
-    """Collects the layouts of a state, each once.
+    """The distinct layouts of a state.
 
     Attributes:
         meshes: The meshes.
-        layouts: The layouts, which refer to them.
+        layouts: The layouts, which refer to the meshes.
     """
 
     meshes: list[Mesh] = field(default_factory=list)
@@ -92,13 +91,13 @@ class LayoutTable:
         global_shape: Sequence[int],
         global_stride: Sequence[int],
     ) -> int:
-        """The index of a layout, which is added if it is new.
+        """Return the index of a layout; add it if it is new.
 
         Args:
-            mesh: Where it lies.
+            mesh: The mesh.
             placements: One for each mesh dimension.
-            global_shape: Of the whole tensor.
-            global_stride: Of the whole tensor, in elements.
+            global_shape: Shape of the whole tensor.
+            global_stride: Strides of the whole tensor, in elements.
         """
         index = self._mesh_indices.setdefault(mesh, len(self.meshes))
         if index == len(self.meshes):
@@ -115,12 +114,12 @@ class LayoutTable:
 
 
 def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None) -> None:
-    """Refuses layouts whose numbers do not fit together.
+    """Refuse inconsistent meshes and layouts.
 
     Args:
-        meshes: What came.
-        layouts: What came.
-        peer: Who sent it, for the error.
+        meshes: The received meshes.
+        layouts: The received layouts.
+        peer: The sender, for errors.
 
     Raises:
         ManifestError: A mesh or a layout contradicts itself.
@@ -158,15 +157,15 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
 
 
 def region_of(mesh: Mesh, placements: Sequence[Placement], global_shape: Sequence[int]) -> Region | None:
-    """The part that the process holds which ``mesh`` is described for.
+    """Return the part of the process at the mesh's coordinate.
 
     Args:
         mesh: The mesh.
         placements: One for each mesh dimension.
-        global_shape: Of the whole tensor.
+        global_shape: Shape of the whole tensor.
 
     Returns:
-        Its region; ``None`` if it stands outside the mesh.
+        The region; ``None`` for a process outside the mesh.
 
     Raises:
         ManifestError: A strided shard has more than `MAX_INTERVALS` pieces.
@@ -188,19 +187,19 @@ def region_of(mesh: Mesh, placements: Sequence[Placement], global_shape: Sequenc
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """The shape of the local tensor that holds ``region``."""
+    """Return the shape of the local tensor of ``region``."""
     return tuple(sum(end - start for start, end in intervals) for intervals in region)
 
 
 def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals:
-    """What successive cuts leave of one dimension.
+    """Return the intervals that successive cuts leave of one dimension.
 
     Args:
-        size: Its length.
-        cuts: ``split_factor``, number of parts and own part, of each mesh dimension that shards it, in order.
+        size: Length of the dimension.
+        cuts: ``split_factor``, number of parts and own part of each sharding mesh dimension, in order.
 
     Raises:
-        ManifestError: More than `MAX_INTERVALS` pieces would be left.
+        ManifestError: More than `MAX_INTERVALS` pieces would result.
     """
     intervals: Intervals = ((0, size),) if size else ()
     for split_factor, num_parts, part in cuts:
@@ -218,7 +217,7 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
 
 
 def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
-    """Of ``intervals``, laid one behind the other, the ascending ranges of positions; what is adjacent is joined."""
+    """Return the given ranges of positions in the concatenated ``intervals``; joins adjacent ones."""
     taken: list[Interval] = []
     which = before = 0
     for position, end in positions:
@@ -240,7 +239,7 @@ def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
 
 
 def _are_distinct(ranks: Sequence[int]) -> bool:
-    """By sorting: in a set, numbers chosen for it would take time with the square of how many they are."""
+    """Return whether all ranks are distinct; sorts them, because chosen numbers could collide in a set."""
     return all(map(operator.lt, ordered := sorted(ranks), ordered[1:]))
 
 

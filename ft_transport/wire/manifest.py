@@ -1,4 +1,4 @@
-"""The manifest: a safetensors header whose ``__metadata__`` says the rest.
+"""The manifest: a safetensors header with further information in ``__metadata__``.
 
 A snapshot is one safetensors file, ``[8-byte little-endian header length][JSON header][tensor bytes]``
 (https://huggingface.co/docs/safetensors, section "Format"). The header maps each tensor name to its dtype, shape and
@@ -28,14 +28,14 @@ from ft_transport.wire.nodes import Count, Dimensions, Node
 from ft_transport.wire.tree_codec import STRIDE, CheckTime, decode_tree, encode_tree, unbounded
 
 SnapshotId = NewType("SnapshotId", str)
-"""Names one snapshot among all of all replicas: 32 hexadecimal digits, drawn at random."""
+"""Unique id of a snapshot: 32 random hexadecimal digits."""
 
 FORMAT_VERSION: Final = 2
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
 
 DATA_ALIGN_BYTES: Final = 4096
-"""The data begins on a page of the file, so that the kernel sends whole pages of it."""
+"""The data starts at a page of the file, so that the kernel sends whole pages."""
 
 MAX_ITEMS: Final = 2**48
 """Bound on the product of an empty tensor's other sizes, whose strides torch computes in 64 bits."""
@@ -64,20 +64,20 @@ class TensorEntry(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that is known of a snapshot without its bytes.
+    """Describes a snapshot without its bytes.
 
     Attributes:
         step: The committed step that the snapshot shows.
-        snapshot_id: Tells this snapshot from every other one, also of the same step.
+        snapshot_id: Unique id, also among snapshots of the same step.
         tensors: The tensor table, in the order of the tree; ``start`` gives the order of the data.
         tree: The nested state, its tensors by index into the table.
         meshes: The sender's meshes.
-        layouts: How its DTensors lie on them; a node of the tree names one by index.
-        chunks: How the data divides into chunks.
-        digests: One digest per chunk, in order; ``None`` if they are computed while the data is sent, and have
-            to be asked for afterwards.
+        layouts: Layouts of its DTensors; nodes of the tree refer to them by index.
+        chunks: The division of the data into chunks.
+        digests: One digest per chunk, in order; ``None`` if the sender computes them while it sends, for a later
+            request.
         header_bytes: Length of everything before the data: 8 plus the JSON header with its padding.
-        digester: How the digests were made.
+        digester: The kind of digests.
     """
 
     step: int
@@ -130,18 +130,18 @@ def encode_header(
     layouts: LayoutTable | None = None,
     digester: Digester = PLAIN,
 ) -> bytes:
-    """Encodes everything that precedes the data: the length prefix, the JSON header, and spaces as padding.
+    """Encode the part before the data: length prefix, JSON header, spaces as padding.
 
     Args:
         step: The committed step.
         snapshot_id: The snapshot's id.
         tensors: The table; in order of their starts, the byte ranges follow each other from 0 without holes.
         tree: The nested state.
-        chunks: How the data divides into chunks.
+        chunks: The division of the data into chunks.
         digests: One per chunk, or ``None`` if they come later.
         align_bytes: The result's length is a multiple of this.
-        layouts: Those that the tree names.
-        digester: How the digests are made.
+        layouts: The layouts that the tree refers to.
+        digester: The kind of digests.
 
     Raises:
         ManifestError: The header would be larger than safetensors readers accept.
@@ -266,20 +266,20 @@ def _decode_snapshot_id(text: str, peer: str | None) -> SnapshotId:
 
 
 def encode_digests(digests: Sequence[int]) -> str:
-    """Hexadecimal digits, of equal number for each."""
+    """Encode digests as hexadecimal digits, the same number for each."""
     return "".join(f"{digest:0{DIGEST_HEX_DIGITS}x}" for digest in digests)
 
 
 def decode_digests(text: str, num_chunks: int, *, peer: str | None) -> tuple[int, ...]:
-    """What `encode_digests` was given.
+    """Decode the result of `encode_digests`.
 
     Args:
-        text: As it came.
-        num_chunks: How many are expected.
-        peer: Who sent it, for the error.
+        text: The received text.
+        num_chunks: The expected number.
+        peer: The sender, for errors.
 
     Raises:
-        ManifestError: Something else.
+        ManifestError: The text is invalid.
     """
     if len(text) != num_chunks * DIGEST_HEX_DIGITS:
         raise ManifestError(

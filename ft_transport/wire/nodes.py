@@ -1,8 +1,8 @@
-"""The tree of a state as values that JSON can carry.
+"""The tree of a state as JSON values.
 
-A state is any nesting of containers and leaves. JSON scalars stand for themselves; everything else is a tagged array
-whose first element is the tag. Tensor data is never in the tree: a node names an entry of the tensor table (see
-``wire.manifest``) by its index. The tags are part of the format: add new ones, never change a meaning.
+A state is any nesting of containers and leaves. JSON scalars represent themselves; other values are tagged arrays,
+whose first element is the tag. The tree has no tensor data: a node refers to an entry of the tensor table
+(``wire.manifest``) by index. Tags are part of the format: add new ones, never change a meaning.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ MAX_TENSOR_RANK = 64
 """Highest number of dimensions accepted from a peer; torch itself stops at 64."""
 
 MAX_DEPTH: Final = 100
-"""Most containers in each other: a level takes up to seven frames of Python's default thousand."""
+"""Maximum nesting of containers: a level takes up to seven frames of Python's default thousand."""
 
 MAX_BIG_INT_DIGITS: Final = 1 << 14
-"""Most hexadecimal digits of an int: 65,536 bits. To write it in decimal digits takes time with the square of these."""
+"""Maximum number of hexadecimal digits of an int: 65,536 bits. Conversion to decimal takes quadratic time."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 FloatBits: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]

@@ -1,8 +1,8 @@
-"""Which bytes of which sources make up a state that is divided in another way; pure.
+"""Plans which bytes to read from which sources for a state in another layout; pure.
 
-The receiver says which part of each tensor it wants, each source where its own part lies. Placements cut each dimension
-of a tensor for itself, so that the overlap of two parts is computed dimension by dimension and is a product of
-intervals. What it comes to, for tensors of one shape and layout, is computed once.
+The receiver names the wanted part of each tensor, each source the layout of its own part. Placements cut each dimension
+separately, so the overlap of two parts is a product of intervals, computed dimension by dimension. Tensors of one shape
+and layout share the result.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ft_transport.wire.nodes import LayoutNode, TensorNode, ViewNode
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
-"""Where a source has a tensor, or its part of one."""
+"""A source's node of a tensor or of its part."""
 MAX_READS: Final = 1 << 21
 _BYTES_PER_READ: Final = 1 << 10
-"""A state may take more reads than `MAX_READS` if they have so many bytes on average."""
+"""A state may need more reads than `MAX_READS` if their average length is at least this."""
 MAX_WORK: Final = 1 << 22
-"""Parts to look at, over all tensors of different shape or layout; 64 ranks and 10,000 shapes take a tenth."""
+"""Maximum number of examined parts over all distinct shapes and layouts; 64 ranks and 10,000 shapes need a tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class Wanted:
     """A tensor, or a part of one, that the receiver needs.
 
     Attributes:
-        path: Its place in the state, for errors.
-        start: Where it begins in the receiver's own data, in which it lies row by row.
-        dtype: Of the sources' entries.
+        path: Its path in the state, for errors.
+        start: Its position in the receiver's data, in row-major order.
+        dtype: The dtype of the sources' entries.
         item_bytes: Size of an element.
-        global_shape: Of the whole tensor.
-        region: The part that is wanted.
-        sources: Who has any of it.
-        nodes: Where each of them has it.
-        layouts: The index of each one's layout in its manifest; ``None`` where it has the whole tensor.
+        global_shape: Shape of the whole tensor.
+        region: The wanted part.
+        sources: The sources with a part of it.
+        nodes: Each source's node.
+        layouts: The index of each source's layout in its manifest; ``None`` for a whole tensor.
     """
 
     path: str
@@ -57,29 +57,29 @@ class Wanted:
 
 
 class Read(NamedTuple):
-    """A box, small enough for a frame, and the wanted tensor that it belongs to."""
+    """A box that fits into a frame, and its wanted tensor."""
 
     wanted: Wanted
     box: Box
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Length in bytes."""
         return math.prod(self.box.counts) * self.wanted.item_bytes
 
     @property
     def num_blocks(self) -> int:
-        """How many pieces it consists of at a source."""
+        """Number of contiguous pieces at a source."""
         return math.prod(self.box.counts) // block_items(self.box)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the sources have the whole tensor, each its own."""
+        """Whether each source has the whole tensor."""
         return self.wanted.layouts[self.box.holders[0]] is None
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Who can be asked for it."""
+        """The sources that have it."""
         return tuple(self.wanted.sources[holder] for holder in self.box.holders)
 
 
@@ -88,8 +88,8 @@ class _Group:
     """Sources on one mesh.
 
     Attributes:
-        mesh_shape: Of the mesh.
-        at: Positions in ``Wanted.sources``, by coordinate.
+        mesh_shape: Shape of the mesh.
+        at: Positions in ``Wanted.sources`` by coordinate.
     """
 
     mesh_shape: tuple[int, ...]
@@ -97,11 +97,11 @@ class _Group:
 
 
 class Planner:
-    """Plans what to read from sources of given manifests. Not thread-safe.
+    """Plans reads from sources with given manifests. Not thread-safe.
 
     Args:
-        manifests: Of the sources.
-        names: What the sources are called in errors.
+        manifests: The sources' manifests.
+        names: The sources' names for errors.
     """
 
     def __init__(self, manifests: Sequence[Manifest], names: Sequence[str] | None = None) -> None:
@@ -116,19 +116,19 @@ class Planner:
         self._holders: dict[tuple[object, ...], dict[tuple[int, ...], tuple[int, ...]]] = {}
 
     def plan(self, wanted: Iterable[Wanted]) -> list[list[Read]]:
-        """What to read from each source, so that every wanted byte is read once.
+        """Return the reads from each source, so that every wanted byte is read once.
 
-        Where several sources have the same part, the one that has the least to send by then is chosen.
+        Among several sources with the same part, the plan chooses the one with the least bytes so far.
 
         Args:
-            wanted: Everything that is wanted.
+            wanted: All wanted tensors.
 
         Returns:
-            By source, in the order of ``wanted``.
+            Reads by source, in the order of ``wanted``.
 
         Raises:
-            RestoreError: Some part of a tensor is held by no source.
-            ManifestError: A layout cannot be computed.
+            RestoreError: No source has some part of a tensor.
+            ManifestError: A layout is invalid.
         """
         reads: list[list[Read]] = [[] for _ in self._manifests]
         loads = [0] * len(self._manifests)
@@ -152,7 +152,7 @@ class Planner:
         return reads
 
     def _pieces_of(self, wanted: Wanted) -> tuple[tuple[Box, int], ...]:
-        """The boxes of a wanted part, cut so that each fits into a frame, and the bytes of each."""
+        """Return the boxes of a wanted part, cut to fit into frames, with their lengths."""
         item_bytes = wanted.item_bytes
         key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region, item_bytes)
         known = self._pieces.get(key)
@@ -166,10 +166,10 @@ class Planner:
         return known
 
     def boxes(self, wanted: Wanted) -> tuple[Box, ...]:
-        """The boxes that cover a wanted part, each index once, and who has them.
+        """Return boxes that cover a wanted part, each index once, with their holders.
 
         Raises:
-            RestoreError: Some part of it is held by no source.
+            RestoreError: No source has some part of it.
         """
         key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region)
         boxes = self._boxes.get(key)
@@ -182,11 +182,11 @@ class Planner:
         return boxes
 
     def held(self, read: Read, source: int) -> Slice:
-        """What to ask ``source`` for.
+        """Return the slice to request from ``source``.
 
         Raises:
-            RestoreError: What it has of the tensor is not of the shape that its layout says.
-            ManifestError: Its manifest contradicts itself.
+            RestoreError: The source's part has another shape than its layout implies.
+            ManifestError: The source's manifest contradicts itself.
         """
         wanted, box = read
         holder = wanted.sources.index(source)
@@ -222,7 +222,7 @@ class Planner:
         return piece
 
     def _check_layout(self, wanted: Wanted, first: int, holder: int) -> None:
-        """The plan takes for granted that sources on one mesh lay out a tensor in one way."""
+        """Check the plan's assumption that all sources on one mesh have the same layout of a tensor."""
         expected, actual = self._layout(wanted, first), self._layout(wanted, holder)
         if (actual.global_shape, actual.placements) != (wanted.global_shape, expected.placements):
             raise RestoreError(
@@ -233,7 +233,7 @@ class Planner:
 
     @staticmethod
     def destination(read: Read) -> Slice:
-        """Where in the receiver's data it belongs."""
+        """Return its slice in the receiver's data."""
         wanted, box = read
         strides = row_major_strides(shape_of(wanted.region), wanted.item_bytes)
         return slice_of(wanted.start, strides, box.origin, box.counts, wanted.item_bytes)
@@ -244,8 +244,8 @@ class Planner:
             return ()
         whole = [holder for holder, layout in enumerate(wanted.layouts) if layout is None]
         if whole:
-            # Such tensors need not be equal everywhere (running statistics): all of them come from the first source,
-            # or, should that fail, from one other.
+            # Whole tensors may differ between sources (running statistics): all come from the first source, or after
+            # its failure from one other.
             return tuple(self._boxes_of(_Group((), {(): whole}), (), wanted))
         num_best = -1
         for group in self._groups_of(wanted):
@@ -331,7 +331,7 @@ class Planner:
                 )
 
     def _holders_of(self, group: _Group, sharded: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Who holds a part, by its place on the mesh dimensions that shard; along the others it is replicated."""
+        """Return the holders of each part, by its coordinate on the sharding mesh dimensions."""
         key = (group, sharded)
         known = self._holders.get(key)
         if known is None:

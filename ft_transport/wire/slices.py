@@ -1,8 +1,8 @@
-"""Slices: any box of a tensor as bytes of the data, and how several of them are asked for and answered.
+"""Slices: boxes of tensors as bytes of the data, and requests for several of them.
 
-A request (`SlicesRequest`) lists frames, each of which is some slices. The answer is the bytes of each frame, slice
-after slice, and behind every frame its xxh3-64 digest, 8 bytes, big-endian. So a receiver verifies whatever part of a
-tensor it needs, although the digests of a manifest are those of whole chunks.
+A request (`SlicesRequest`) lists frames; each frame is a list of slices. The answer is the bytes of each frame, slice
+after slice, and after each frame its xxh3-64 digest, 8 bytes, big-endian. So a receiver can verify any part of a
+tensor, although the manifest's digests cover whole chunks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ft_transport.wire.nodes import Count
 
 FRAME_DIGEST_BYTES: Final = 8
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Most data that one request may ask for."""
+"""Maximum data of one request."""
 MAX_REQUEST_BODY_BYTES: Final = 4 << 20
 MAX_SLICES_PER_REQUEST: Final = 1 << 14
 MAX_BLOCKS_PER_FRAME: Final = 1 << 18
-"""Gathering so many takes about as long as copying and digesting a full frame."""
+"""Gathering this many takes about as long as copying and digesting a full frame."""
 
 _MAX_LOOPS: Final = 31
 """numpy has 32 dimensions at most in its first major version."""
 
 _Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**62)]
 Loop: TypeAlias = tuple[Annotated[int, Meta(ge=2, le=2**62)], Count]
-"""How often, and how many bytes further each time. More than once: the fewer bytes, the fewer loops."""
+"""Number of repetitions (at least 2), and their stride in bytes."""
 
 
 class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """``block_bytes`` at ``start``, repeated by each of ``loops``, of which the last is the innermost."""
+    """``block_bytes`` at ``start``, repeated by each loop; the last loop is the innermost."""
 
     start: Count
     block_bytes: _Positive
@@ -45,7 +45,7 @@ class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes it consists of."""
+        """Length of its bytes."""
         num_bytes = self.block_bytes
         for count, _ in self.loops:
             num_bytes *= count
@@ -53,7 +53,7 @@ class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 
     @property
     def end(self) -> int:
-        """Where its last byte ends."""
+        """End of its last byte."""
         return self.start + self.block_bytes + sum((count - 1) * stride for count, stride in self.loops)
 
 
@@ -73,13 +73,13 @@ _encoder = msgspec.json.Encoder()
 def slice_of(
     start: int, strides_bytes: Sequence[int], origin: Sequence[int], counts: Sequence[int], item_bytes: int
 ) -> Slice:
-    """A box of a tensor.
+    """Return the slice of a box of a tensor.
 
     Args:
-        start: Where the tensor's first element lies.
-        strides_bytes: From one element to the next, by dimension.
+        start: Position of the tensor's first element.
+        strides_bytes: Strides in bytes, by dimension.
         origin: First index of the box, by dimension.
-        counts: Its extent, by dimension; not empty.
+        counts: Shape of the box; not empty.
         item_bytes: Size of an element.
     """
     block_bytes = item_bytes
@@ -98,7 +98,7 @@ def slice_of(
 
 
 def row_major_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """Strides, in bytes, of a tensor whose elements lie one behind the other."""
+    """Return the strides of a contiguous tensor, in bytes."""
     strides = []
     for size in reversed(shape):
         strides.append(item_bytes)
@@ -107,7 +107,7 @@ def row_major_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def joined(slices: Sequence[Slice]) -> SliceFrame:
-    """The same bytes in the same order, what is adjacent as one slice."""
+    """Join adjacent slices; bytes and order stay the same."""
     joint: list[Slice] = []
     for piece in slices:
         last = joint[-1] if joint else None
@@ -119,29 +119,29 @@ def joined(slices: Sequence[Slice]) -> SliceFrame:
 
 
 def frame_context(snapshot_id: SnapshotId, frame: SliceFrame) -> bytes:
-    """What the digest of a frame is about, so that with a key no frame can stand for another one."""
+    """Return the context of a frame's keyed digest, which binds the digest to this frame."""
     return snapshot_id.encode() + _encoder.encode(frame)
 
 
 def answer_bytes(frames: Sequence[SliceFrame]) -> int:
-    """Length of the answer."""
+    """Return the length of the answer."""
     return sum(piece.num_bytes for frame in frames for piece in frame) + FRAME_DIGEST_BYTES * len(frames)
 
 
 def encode_request(frames: Sequence[SliceFrame]) -> bytes:
-    """The body of a request."""
+    """Encode the body of a request."""
     return _encoder.encode(SlicesRequest(tuple(frames)))
 
 
 def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
-    """The frames that a request asks for. The input is not trusted.
+    """Decode the frames of a request. The input is untrusted.
 
     Args:
-        body: What came.
-        data_bytes: Length of the data, beyond which there is nothing to ask for.
+        body: The received body.
+        data_bytes: Length of the data.
 
     Raises:
-        ConfigurationError: It is no request, asks for what there is not, or for too much at once.
+        ConfigurationError: The body is invalid, exceeds the data, or asks for too much at once.
     """
     try:
         with collector_paused():
@@ -151,7 +151,7 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
     num_slices = sum(map(len, frames))
     if num_slices > MAX_SLICES_PER_REQUEST:
         raise ConfigurationError(f"expected at most {MAX_SLICES_PER_REQUEST} slices in a request, got {num_slices}")
-    # This runs on the server's event loop: each slice is looked at once, and the first that is too large is the last.
+    # This runs on the server's event loop: one look at each slice, and the first one that is too large ends the loop.
     num_asked = 0
     for frame in frames:
         num_bytes = num_blocks = 0

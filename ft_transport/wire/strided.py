@@ -1,4 +1,4 @@
-"""Slices of memory as arrays, so that numpy copies them without the interpreter."""
+"""Views slices of memory as arrays, so that numpy copies them without the interpreter."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _CARRIERS: Final[tuple[tuple[int, np.dtype[Any]], ...]] = tuple(
 
 
 def copy_out(memory: memoryview, piece: Slice, into: memoryview) -> None:
-    """Copies a slice to where its bytes lie one behind the other.
+    """Copy a slice into contiguous memory.
 
     Args:
-        memory: Begins where the slice does, and reaches to its end.
+        memory: The memory from the slice's start to its end.
         piece: The slice.
-        into: As many bytes as it has.
+        into: Memory of the slice's length.
     """
     source = _strided(memory, piece)
     np.copyto(_flat(into, source), source)
 
 
 def gathered(data: memoryview, piece: Slice) -> memoryview:
-    """The bytes of a slice in one piece: where they lie, if they do so there, or a copy.
+    """Return the bytes of a slice: a view if they are contiguous, otherwise a copy.
 
     Args:
-        data: All data; the slice says where in it.
-        piece: The slice.
+        data: All data.
+        piece: The slice in it.
     """
     if not piece.loops:
         return data[piece.start : piece.end]
@@ -43,25 +43,25 @@ def gathered(data: memoryview, piece: Slice) -> memoryview:
 
 
 def copy_in(data: memoryview, memory: memoryview, piece: Slice) -> None:
-    """The opposite of `copy_out`: writes ``data`` to a slice."""
+    """Write contiguous ``data`` to a slice."""
     target = _strided(memory, piece)
     np.copyto(target, _flat(data, target))
 
 
 class Memory(Protocol):
-    """Where the data of one snapshot belongs."""
+    """The memory for one snapshot's data."""
 
     def buffers(self, start: int, end: int) -> Sequence[memoryview]:
-        """Writable uint8 views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
+        """Returns writable uint8 views that cover bytes ``[start, end)`` of the data, in order. For any thread."""
 
 
 def put(data: memoryview, destination: Memory, piece: Slice) -> None:
-    """Copies the bytes of a slice, one behind the other, to where they belong.
+    """Copy contiguous bytes to their slice of the destination.
 
     Args:
-        data: They.
-        destination: Of the whole data.
-        piece: Where in that they belong; if it has loops, inside one tensor.
+        data: The bytes.
+        destination: The memory for the whole data.
+        piece: The slice; with loops it is inside one tensor.
     """
     memories = destination.buffers(piece.start, piece.end)
     if piece.loops:
@@ -75,7 +75,7 @@ def put(data: memoryview, destination: Memory, piece: Slice) -> None:
 
 
 def _strided(memory: memoryview, piece: Slice) -> _Array:
-    # Wide items, as far as all that is skipped is a multiple of them: numpy copies item by item.
+    # The widest items that divide all strides: numpy copies item by item.
     step = math.gcd(piece.block_bytes, *(stride for _, stride in piece.loops))
     item_bytes, dtype = next(carrier for carrier in _CARRIERS if step % carrier[0] == 0)
     shape = (*(count for count, _ in piece.loops), piece.block_bytes // item_bytes)

@@ -1,7 +1,7 @@
-"""The tree of a state as text, and what of it a receiver takes: no more work or memory than the text justifies.
+"""Encodes and decodes the tree of a state as text, with work and memory bounded by the length of the text.
 
-Decoding JSON is linear in its length. What is not is bounded here, before anything is decoded: how many arrays there
-are, for one of two characters costs a hundred bytes, and how deep they nest, where Python itself does not bound that.
+Decoding JSON takes linear time. Two other costs are bounded before decoding: the number of arrays, since an array of
+two characters takes a hundred bytes of memory, and their depth, if Python itself does not bound it.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.wire.nodes import MAX_DEPTH, Node
 
 MAX_ARRAYS: Final = 1 << 21
-"""Most arrays in a tree: one or two for each container and each tensor, so that a million of them go through."""
+"""Maximum number of arrays in a tree. A container or tensor takes one or two, so a million of them are allowed."""
 
 CheckTime: TypeAlias = Callable[[], None]
-"""Called now and then by what takes long; raises `DeadlineExceededError` when no time is left."""
+"""Called repeatedly by long loops; raises `DeadlineExceededError` after the deadline."""
 
 STRIDE: Final = 1 << 10
-"""After so many steps of a loop the time is looked at."""
+"""Steps of a loop between two checks of the time."""
 
 _MAX_TEXT_DEPTH: Final = 4 * MAX_DEPTH
-"""Arrays around arrays: a container takes two of them, and a leaf in it a few more."""
+"""Maximum depth of arrays: a container takes two levels, and a leaf in it a few more."""
 _USUAL_RECURSION_LIMIT: Final = 10_000
-"""Up to here, Python ends a decoder's recursion before the stack of the thread ends."""
+"""Up to this limit, Python stops a decoder's recursion before the thread's stack overflows."""
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 _PIECE: Final = re.compile(rb'(?:[^"]{1,256}|"[^"\\]*(?:\\.[^"\\]*)*"){1,256}', re.DOTALL)
-"""Some texts, whole, and what stands between them."""
+"""Several whole strings, and the text between them."""
 
 _decoder: Final = msgspec.json.Decoder(Node)
 _encoder: Final = msgspec.json.Encoder()
 
 
 def unbounded() -> None:
-    """The `CheckTime` of what has no deadline."""
+    """A `CheckTime` without a deadline."""
 
 
 def encode_tree(tree: Node, *, step: int) -> str:
-    """The tree as text.
+    """Encode a tree as text.
 
     Args:
         tree: The tree.
-        step: The committed step, for the error.
+        step: The committed step, for errors.
 
     Raises:
-        ManifestError: It has more containers and tensors than a receiver takes.
+        ManifestError: The tree has more containers and tensors than a receiver accepts.
     """
     encoded = _encoder.encode(tree)
     if (num_arrays := _num_arrays(encoded)) > MAX_ARRAYS:
@@ -65,18 +65,18 @@ def encode_tree(tree: Node, *, step: int) -> str:
 
 
 def decode_tree(text: str, *, peer: str | None, check_time: CheckTime = unbounded) -> Node:
-    """The inverse of `encode_tree`. The input is not trusted.
+    """Decode a tree. The input is untrusted.
 
     Args:
-        text: As it came.
-        peer: Who sent it, for the error.
-        check_time: Called now and then.
+        text: The received text.
+        peer: The sender, for errors.
+        check_time: Called repeatedly.
 
     Raises:
-        ManifestError: It has too many arrays, or they nest too deeply.
+        ManifestError: Too many arrays, or too deep nesting.
         DeadlineExceededError: ``check_time`` raised it.
-        msgspec.MsgspecError: It is no tree.
-        RecursionError: It nests more deeply than Python lets through.
+        msgspec.MsgspecError: The text is not a tree.
+        RecursionError: The nesting exceeds Python's recursion limit.
     """
     encoded = text.encode()
     if (num_arrays := _num_arrays(encoded, check_time)) > MAX_ARRAYS:
@@ -91,7 +91,7 @@ def decode_tree(text: str, *, peer: str | None, check_time: CheckTime = unbounde
 
 
 def _num_arrays(encoded: bytes, check_time: CheckTime = unbounded) -> int:
-    """How many there are; fewer than `MAX_ARRAYS` are counted quickly, with those that are only text."""
+    """Return the number of arrays; up to `MAX_ARRAYS` a fast count, which includes brackets inside strings."""
     num_brackets = encoded.count(b"[")
     if num_brackets <= MAX_ARRAYS:
         return num_brackets
@@ -110,7 +110,7 @@ def _depth(encoded: bytes, check_time: CheckTime) -> int:
 
 
 def _without_strings(encoded: bytes, check_time: CheckTime) -> Iterator[bytes]:
-    """What is no text, in pieces, so that whoever looks at it needs little memory, and sees the time."""
+    """Yield the text outside strings in pieces, which bounds memory and allows checks of the time."""
     for piece in _PIECE.finditer(encoded):
         check_time()
         yield _STRING.sub(b"", piece.group())
