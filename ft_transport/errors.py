@@ -59,10 +59,10 @@ _MAX_WHERE_CHARACTERS: Final = 1000
 
 
 def escape_peer_text(text: str, *, max_characters: int) -> str:
-    """Text from a peer as it may stand in a message or a log: one line, and nothing that moves or hides other text.
+    """Return a peer's text in a form for messages and logs: one line that cannot move or hide other text.
 
     Control characters, line ends, bidirectional and other invisible marks, and lone surrogates become escapes as in a
-    Python string; what is longer is cut off.
+    Python string. Longer text is truncated.
     """
     if len(text) <= max_characters and text.isprintable():
         return text
@@ -73,14 +73,14 @@ def escape_peer_text(text: str, *, max_characters: int) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Text with the escapes of `escape_peer_text`, but of any length and with its line ends: for a whole message."""
+    """Return a whole message with the escapes of `escape_peer_text`, of any length and with its line ends."""
     if text.isprintable():
         return text
     return "\n".join(escape_peer_text(line, max_characters=sys.maxsize) for line in text.split("\n"))
 
 
 class _Where(TypedDict, total=False):
-    """Where an error belongs; `TransportError` says what each is."""
+    """The context of an error; `TransportError` describes the fields."""
 
     peer: str | None
     step: int | str | None
@@ -97,10 +97,10 @@ class TransportError(Exception):
     """Root of the tree.
 
     Args:
-        message: What was expected and what came.
-        peer: ``host:port`` of the peer concerned, where there is one.
-        step: The training step concerned, where there is one.
-        path: The place in the nested state (or the tensor's name), where there is one.
+        message: The expectation, and the actual value.
+        peer: ``host:port`` of the peer, if any.
+        step: The training step, if any.
+        path: The path in the nested state, or the tensor's name, if any.
     """
 
     retryable: ClassVar[bool] = False
@@ -139,13 +139,13 @@ class TransportError(Exception):
 
 
 class ConfigurationError(TransportError, ValueError):
-    """A setting that cannot work: an unknown interface, a negative limit, an unusable address."""
+    """An invalid setting: an unknown interface, a negative limit, an unusable address."""
 
     http_status = 400
 
 
 class RecordError(TransportError, ValueError):
-    """A line of a file of records is none, or of a kind that is not known here."""
+    """A line of a file of records is invalid or of an unknown kind."""
 
 
 class ManifestError(TransportError, ValueError):
@@ -163,7 +163,7 @@ class UnsupportedLeafError(SnapshotError, TypeError):
 
 
 class CollectiveRefusedError(SnapshotError):
-    """A state function runs a collective, which would wait for ranks that are not asked for their state."""
+    """A state function runs a collective, which would wait for ranks that nobody asks for their state."""
 
 
 class StateMovedError(SnapshotError):
@@ -174,25 +174,25 @@ class StateMovedError(SnapshotError):
 
 
 class SnapshotLimitError(SnapshotError):
-    """The limit on snapshots alive at once is reached and every one of them is still being read."""
+    """The limit on concurrent snapshots is reached, and every one of them has a reader."""
 
     retryable = True
     http_status = 503
 
 
 class RestoreError(TransportError):
-    """A received tensor or leaf cannot be put where it belongs; ``path`` names it."""
+    """A received tensor or leaf does not fit its destination; ``path`` names it."""
 
 
 class IntegrityError(TransportError):
     """Bytes differ from their digest.
 
     Args:
-        message: What was being verified.
-        chunk: Index of the chunk, or ``None`` for the manifest itself.
-        expected: Digest that the manifest gives.
-        actual: Digest of the bytes that came.
-        **where: As for `TransportError`.
+        message: The verified object.
+        chunk: Index of the chunk; ``None`` for the manifest itself.
+        expected: Digest in the manifest.
+        actual: Digest of the received bytes.
+        **where: See `TransportError`.
     """
 
     retryable = True
@@ -205,21 +205,21 @@ class IntegrityError(TransportError):
 
 
 class PeerError(TransportError):
-    """One peer did not do what was asked of it."""
+    """A peer did not answer a request as expected."""
 
 
 class PeerUnreachableError(PeerError, ConnectionError):
-    """No connection to the peer could be made, or it broke off."""
+    """The connection to the peer failed or broke."""
 
     retryable = True
 
 
 class PeerSilentError(PeerUnreachableError):
-    """Nothing came from the peer for longer than the stall timeout, or less than the minimum throughput."""
+    """The peer sent nothing for longer than the stall timeout, or less than the minimum throughput."""
 
 
 class UnknownHostError(PeerUnreachableError):
-    """Nobody knows an address for the host name that the peer was given."""
+    """The peer's host name does not resolve."""
 
     retryable = False
 
@@ -229,10 +229,10 @@ class PeerProtocolError(PeerError):
 
 
 class MessageDamagedError(PeerProtocolError):
-    """The peer did not understand what was asked, or its answer did not come as it was meant: asking again may help.
+    """The request or the answer was damaged on the way: another attempt may help.
 
-    ``refusal`` is what the answer means if it was meant after all: a server of another kind does not say what it has
-    understood.
+    ``refusal`` is the meaning of the answer if it was not damaged: a server of another kind does not confirm what it
+    has understood.
     """
 
     retryable = True
@@ -244,15 +244,15 @@ class MessageDamagedError(PeerProtocolError):
 
 
 class PeerAuthenticationError(PeerError):
-    """The peer has no proof of the job token or no certificate that is good, or this process has none for the peer."""
+    """The peer lacks a valid proof of the job token or a valid certificate, or this process lacks one for the peer."""
 
     http_status = 401
 
 
 class PeerNotReadyError(PeerError):
-    """The peer has not taken a snapshot yet, or none since it was asked.
+    """The peer has not taken a snapshot yet, or none since the request.
 
-    ``retry_after_s`` is its own estimate, in seconds; ``after`` what to repeat to it, see ``wire.routes``.
+    ``retry_after_s`` is the peer's estimate in seconds; ``after`` is repeated in the next request (``wire.routes``).
     """
 
     retryable = True
@@ -267,15 +267,15 @@ class PeerNotReadyError(PeerError):
 
 
 class StateNotServedError(PeerError):
-    """The peer cannot capture its state: a leaf has no encoding, or a state function fails. Asking again is no help."""
+    """The peer cannot capture its state: a leaf has no encoding, or a state function fails. Retries are useless."""
 
     http_status = 501
 
 
 class StepNotServedError(PeerError):
-    """The peer serves other steps than the one asked for; ``served`` lists them.
+    """The peer serves other steps than the requested one; ``served`` lists them.
 
-    ``is_past`` says that the peer has gone beyond that step without a snapshot of it.
+    ``is_past`` means that the peer has passed that step without a snapshot of it.
     """
 
     http_status = 404
@@ -289,7 +289,7 @@ class StepNotServedError(PeerError):
 
 
 class SnapshotReplacedError(PeerError):
-    """The snapshot to which the fetch was bound is no longer served; start again with the one that is."""
+    """The fetch's snapshot is no longer served; start again with the present one."""
 
     retryable = True
     http_status = 409
@@ -298,7 +298,7 @@ class SnapshotReplacedError(PeerError):
 class FetchFailedError(TransportError):
     """No source could deliver the whole snapshot.
 
-    ``failures`` holds what went wrong, in order.
+    ``failures`` has the errors in order.
     """
 
     def __init__(self, message: str, *, failures: tuple[TransportError, ...], **where: Unpack[_Where]) -> None:
@@ -312,25 +312,25 @@ class FetchFailedError(TransportError):
 
 
 class FileWriteError(TransportError):
-    """A file that a snapshot is received into cannot be written or named; ``path`` is that of the file."""
+    """The file for a received snapshot cannot be written or renamed; ``path`` is its path."""
 
 
 class CheckpointError(TransportError):
-    """A durable checkpoint could not be written or read. ``rank`` is the group rank that it happened on, if one."""
+    """A durable checkpoint could not be written or read. ``rank`` is the group rank of the failure, if any."""
 
     rank: int | None = None
 
 
 class CheckpointNotFoundError(CheckpointError, LookupError):
-    """There is no complete checkpoint of that step, or none at all."""
+    """No complete checkpoint of that step exists, or none at all."""
 
 
 class CheckpointExistsError(CheckpointError):
-    """There is a checkpoint of that step already, and it is not to be replaced."""
+    """A checkpoint of that step exists, and must not be replaced."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """Files differ from what was written; ``files`` names them, each with what is wrong with it."""
+    """Files differ from their written content; ``files`` names them with the differences."""
 
     def __init__(self, message: str, *, files: tuple[str, ...] = (), **where: Unpack[_Where]) -> None:
         super().__init__(message, **where)
@@ -342,18 +342,18 @@ class CheckpointUntrustedError(CheckpointError):
 
 
 class CheckpointInUseError(CheckpointError):
-    """Another group of ranks saves to this place; two would mix their values without a sign of it."""
+    """Another group of ranks saves to this directory; two would mix their values silently."""
 
 
 class ReplicasDivergedError(CheckpointError):
-    """Ranks that have to hold the same hold different values; ``path`` names the first."""
+    """Ranks that must have equal values differ; ``path`` names the first difference."""
 
 
 class RankFailedError(CheckpointError):
-    """One rank failed in a phase that all take part in; the same error on every rank.
+    """One rank failed in a common phase; the same error on every rank.
 
-    ``rank`` says which, ``cause_type`` is the name of the exception's class there and ``errno`` its number, if it has
-    one; ``phase`` is what the ranks were doing.
+    ``rank`` is the failed rank, ``cause_type`` the name of the exception's class there, ``errno`` its number, if any,
+    and ``phase`` the common phase.
     """
 
     def __init__(
@@ -383,25 +383,25 @@ class RankGoneError(CheckpointError, TimeoutError):
 
 
 class SaveInProgressError(CheckpointError):
-    """The save before is not finished, and the policy is not to wait for it."""
+    """The previous save is not finished, and the policy is not to wait for it."""
 
     retryable = True
 
 
 class WriterFailedError(CheckpointError):
-    """A writer process died, hangs, or could not be started. It is replaced."""
+    """A writer process died, hangs, or could not start. Another one replaces it."""
 
     retryable = True
 
 
 class PublishError(TransportError):
-    """A version could not be published; ``report`` says of each engine what came of it, if they were told."""
+    """A version could not be published; ``report`` has the result of each engine, if they were notified."""
 
     report: Any = None
 
 
 class StaleVersionError(PublishError):
-    """The version is not newer than one that was published before; versions only go up."""
+    """The version is not newer than a published one; versions must increase."""
 
 
 class EngineRefusedError(PublishError):

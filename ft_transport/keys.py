@@ -1,7 +1,7 @@
-"""The secret that the processes of a job share: they prove with it who they are, and never show it.
+"""The job token: a secret that the processes of a job share and prove to each other without revealing it.
 
-A key is derived from a token by PBKDF2 (RFC 8018, section 5.2), so that whoever has seen proofs tries out few tokens a
-second.
+PBKDF2 (RFC 8018, section 5.2) derives a key from a token, so that an attacker who has seen proofs can try only few
+tokens per second.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ft_transport.wire.key import Bytes, Key, is_equal
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE: Final = "FT_TRANSPORT_TOKEN"
-"""Environment variable: the secret that every process of a job shares. Unset, nobody proves anything."""
+"""Environment variable with the token. Without one, peers are not authenticated."""
 TOKEN_FILE_VARIABLE: Final = "FT_TRANSPORT_TOKEN_FILE"
-"""Environment variable: a file with that secret, which is read again when it changes."""
+"""Environment variable with the path of a file with the token; a changed file is read again."""
 
 _SALT: Final = b"ft_transport/key"
 _WATCHING: Final = "watching"
@@ -36,16 +36,16 @@ _LOOK_EVERY_S: Final = 1.0
 
 
 class Keys:
-    """The keys of a job: the first signs, each of them verifies. Thread-safe.
+    """The keys of a job: the first key signs, every key verifies. Thread-safe.
 
-    While the token is replaced there are two: every process learns to verify the new one, then to sign with it, and
-    forgets the old one at last. No process has to know when the others do.
+    During the replacement of a token a job has two keys: every process first verifies the new one, then signs with it,
+    and at last drops the old one. Processes need not coordinate these moments.
 
     Args:
-        read: Returns the text with the tokens. Called again and again, at most once a second.
+        read: Returns the text with the tokens. Called repeatedly, at most once a second.
 
     Raises:
-        ConfigurationError: These are no tokens.
+        ConfigurationError: The text has no valid tokens.
     """
 
     def __init__(self, read: Callable[[], str]) -> None:
@@ -58,28 +58,28 @@ class Keys:
 
     @classmethod
     def of(cls, token: str) -> Keys:
-        """The keys of a text: a token, or two with a space between them.
+        """Return the keys of a text: one token, or two separated by a space.
 
         Raises:
-            ConfigurationError: It is empty, there are more, or one holds anything but visible ASCII.
+            ConfigurationError: The text is empty, has more tokens, or other characters than visible ASCII.
         """
         return cls(lambda: token)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Keys:
-        """The keys of a file with one token or two, on one line or two; it may be replaced at any time.
+        """Return the keys of a file with one or two tokens, on one line or two; it may be replaced at any time.
 
         Raises:
-            ConfigurationError: It cannot be read, or does not hold tokens.
+            ConfigurationError: The file is unreadable, or has no valid tokens.
         """
         return cls(functools.partial(_file_text, Path(path)))
 
     @classmethod
     def from_environment(cls) -> Keys | None:
-        """The keys that the environment names, or ``None``.
+        """Return the keys that the environment names, or ``None``.
 
         Raises:
-            ConfigurationError: It names no tokens: a secret that was not found must not open a server.
+            ConfigurationError: The variables are set without valid tokens: a lost secret must not open a server.
         """
         token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
         if token is not None and path is not None:
@@ -95,7 +95,7 @@ class Keys:
         return cls.of(token) if token is not None else None
 
     def current(self) -> tuple[Key, ...]:
-        """The keys now, the one that signs first. A text that cannot be used is warned of, and changes nothing."""
+        """Return the present keys, the signing key first. An invalid new text causes a warning and no change."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_EVERY_S:
             return self._keys
@@ -106,25 +106,25 @@ class Keys:
         return self._keys
 
     def sign(self, purpose: str, *parts: Bytes) -> str:
-        """What proves that who sends the parts has the key: the key's id and 64 hexadecimal digits."""
+        """Return a signature of the parts: the key's id and 64 hexadecimal digits."""
         key = self.current()[0]
         return f"{key.key_id}:{key.mac(purpose, *parts).hex()}"
 
     def verifies(self, signature: str | None, purpose: str, *parts: Bytes) -> bool:
-        """Whether one of the keys has signed this. Takes the same time wherever signatures differ."""
+        """Return whether one of the keys has made the signature; compares in constant time."""
         key = self.with_id((signature or "").partition(":")[0])
         if key is None or signature is None or not signature.isascii():
             return False
         return is_equal(signature, f"{key.key_id}:{key.mac(purpose, *parts).hex()}")
 
     def with_id(self, key_id: str) -> Key | None:
-        """The key with this id, if there is one."""
+        """Return the key with this id, or ``None``."""
         return next((key for key in self.current() if key.key_id == key_id), None)
 
     def watch_tokens(self) -> tuple[str, ...]:
-        """The watch token of each key, that of the signing key first: it lets somebody watch, and shows no key.
+        """Return the watch token of each key, the signing key's first: it permits watching and reveals no key.
 
-        It goes over the wire as it is, so that browsers and Prometheus can send it; the job token itself never does.
+        Browsers and Prometheus send it over the wire in clear; the job token itself never crosses the wire.
         """
         return tuple(key.mac(_WATCHING).hex() for key in self.current())
 
@@ -147,7 +147,7 @@ class Keys:
 
 def _keys_of(text: str) -> tuple[Key, ...]:
     tokens = text.split() if text.isascii() else [text]
-    # What else a file or variable may hold by mistake (a quotation mark of another alphabet, an escape) is no token.
+    # Refuses common mistakes in a file or variable, such as typographic quotation marks or escapes.
     if not 0 < len(tokens) <= _MAX_TOKENS or not all(
         "!" <= character <= "~" for token in tokens for character in token
     ):
@@ -165,7 +165,7 @@ def _stretched(token: bytes) -> bytes:
 
 def _file_text(path: Path) -> str:
     try:
-        # A FIFO would hold who opens it until somebody writes to it; a regular file ignores O_NONBLOCK (open(2)).
+        # Opening a FIFO would wait for a writer; a regular file ignores O_NONBLOCK (open(2)).
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,7 +1,7 @@
-"""The certificate with which a process shows who it is, and the authority whose certificates it takes for peers'.
+"""The certificate of a process, and the authority that signs the certificates of its peers.
 
-One setting serves both directions: the server shows the certificate to receivers, and this process shows it where it
-receives. Either side refuses a peer without one (mutual TLS, RFC 8446, section 4.4.2).
+One setting serves both directions: the process presents the certificate as a server and as a client. Either side
+refuses a peer without one (mutual TLS, RFC 8446, section 4.4.2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ft_transport.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 CERTIFICATE_VARIABLE: Final = "FT_TRANSPORT_TLS_CERT"
-"""Environment variable: file with this process's certificate, and those between it and the authority; PEM."""
+"""Environment variable: file with this process's certificate and intermediate certificates; PEM."""
 KEY_VARIABLE: Final = "FT_TRANSPORT_TLS_KEY"
 """Environment variable: file with the private key of that certificate; PEM, without a passphrase."""
 AUTHORITY_VARIABLE: Final = "FT_TRANSPORT_TLS_CA"
@@ -32,7 +32,7 @@ Verify: TypeAlias = Literal["name", "chain"]
 
 _LOOK_EVERY_S: Final = 1.0
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""For TLS 1.2: forward secrecy and authenticated encryption, as all suites of TLS 1.3 have them."""
+"""For TLS 1.2: forward secrecy and authenticated encryption, as in all suites of TLS 1.3."""
 
 _Seen: TypeAlias = tuple[tuple[int, int, int], ...]
 _Contexts: TypeAlias = tuple[ssl.SSLContext, ssl.SSLContext]
@@ -40,19 +40,19 @@ _Contexts: TypeAlias = tuple[ssl.SSLContext, ssl.SSLContext]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TLSFiles:
-    """Where the certificate of this process lies; PEM files, which are read again when they are renewed.
+    """PEM files with this process's certificate; renewed files are read again.
 
     Attributes:
-        certificate: This process's certificate, and those between it and the authority. It serves both as a server's
-            and as a client's, so its extended key usage has to name both or be absent.
+        certificate: This process's certificate and intermediate certificates. It serves as a server's and as a client's
+            certificate, so its extended key usage must name both or be absent.
         key: Its private key, without a passphrase.
-        authority: The authorities that sign the certificates of the job's peers. Whoever has a certificate of theirs
-            belongs to the job: name the job's own, and not those of the system.
-        verify: ``name``: a server's certificate has to be valid for the host or address in its URL. ``chain``: that it
-            is signed by the authority is enough, for certificates that carry no host names.
+        authority: The authorities that sign the certificates of the job's peers. Every holder of a certificate of
+            theirs is a member of the job: name the job's own authority, not the system's.
+        verify: ``name``: a server's certificate must be valid for the host or address in its URL. ``chain``: a valid
+            signature is enough, for certificates without host names.
 
     Raises:
-        ConfigurationError: A path or ``verify`` is none.
+        ConfigurationError: A path or ``verify`` is invalid.
     """
 
     certificate: str | os.PathLike[str]
@@ -70,10 +70,10 @@ class TLSFiles:
 
     @classmethod
     def from_environment(cls) -> TLSFiles | None:
-        """The files that the environment names, or ``None``.
+        """Return the files that the environment names, or ``None``.
 
         Raises:
-            ConfigurationError: It names some of the three alone: a name that was lost must not open a server.
+            ConfigurationError: Only some of the three are set: a lost variable must not open a server.
         """
         variables = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
         found = [os.environ.get(variable) for variable in variables]
@@ -84,23 +84,23 @@ class TLSFiles:
         if not certificate or not key or not authority:
             unset = [variable for variable, value in zip(variables, found, strict=True) if not value]
             raise ConfigurationError(f"expected {', '.join(variables)} together, {' and '.join(unset)} not set")
-        # What else it may be is refused with the rest.
+        # The constructor refuses invalid values.
         return cls(certificate=certificate, key=key, authority=authority, verify=verify or "name")  # type: ignore[arg-type]
 
 
 class Certificates:
-    """What a process proves itself with over TLS, and checks others with. Thread-safe.
+    """The TLS contexts of a process, for its servers and clients. Thread-safe.
 
-    The files may be renewed at any time: new connections use the new ones, and those that there are go on.
+    The files may be renewed at any time: new connections use the new files, and present connections continue.
 
     Args:
-        files: Where they lie.
+        files: The files.
 
     Attributes:
-        files: The same.
+        files: The files.
 
     Raises:
-        ConfigurationError: They cannot be read, or do not fit together.
+        ConfigurationError: The files are unreadable, or do not match.
     """
 
     def __init__(self, files: TLSFiles) -> None:
@@ -111,11 +111,11 @@ class Certificates:
         self._looked_s = time.monotonic()
 
     def for_server(self) -> ssl.SSLContext:
-        """The context of a connection that is accepted now."""
+        """Return the context for accepting a connection now."""
         return self._current()[0]
 
     def for_client(self) -> ssl.SSLContext:
-        """The context of a connection that is made now."""
+        """Return the context for making a connection now."""
         return self._current()[1]
 
     def _current(self) -> _Contexts:
@@ -133,7 +133,7 @@ class Certificates:
             seen = _look_at(self.files)
             if seen == self._seen:
                 return
-            # Files that have been renewed in part do not fit together, and come again when the rest is there.
+            # Partly renewed files do not match; they are tried again when the others have changed.
             contexts = _load(self.files)
         except ConfigurationError as error:
             if self._tried != (tried := _look_or_nothing(self.files)):
@@ -149,7 +149,7 @@ class Certificates:
 
 
 def _look_at(files: TLSFiles) -> _Seen:
-    """What changes when a file is replaced or written to, or when a link comes to lead to another one."""
+    """Return values that change when a file is replaced or written, or a link gets another target."""
     seen = []
     for path in (files.certificate, files.key, files.authority):
         try:
@@ -176,7 +176,7 @@ def _load(files: TLSFiles) -> _Contexts:
         _load_into(context, files)
         context.check_hostname = files.verify == "name" and context is contexts[1]
         context.verify_mode = ssl.CERT_REQUIRED
-    # A session that is taken up again would outlive the certificates that it began with.
+    # A resumed session would outlive the certificates of its beginning.
     contexts[0].options |= ssl.OP_NO_TICKET
     contexts[0].num_tickets = 0
     return contexts
@@ -184,7 +184,7 @@ def _load(files: TLSFiles) -> _Contexts:
 
 def _load_into(context: ssl.SSLContext, files: TLSFiles) -> None:
     def refuse_to_ask() -> NoReturn:
-        # OpenSSL would ask at the terminal, and wait.
+        # Otherwise OpenSSL would ask at the terminal and wait.
         raise ConfigurationError(f"expected a private key without a passphrase in {os.fspath(files.key)}")
 
     for path in (files.certificate, files.key, files.authority):
