@@ -23,11 +23,11 @@ RANGE: Final = struct.Struct("<QQ")
 
 
 class MemoryCopy:
-    """Copies tensors of given sizes into warm memory, as fast as the machine can, in several ways.
+    """Copies tensors into warm memory at the machine's limit, in several ways.
 
     Args:
-        sources: What is copied.
-        memory: Where to, if not into warm memory; uint8, of their size.
+        sources: The tensors.
+        memory: The target, uint8 of the tensors' total size; new warm memory by default.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], memory: torch.Tensor | None = None) -> None:
@@ -46,11 +46,11 @@ class MemoryCopy:
 
     @property
     def memory(self) -> memoryview:
-        """The warm memory, for whoever needs some of just this size."""
+        """The warm memory, for other uses of this size."""
         return self._memory.numpy().data
 
     def close(self) -> None:
-        """Ends its threads."""
+        """End the threads."""
         self._pool.shutdown()
 
     def torch_copy(self) -> None:
@@ -71,7 +71,7 @@ def _move_all(share: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _equal_shares(pairs: Sequence[tuple[int, int, int]], num_shares: int) -> list[list[tuple[int, int, int]]]:
-    """Divides by bytes, cutting through tensors, so that all threads end together."""
+    """Divide by bytes, cutting tensors, so that all threads end together."""
     share_bytes = -(-sum(num_bytes for _, _, num_bytes in pairs) // num_shares)
     shares: list[list[tuple[int, int, int]]] = [[]]
     room = share_bytes
@@ -123,9 +123,9 @@ def _send_ranges(connected: socket.socket, descriptor: int) -> None:
 
 
 def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1") -> Callable[[], None]:
-    """A function that fills ``destination`` once over parallel connections, an equal part by each.
+    """Return a function that fills ``destination`` once over parallel connections, an equal part by each.
 
-    The connections are made by the function, because a first fetch has to make them, too.
+    The function makes the connections, as a first fetch does.
     """
 
     def receive(part: int) -> None:
@@ -134,7 +134,7 @@ def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1"
         with socket.create_connection((host, port)) as connected:
             connected.sendall(RANGE.pack(position, end))
             while position < end:
-                # Waiting for the whole block saves a system call for each part of it that comes alone.
+                # Waiting for the whole block saves a system call for each partial arrival.
                 got = connected.recv_into(
                     destination[position : min(position + READ_BYTES, end)], 0, socket.MSG_WAITALL
                 )

@@ -1,4 +1,4 @@
-"""What ``ft-transport doctor`` looks at: this host, its network, and the way to each peer."""
+"""The checks of ``ft-transport doctor``: this host, its network, and the path to each peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAST_FILES: Final = 4096
 _SLOW_LOOKUP_S: Final = 0.5
 _MAX_CLOCK_OFFSET_S: Final = 2.0
 _LEAST_FREE: Final = 0.1
-"""Of the memory: a replica that heals holds its state once, and one that serves may hold a copy."""
+"""Share of the memory for a state: a serving replica may have a copy of it."""
 _MUCH_SLOWER: Final = 3.0
 _PEER_WITHIN_S: Final = 3.0
 _MAX_NAME: Final = 64
@@ -37,13 +37,13 @@ _MAX_NAME: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: Which.
-        verdict: ``bad`` where it breaks or slows recovery, ``warn`` where it may.
-        found: What is there.
-        remedy: What mends it; empty where it is well.
+        name: Name of the check.
+        verdict: ``bad`` if it breaks or slows recovery, ``warn`` if it may.
+        found: The finding.
+        remedy: The remedy; empty for a good result.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Check:
 
 
 def check_host() -> Iterator[Check]:
-    """What is looked at without a peer."""
+    """Return the checks that need no peer."""
     yield _versions()
     yield _memory_file()
     yield _sendfile()
@@ -65,7 +65,7 @@ def check_host() -> Iterator[Check]:
 
 
 def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[Check]:
-    """What is looked at of one peer: its name, its answer, its clock, and the rate over each way to it."""
+    """Check one peer: its name, its answer, its clock, and the rate over each path to it."""
     peer = PeerAddress.from_url(url)
     yield _resolver(peer)
     asked = _now_unix_s()
@@ -166,7 +166,7 @@ def _advertised() -> Check:
 
 
 def _told_on_the_loopback() -> Check:
-    """Without a job token or certificates servers listen there alone, and refuse to tell peers another address."""
+    """Without a job token or certificates, servers listen on loopback alone and refuse to publish another address."""
     remedy = f"set {TOKEN_VARIABLE} on all hosts of the job, which lets them reach each other"
     chosen = os.environ.get(ADVERTISE_VARIABLE, "")
     try:
@@ -230,7 +230,7 @@ def _clock(peer: PeerAddress, status: PeerStatus, asked: float, answered: float)
     name = f"{peer}: clock"
     if not status.unix_s:
         return Check(name=name, verdict="ok", found="it does not tell")
-    # The peer tells whole seconds (RFC 9110, section 6.6.1), so half a second is added, and is what is not known.
+    # The peer reports whole seconds (RFC 9110, section 6.6.1), so half a second is added as the uncertainty.
     offset_s = status.unix_s + 0.5 - (asked + answered) / 2
     unknown_s = 0.5 + (answered - asked) / 2
     is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + unknown_s
@@ -247,7 +247,7 @@ def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> It
         name = f"{peer}: rate over {rate.interface or '?'}"
         way = f"{rate.local_address} → {rate.peer}" + (f" ({rate.peer_interface} there)" if rate.peer_interface else "")
         if rate.error:
-            verdict: Verdict = "ok"  # what the peer does not tell others may be out of reach
+            verdict: Verdict = "ok"  # an address that the peer does not publish may be unreachable
             if rate is as_named:
                 verdict = "warn" if status.step is None else "bad"
             yield Check(name=name, verdict=verdict, found=f"{way}: {escape_peer_text(rate.error, max_characters=300)}")

@@ -1,4 +1,4 @@
-"""What a snapshot, a file or a checkpoint contains, whichever of them it is."""
+"""The contents of a snapshot, a file or a checkpoint, in one form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ITEM_BITS: Final = {
     "float8_e4m3fn": 8, "float8_e4m3fnuz": 8, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 8,
     "float4_e2m1fn_x2": 8, "qint8": 8, "quint8": 8, "qint32": 32, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-"""The bits of an element, of torch's dtypes, and by the names of safetensors of those that torch has not."""
+"""Bits per element by dtype: torch's names, and safetensors' names of dtypes that torch lacks."""
 MAX_DIMENSIONS: Final = 64
-"""Those of torch's own tensors."""
+"""The dtypes of torch's own tensors."""
 
 
 Form: TypeAlias = Literal["file", "files", "dcp"]
@@ -23,23 +23,23 @@ Form: TypeAlias = Literal["file", "files", "dcp"]
 
 
 class UnreadableError(TransportError, ValueError):
-    """What was named is nothing that can be read here, or not what it says."""
+    """The named file is unreadable, or contradicts itself."""
 
 
 class NothingThereError(UnreadableError):
-    """There is nothing of the name, or nothing of a kind that can be looked into."""
+    """No such file or directory, or one of an unknown kind."""
 
 
 class NotComparedError(TransportError):
-    """Two things could not be compared; the cause says why."""
+    """Two states could not be compared; the cause has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Where something is stored: a file beside the metadata (empty: the file itself), where it begins, its length.
+    """A stored part: a file beside the metadata (empty: the file itself), position, and length.
 
-    ``is_raw``: its bytes are the data themselves, and not what ``torch.save`` makes of them. ``is_zstd``: DCP's
-    extension has compressed the latter.
+    ``is_raw`` means that the bytes are the data themselves, not ``torch.save``'s form. ``is_zstd`` means that DCP's
+    extension has compressed them.
     """
 
     file: str
@@ -51,7 +51,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A box of a tensor: where in it that begins, how long its sides are, and where it is stored, if it is."""
+    """A box of a tensor: first index, shape, and its stored part, if any."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -64,11 +64,11 @@ class TensorEntry:
 
     Attributes:
         path: Its name.
-        dtype: As torch names it, without ``torch.``.
-        shape: Of the whole of it.
-        num_bytes: Of the whole of it.
-        num_parts: Into how many parts it is stored.
-        pieces: They; none where nobody has asked for them.
+        dtype: torch's name without ``torch.``.
+        shape: Shape of the whole tensor.
+        num_bytes: Length of the whole tensor.
+        num_parts: Number of stored parts.
+        pieces: The parts, if requested.
     """
 
     path: str
@@ -81,19 +81,19 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All of it.
+    """All contents.
 
     Attributes:
-        kind: In words.
-        form: How it is stored.
-        tensors: In the order in which they are stored.
-        values: What is stored beside them: names, and where it is, for who has asked for that.
-        step: The committed step; ``None`` where it is not told.
-        data_start: Where the data of a single file begins.
-        metadata: What a file says of itself, by name.
-        num_bytes_missing: So many bytes its safetensors files are shorter than they should be.
-        troubles: What keeps the library from opening its safetensors files, or is at odds with their index.
-        notes: What was not looked at.
+        kind: The kind in words.
+        form: The storage format.
+        tensors: The tensors in storage order.
+        values: Names of other stored values, with their parts if requested.
+        step: The committed step; ``None`` if unknown.
+        data_start: Position of the data in a single file.
+        metadata: The file's own metadata by name.
+        num_bytes_missing: Number of bytes missing at the ends of its safetensors files.
+        troubles: Reasons why the library cannot open its safetensors files, or contradictions with their index.
+        notes: Parts that were not examined.
     """
 
     kind: str
@@ -109,5 +109,5 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Total length of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)

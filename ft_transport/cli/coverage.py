@@ -1,4 +1,4 @@
-"""Whether boxes are a whole tensor: each of its elements in exactly one of them."""
+"""Checks that boxes cover a tensor: each element in exactly one box."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where it begins, and how long its sides are."""
+"""First index and shape."""
 
 _MOST_LOOKS: Final = 5_000_000
-"""At boxes: parts of ten thousand ranks take a few looks each."""
+"""Limit of examinations of boxes; parts of ten thousand ranks need a few each."""
 _MOST_PAIRS: Final = 1_000_000
 
 
 def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Says what is wrong with boxes that should be all of a tensor; empty where nothing is.
+    """Describe gaps and overlaps of boxes that should cover a tensor; empty if there are none.
 
-    Takes time and memory in proportion to the number of boxes, whatever their sizes.
+    Time and memory are proportional to the number of boxes, not to their sizes.
 
     Args:
-        shape: Of the tensor.
-        boxes: In any order; those without elements do not count.
+        shape: Shape of the tensor.
+        boxes: The boxes in any order; empty ones do not count.
     """
     filled = []
     for offsets, sizes in boxes:
@@ -40,7 +40,7 @@ def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 
 
 def _find_overlap(boxes: list[Box]) -> str:
-    """Divides the boxes where a plane does, again and again, until no two are left together."""
+    """Divide the boxes by planes, repeatedly, until every box is alone."""
     groups, num_looks = [boxes] if len(boxes) > 1 else [], 0
     while groups:
         group = groups.pop()
@@ -51,7 +51,7 @@ def _find_overlap(boxes: list[Box]) -> str:
         if divided is not None:
             groups += [each for each in divided if len(each) > 1]
             continue
-        # Boxes that no plane divides, such as a pinwheel, or two that overlap.
+        # No plane divides these boxes: a pinwheel, for example, or two that overlap.
         if len(group) ** 2 > _MOST_PAIRS:
             return f"its {len(boxes)} parts lie too irregularly to be looked at"
         for one, other in itertools.combinations(group, 2):
@@ -61,7 +61,7 @@ def _find_overlap(boxes: list[Box]) -> str:
 
 
 def _divide(group: list[Box], dim: int) -> list[list[Box]] | None:
-    """What lies between the planes across a dimension that cut no box; ``None`` if there is no such plane."""
+    """Return the groups between planes that cut no box; ``None`` without such a plane."""
     divided: list[list[Box]] = []
     end = -1
     for box in sorted(group, key=lambda box: box[0][dim]):
@@ -73,7 +73,7 @@ def _divide(group: list[Box], dim: int) -> list[list[Box]] | None:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common, if it has any element."""
+    """Return the intersection of two boxes, or ``None`` if it is empty."""
     offsets, sizes = [], []
     for first, length, second, width in zip(*one, *other, strict=True):
         start, end = max(first, second), min(first + length, second + width)
@@ -85,9 +85,9 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def intersections(ones: Sequence[Box], others: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
-    """Which of the boxes of two divisions of one tensor have what in common: their numbers, and that.
+    """Yield intersections of the boxes of two divisions of a tensor, with the boxes' numbers.
 
-    Both have been found to be without a gap.
+    Both divisions have no gaps.
     """
     by_box = {box: number for number, box in enumerate(others)}
     left = []
@@ -100,7 +100,7 @@ def intersections(ones: Sequence[Box], others: Sequence[Box]) -> Iterator[tuple[
     rest = [(box, number) for box, number in by_box.items() if all(box[1])]
     if not left or not rest:
         return
-    # Of a division along one dimension few boxes meet there; across the others all of them do.
+    # Sorted along the dimension of the division, few boxes overlap; along others all do.
     dim = max(range(len(rest[0][0][0])), key=lambda dim: len({box[0][dim] for box, _ in rest}))
     rest.sort(key=lambda each: each[0][0][dim])
     starts = [box[0][dim] for box, _ in rest]

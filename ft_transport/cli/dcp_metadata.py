@@ -1,12 +1,11 @@
-"""The ``.metadata`` of a DCP checkpoint, read without running what stands in it.
+"""Reads the ``.metadata`` of a DCP checkpoint without running its code.
 
-It is a pickle (torch/distributed/checkpoint/filesystem.py). Of the names that a pickle may call, those of which DCP's
-metadata consists stand here for classes of our own that keep their state; every other one is refused by name. Nothing
-of torch is imported.
+The file is a pickle (torch/distributed/checkpoint/filesystem.py). The names of DCP's metadata map to classes of this
+module that only store their state; all other names are refused. No part of torch is imported.
 
-It is read in a process of its own, whose memory and time are bounded: nine bytes of a pickle make its reader
-allocate gigabytes, and a tuple that is nested deeply enough ends the process that hashes it. That process imports
-nothing from the working directory, which may be the checkpoint's.
+A separate process with bounded memory and time reads it: nine bytes of a pickle can make the reader allocate gigabytes,
+and hashing a deeply nested tuple can crash the process. That process imports nothing from the working directory, which
+may be the checkpoint's.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ _REFUSED: Final = 3
 _WITH_PLACES: Final = "--with-places"
 _LEAST_MEMORY_BYTES: Final = 512 << 20
 _MEMORY_FOR_EACH_BYTE: Final = 64
-"""What a byte of metadata takes as objects, and as JSON, many times over."""
+"""Generous estimate of the memory for each byte of metadata, as objects and as JSON."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
-"""Where torch had `TensorProperties` up to 2.2."""
+"""The module of `TensorProperties` up to torch 2.2."""
 _ZSTD: Final = "stream.zstd/1"
 """The name of DCP's ``ZStandard`` extension (torch/distributed/checkpoint/_extension.py)."""
 
@@ -60,14 +59,14 @@ _contents_decoder: Final = msgspec.json.Decoder(Contents)
 
 
 def read_dcp(directory: Path, *, with_places: bool) -> Contents:
-    """What a DCP checkpoint has.
+    """Return the contents of a DCP checkpoint.
 
     Args:
-        directory: Of the checkpoint.
-        with_places: Whether it is also told where everything is stored.
+        directory: The checkpoint's directory.
+        with_places: Whether to include the stored parts.
 
     Raises:
-        UnreadableError: It has no ``.metadata``, or one that is none of DCP's.
+        UnreadableError: ``.metadata`` is missing, or not DCP's.
     """
     path = directory / METADATA_NAME
     try:
@@ -95,16 +94,16 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
 
 
 def _main() -> None:
-    """Reads metadata from standard input, and says in JSON what it is, or with `_REFUSED` why it is none."""
+    """Read metadata from standard input; write it as JSON, or the reason for a refusal with `_REFUSED`."""
     encoded = sys.stdin.buffer.read()
     most = _LEAST_MEMORY_BYTES + _MEMORY_FOR_EACH_BYTE * len(encoded)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        # The memory is bounded, and so is how long this process lives.
+        # Memory and lifetime of this process are bounded.
         gc.disable()
         answer = msgspec.json.encode(_read(encoded, with_places=_WITH_PLACES in sys.argv[1:]))
-    # What a file that is no pickle makes of the reader is not documented.
+    # The errors of the reader for files that are not pickles are undocumented.
     except Exception as error:
         told = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
         sys.stdout.write(told)
@@ -112,7 +111,7 @@ def _main() -> None:
         os._exit(_REFUSED)
     sys.stdout.buffer.write(answer)
     sys.stdout.flush()
-    # What was built is not taken down again, one object after the other.
+    # Exits without deallocating the objects one by one.
     os._exit(0)
 
 
@@ -133,7 +132,7 @@ def _read(encoded: bytes, *, with_places: bool) -> Contents:
 
 
 class _Kept:
-    """Stands for a class of DCP's, and keeps what the pickle says of it."""
+    """Replaces a class of DCP and stores its pickled state."""
 
     __slots__ = ("state",)
 
@@ -153,7 +152,7 @@ class _Bytes(_Kept):
 
 
 def _fields(kept: _Kept) -> dict[Any, Any]:
-    """A dataclass with slots has two parts: its ``__dict__``, and the slots."""
+    """Store the state; a dataclass with slots has two parts, its ``__dict__`` and the slots."""
     state = kept.state
     if isinstance(state, dict):
         return state
@@ -194,7 +193,7 @@ _CLASSES: Final[dict[tuple[str, str], Any]] = {
 
 
 _Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredPart]
-"""By name and, of a tensor, where in it the part begins."""
+"""Name, and for a part of a tensor its first index."""
 
 
 class _Reader(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""What two stored states have in common, and what not."""
+"""The differences between two stored states."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from ft_transport.wire.manifest import Manifest
 
 _OF_THE_FILE: Final = frozenset(f"ft_transport.{name}" for name in ("step", "snapshot", "digests", "digest"))
-"""What a snapshot's file says of itself and not of the state."""
+"""Metadata of a snapshot's file that does not describe the state."""
 
 Kind = Literal["only in A", "only in B", "dtype or shape", "elements", "value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Of one tensor or value.
+    """A difference in one tensor or value.
 
     Attributes:
         name: Its name.
-        kind: What differs.
-        one: Dtype and shape in A, in words; empty where it is not there.
-        other: In B.
-        num_items: Elements of it.
-        tally: How many of them differ.
+        kind: The kind of difference.
+        one: Dtype and shape in A, in words; empty if it is missing there.
+        other: The same in B.
+        num_items: Number of its elements.
+        tally: Statistics of the differing elements.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All of two states.
+    """The comparison of two states.
 
     Attributes:
-        differences: In the order of A, and then of B.
-        num_common: Tensors that both have.
-        num_bytes: Of these.
-        num_bytes_by_digest: So many of them are equal by the digests of their chunks, and were not compared.
-        has_values: Whether what lies beside the tensors was compared, because both store it in one way.
+        differences: The differences, in the order of A, then of B.
+        num_common: Number of tensors in both.
+        num_bytes: Their length.
+        num_bytes_by_digest: Bytes that count as equal by the digests of their chunks.
+        has_values: Whether other values were compared, because both sides store them alike.
     """
 
     differences: tuple[Difference, ...]
@@ -59,15 +59,15 @@ class Comparison:
 
 
 def find_differences(one: StoredState, other: StoredState, *, chunks: UnequalChunks | None) -> Comparison:
-    """Compares two states.
+    """Compare two states.
 
     Args:
-        one: A.
-        other: B.
-        chunks: The chunks whose digests differ, if that is to be believed of the others.
+        one: State A.
+        other: State B.
+        chunks: The chunks whose digests differ, to trust the digests of the others.
 
     Raises:
-        UnreadableError: A file cannot be read.
+        UnreadableError: A file is unreadable.
     """
     found: dict[str, Difference] = {}
     num_bytes, left_out = 0, 0
@@ -124,7 +124,7 @@ def find_differences(one: StoredState, other: StoredState, *, chunks: UnequalChu
 
 
 class UnequalChunks:
-    """The chunks of two snapshots in one layout that have other digests.
+    """The chunks with different digests in two snapshots of one layout.
 
     Attributes:
         numbers: Chunk indices whose digests differ.
@@ -140,7 +140,7 @@ class UnequalChunks:
 
     @staticmethod
     def are_comparable(one: Manifest, other: Manifest) -> bool:
-        """Whether equal digests of chunks say that the same tensors are equal."""
+        """Whether equal digests of chunks imply equal tensors."""
         return (
             one.digests is not None
             and other.digests is not None
@@ -148,7 +148,7 @@ class UnequalChunks:
         )
 
     def ranges_of(self, name: str) -> Sequence[tuple[int, int]]:
-        """The bytes of a tensor that lie in them, in whole elements."""
+        """Return the byte ranges of a tensor in these chunks, extended to whole elements."""
         entry = self._tensors[name]
         size, step = entry.end - entry.start, self._chunk_bytes
         if not size:
@@ -167,7 +167,7 @@ class UnequalChunks:
 
 
 _ITEM: Final = 16
-"""The longest element, in bytes."""
+"""Length of the longest element in bytes."""
 
 
 def _compare_metadata(one: dict[str, str], other: dict[str, str], found: dict[str, Difference]) -> None:

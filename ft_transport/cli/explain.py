@@ -57,7 +57,7 @@ def explain_command(
 
 
 def link_speeds() -> dict[str, float]:
-    """The nominal speed of this host's interfaces in bits per second, of those that tell (Linux, sysfs)."""
+    """Return the nominal speeds of this host's interfaces in bits per second, as far as sysfs has them (Linux)."""
     speeds = {}
     for interface in _INTERFACES.iterdir() if _INTERFACES.is_dir() else ():
         try:
@@ -81,7 +81,7 @@ def _as_object(record: Record, explanation: Explanation) -> dict[str, Any]:
 def _as_text(record: Record, explanation: Explanation) -> str:
     lines = [_shown(explanation.summary), f"began {_date(record.begun_unix_s)}, rank {record.group_rank}", ""]
     for name, length_s in phase_lengths(record).items():
-        # What was not measured here may have a phase that is longer than the whole.
+        # In records of other origin a phase may be longer than the whole.
         share = min(1.0, max(0.0, length_s / record.length_s)) if record.length_s else 0.0
         lines.append(f"  {_shown(name):<11} {_seconds(length_s)} {100 * share:4.0f} %  {'█' * round(_BAR * share)}")
     for finding in explanation.findings:
@@ -96,7 +96,7 @@ def _as_text(record: Record, explanation: Explanation) -> str:
 def _date(unix_s: float) -> str:
     try:
         return f"{datetime.fromtimestamp(unix_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    except (OverflowError, ValueError, OSError):  # No year that the platform knows.
+    except (OverflowError, ValueError, OSError):  # a year outside the platform's range
         return f"{unix_s:g} s after 1970"
 
 
@@ -105,5 +105,5 @@ def _seconds(length_s: float) -> str:
 
 
 def _shown(text: str) -> str:
-    """What stands in a record may come from a peer."""
+    """Escape text of a record, which may come from a peer."""
     return escape_peer_text(text, max_characters=_MAX_CHARACTERS)

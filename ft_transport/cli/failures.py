@@ -1,4 +1,4 @@
-"""What is said of an error: its message, and what mends it, which may be that something else answers at a URL."""
+"""Messages and remedies for errors; a remedy may be that another kind of server answers at a URL."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _MAX_BYTES: Final = 4096
 
 
 def message_of(error: TransportError) -> str:
-    """Its class and what it says, in one line; it may quote a peer or a file."""
+    """Return class and message in one line, escaped because it may quote a peer or a file."""
     return f"{type(error).__name__}: {escape_peer_text(str(error), max_characters=_MAX_CHARACTERS)}"
 
 
 def remedy_for(error: TransportError) -> str:
-    """What mends it; empty where nobody knows. Asks what answers at the peer where that may be no replica."""
+    """Return the remedy, if known. Probes the peer if it may not be a replica."""
     if isinstance(error, FetchFailedError) and error.failures:
         error = error.failures[-1]
     if isinstance(error, _OF_ANOTHER_SERVER) and error.peer is not None:
@@ -61,7 +61,7 @@ def _of_what_answers(peer: str) -> str:
         with contextlib.closing(connection):
             connection.request("GET", "/")
             response = connection.getresponse()
-            # Each answer of ours has it.
+            # Every answer of this package has the header.
             if response.headers.get(EXCHANGE_DIGEST_HEADER) is not None:
                 return ""
             if b"Lighthouse" in response.read(_MAX_BYTES):

@@ -1,4 +1,4 @@
-"""How far a fetch is, on standard error: a bar on a terminal, and elsewhere a line now and then."""
+"""Shows the progress of a fetch on standard error: a bar on a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FetchDisplay:
         self._bar: Progress | None = None
         if sys.stderr.isatty():
             self._bar = Progress(
-                # Of what a file or a peer is called, nothing is markup.
+                # Names of files and peers are not markup.
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 DownloadColumn(),
@@ -59,7 +59,7 @@ class FetchDisplay:
         self.stop()
 
     def stop(self) -> None:
-        """Leaves the terminal as it was. May be called twice."""
+        """Restore the terminal. May be called twice."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -1,4 +1,4 @@
-"""Two things that are to be compared, as states in files: what replicas serve is fetched first."""
+"""Opens two states for comparison as files; fetches snapshots of replicas first."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class OpenedStates:
 def opened_states(
     one: str, other: str, *, step: int | None, by_digests: bool, timeout_s: float
 ) -> Iterator[OpenedStates]:
-    """Opens two things. Of two replicas only the chunks are fetched whose digests differ.
+    """Open two states. From two replicas, only chunks with different digests are fetched.
 
     Args:
         one: A URL or a path.
         other: Another one.
-        step: Of the replicas' snapshots; else the newest, of two replicas of one step if they come to one.
-        by_digests: Whether the digests in files are believed too.
-        timeout_s: How long nothing may come from a replica.
+        step: The step of the replicas' snapshots; by default the newest, or a common one of two replicas if possible.
+        by_digests: Whether to trust the digests in files, too.
+        timeout_s: Longest silence of a replica in seconds.
 
     Raises:
-        UnreadableError: One is nothing that can be read.
-        TransportError: A replica cannot be asked, or a file not be written.
+        UnreadableError: One of them is unreadable.
+        TransportError: A replica is unreachable, or a file cannot be written.
     """
     with contextlib.ExitStack() as held:
         files: SnapshotFiles | None = None

@@ -1,4 +1,4 @@
-"""The CRC-32 of each record that ``torch.save`` writes: what DCP stores is a zip file for each part of a tensor."""
+"""Checks the CRC-32 of each record of ``torch.save``: DCP stores a zip file for each part of a tensor."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 
 _NUM_THREADS: Final = 2
 _BLOCK_BYTES: Final = 1 << 20
-"""Read and summed at once."""
+"""Length of one read."""
 _BEFORE_ZIP: Final = b"\x80\x02\x8a\x0a"
 """The first bytes of the format before torch 1.6, which ``torch.save`` can still write: a pickled magic number."""
 _MAX_NAME: Final = 200
 
 _Found: TypeAlias = "tuple[list[str], bool | None]"
-"""The damages, and whether the records have checksums; ``None`` if that is unknown."""
+"""The damages, and whether the records have checksums (``None``: unknown)."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """How many parts of a checkpoint were compared with their CRC-32s, and how many have none."""
+    """Numbers of a checkpoint's parts that were compared with their CRC-32s, and that have none."""
 
     num_compared: int = 0
     num_without: int = 0
@@ -41,8 +41,8 @@ def find_damage(path: Path, contents: Contents, sums: Sums) -> Iterator[str]:
 
     Args:
         path: The directory of the checkpoint.
-        contents: With places.
-        sums: Counts what was compared.
+        contents: The contents with stored parts.
+        sums: Counts the compared parts.
     """
     with StoredState(name="", contents=contents) as state:
         finder = PartFinder(path, state.files, takes_quantized=True)
@@ -86,7 +86,7 @@ class _Summing:
             self._found.append(([error.message], None))
             return
         if part.is_zstd:
-            # One at a time is expanded.
+            # Expands one part at a time.
             self._found.append(self._sum_up(name, file, at))
             self._finder.drop(part)
         else:

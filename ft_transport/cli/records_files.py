@@ -1,4 +1,4 @@
-"""Files of records, as ``TransportSettings.records`` has them written."""
+"""Files of records, written according to ``TransportSettings.records``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MAX_BYTES: Final = 256 << 20
 
 
 def read_records(paths: Sequence[Path], *, on_missing: Callable[[str], None]) -> list[Record]:
-    """The records of all files, the oldest first.
+    """Return the records of all files, the oldest first.
 
     Args:
-        paths: The files. A replica that never recovered has none.
-        on_missing: Is told of each that cannot be read, as long as another one can.
+        paths: The files. A replica that never recovered has no file.
+        on_missing: Called for each unreadable file if another one is readable.
 
     Raises:
-        NothingThereError: None of them can be read.
-        RecordError: A line is no record. A last line without an end is left out behind others: its process may have
-            been killed while it wrote.
+        NothingThereError: No file is readable.
+        RecordError: A line is not a record. An unfinished last line after others is left out: its process may have been
+            killed during the write.
     """
     records, missing = list[Record](), list[str]()
     for path in paths:

@@ -41,7 +41,7 @@ _METADATA: Final = "__metadata__"
 _FIELDS: Final = {_METADATA, "dtype", "shape", "data_offsets"}
 _STEP: Final = "ft_transport.step"
 _SHARDING: Final = "DCP_SHARDING_INFO"
-"""Where in its tensor each part in a file of DCP's begins (torch/distributed/checkpoint/_hf_utils.py)."""
+"""Metadata key of the parts' first indices in DCP's files (torch/distributed/checkpoint/_hf_utils.py)."""
 _DTYPES: Final = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
     "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
@@ -50,11 +50,11 @@ _DTYPES: Final = {
 }  # fmt: skip
 
 Read = Callable[[int, int], bytes]
-"""Bytes from a position on, so many."""
+"""Reads a number of bytes from a position."""
 
 
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A product of some millions of numbers takes hours, and one of many digits is no float."""
+"""Limit on the length of a shape: a product of millions of numbers would take hours, and overflow a float."""
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
@@ -79,16 +79,16 @@ _index: Final = msgspec.json.Decoder(_Index)
 
 
 def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents:
-    """What a file contains by its header.
+    """Return the contents of a file from its header.
 
     Args:
         read: Reads the file.
-        kind: What it is, in words.
-        name: Of the file, for errors.
-        file: Of the file in its directory, for the places of the tensors.
+        kind: The kind in words.
+        name: The file's name, for errors.
+        file: The file's name in its directory, for stored parts.
 
     Raises:
-        UnreadableError: It is no safetensors file.
+        UnreadableError: Not a safetensors file.
     """
     begin = read(0, _LENGTH.size)
     num_bytes = _LENGTH.unpack(begin)[0] if len(begin) == _LENGTH.size else 0
@@ -125,14 +125,14 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
 
 
 def read_file(path: Path, *, file: str = "") -> Contents:
-    """What a file contains, and in ``troubles`` what keeps the library from opening it.
+    """Return the contents of a file, with reasons in ``troubles`` why the library cannot open it.
 
     Args:
-        path: Of the file.
-        file: Its name in its directory, for the places of the tensors; empty where it is alone.
+        path: The file.
+        file: Its name in its directory, for stored parts; empty for a single file.
 
     Raises:
-        UnreadableError: It is no safetensors file.
+        UnreadableError: Not a safetensors file.
     """
     opened = StoredFile.at(path)
     try:
@@ -148,15 +148,15 @@ def read_file(path: Path, *, file: str = "") -> Contents:
 
 
 def read_files(directory: Path, index: Path | None) -> Contents:
-    """What the files of a directory contain together; ``troubles`` also tells where files and index disagree.
+    """Return the contents of the files of a directory; ``troubles`` includes contradictions with the index.
 
     Args:
-        directory: Of the files.
+        directory: The directory.
         index: Names the file of each tensor. Without it, all safetensors files of the directory count, and a tensor may
             be in several as DCP's `HuggingFaceStorageWriter` divides it.
 
     Raises:
-        UnreadableError: The index is none.
+        UnreadableError: The index is invalid.
     """
     there = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
     weight_map = _read_index(index) if index is not None else dict[str, str]()
@@ -226,7 +226,7 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
 
 
 def _moved(tensor: TensorEntry, offsets: tuple[int, ...] | None) -> TensorEntry:
-    """A part that begins there: its tensor reaches at least as far as its end (as DCP's reader takes it)."""
+    """Return a part with this first index; its tensor extends at least to its end (as in DCP's reader)."""
     (piece,) = tensor.pieces
     if offsets is None or len(offsets) != len(piece.sizes):
         return tensor
@@ -247,7 +247,7 @@ def _tensor(path: str, entry: _Entry, data: StoredPart) -> TensorEntry:
 
 
 def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator[str]:
-    """What the library's ``Metadata::validate`` refuses: the tensors fill the file, one behind the other."""
+    """Return the faults that the library's ``Metadata::validate`` refuses: the tensors must fill the file in order."""
     for tensor in contents.tensors:
         yield from _size_troubles(tensor)
     shown, end = _shown(name), 0
@@ -277,7 +277,7 @@ def _size_troubles(tensor: TensorEntry) -> Iterator[str]:
     for length in (*tensor.shape, bits):
         num_bits *= length
         if num_bits > _MAX_COUNT:
-            # The library counts so, also where another length is 0.
+            # The library computes it this way even if another dimension is 0.
             yield f"{_shown(tensor.path)}: its shape has a product above 64 bits"
             return
     if num_bits != 8 * piece.stored.num_bytes:
@@ -293,7 +293,7 @@ def _parts(contents: Contents) -> Iterator[StoredPart]:
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
-    """The library refuses a doubled field; of tensors of one name the last one counts, as for msgspec."""
+    """Return duplicate fields, which the library refuses; of tensors with one name the last counts, as in msgspec."""
     fields = [name for name, _ in pairs if name in _FIELDS]
     if len(fields) > len({*fields}):
         raise ValueError(f"expected each field once, one of {', '.join(sorted({*fields}))} is there twice")

@@ -1,4 +1,4 @@
-"""What two replicas of one running job serve of one step: both are asked at once, for a step that is to come."""
+"""Snapshots of one step from two replicas of a running job: both are asked at once for a future step."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _LEAST_PATIENCE_S: Final = 10.0
-"""How long a step is waited for that replicas may come to, at least: they may train, or not."""
+"""Minimum wait for a future step: the replicas may or may not train."""
 _MORE_PATIENCE: Final = 4.0
-"""So many times as long as the newest snapshots took, which wait for a step boundary as well."""
+"""The wait is this many times as long as the newest snapshots took, which also wait for a step boundary."""
 _LARGEST_LEAD: Final = 1 << 16
 
 Manifests = tuple[Manifest, Manifest]
 SettingsFor = Callable[[float], FetchSettings]
-"""How to fetch where nothing may come for so many seconds; the time begins now."""
+"""Makes the settings of a fetch with a longest silence in seconds, counted from now."""
 
 
 @contextmanager
 def asked_for_one_step(
     peers: tuple[PeerAddress, PeerAddress], step: int | None, *, settings_for: SettingsFor, timeout_s: float
 ) -> Iterator[Manifests]:
-    """The manifests of both, with digests: of one step where they come to one, and of their newest where not.
+    """Return both manifests with digests, of a common step if possible, otherwise of their newest steps.
 
-    As long as this is open, both keep their snapshots, for the time of a lease at least.
+    While the context is open, both replicas keep their snapshots, at least for the time of a lease.
 
     Args:
         peers: The replicas.
-        step: The only one that will do; without it any.
-        settings_for: How to fetch.
-        timeout_s: How long nothing may come.
+        step: The required step; any step by default.
+        settings_for: Makes the settings of a fetch.
+        timeout_s: Longest silence in seconds.
 
     Raises:
-        TransportError: One of them cannot be asked, or does not serve the step that was chosen.
+        TransportError: A replica is unreachable, or does not serve the required step.
     """
     with _Asking(peers, settings_for) as asking:
         if step is not None:
@@ -67,7 +67,7 @@ def asked_for_one_step(
 
 
 def _of_the_one_behind(asking: _Asking, steps: list[int]) -> Manifests | None:
-    """Of its step, if the other one still serves that."""
+    """Return both manifests of the first replica's step, if the other one still serves that step."""
     try:
         return asking.ask(min(steps), _LEAST_PATIENCE_S)
     except (StepNotServedError, DeadlineExceededError):
@@ -75,7 +75,7 @@ def _of_the_one_behind(asking: _Asking, steps: list[int]) -> Manifests | None:
 
 
 def _of_a_step_to_come(asking: _Asking, steps: list[int], patience_s: float) -> Manifests | None:
-    """Of a step ever further ahead, until neither has passed it when it is asked for; ``None`` if they stand still."""
+    """Ask for steps further and further ahead, until neither replica has passed one; ``None`` if they stand still."""
     newest, until_s, lead = max(steps), time.monotonic() + patience_s, 1
     while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:
         try:
@@ -83,13 +83,13 @@ def _of_a_step_to_come(asking: _Asking, steps: list[int], patience_s: float) -> 
         except DeadlineExceededError:
             return None
         except StepNotServedError as error:
-            # What is past tells what it serves by now.
+            # The error for a passed step lists the steps served now.
             newest, lead = max(newest, *error.served, 0), 2 * lead
     return None
 
 
 class _Asking:
-    """Asks both; a context manager that closes its connections."""
+    """Asks both replicas; a context manager that closes its connections."""
 
     def __init__(self, peers: tuple[PeerAddress, PeerAddress], settings_for: SettingsFor) -> None:
         self._peers = peers
@@ -103,12 +103,12 @@ class _Asking:
         self._held.close()
 
     def ask(self, step: StepSelector, timeout_s: float) -> Manifests:
-        """Both at once. The first error ends the other one, too.
+        """Ask both at once. The first error ends the other request, too.
 
         Raises:
-            TransportError: One does not say it.
+            TransportError: A replica did not answer.
         """
-        # What was asked for before is not needed, and must not keep its place.
+        # Earlier snapshots are not needed, and must not keep their places.
         self._held.close()
         settings = self._settings_for(timeout_s)
         connections = [self._held.enter_context(settings.connection_to(peer)) for peer in self._peers]
@@ -128,7 +128,7 @@ class _Asking:
                 for _ in asked:
                     answered.get().result()
             except BaseException:
-                # Nobody waits for the other answer, and the pool ends when it does.
+                # The other answer is not awaited; the pool ends with it.
                 for connection in connections:
                     connection.interrupt()
                 raise

@@ -1,7 +1,7 @@
-"""Where in what ``torch.save`` has written the data of a tensor lie, found without torch and without unpickling.
+"""Finds the data of a tensor in the output of ``torch.save``, without torch and without unpickling.
 
-It is a zip file whose entries are stored as they are, each data entry aligned: ``data.pkl`` says what the tensor is,
-``data/0`` is its storage (torch/serialization.py, ``_save``).
+The output is a zip file with uncompressed, aligned entries: ``data.pkl`` describes the tensor, ``data/0`` is its
+storage (torch/serialization.py, ``_save``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ft_transport.cli.contents import UnreadableError
 from ft_transport.cli.walked_pickle import walk_pickle
 
 Read = Callable[[int, int], bytes]
-"""Bytes from a position on, so many; fewer where there are no more."""
+"""Reads a number of bytes from a position; fewer at the end."""
 
 _END: Final = struct.Struct("<4sHHHHIIH")
 _END_64: Final = struct.Struct("<4sQHHIIQQQQ")
@@ -25,7 +25,7 @@ _CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
 _EXTRA: Final = struct.Struct("<HH")
 _TAIL_BYTES: Final = 2048
-"""The directory of what one tensor is saved as, and what stands behind it, are shorter."""
+"""Upper bound for the zip directory of one tensor and the part after it."""
 _MAX_DIRECTORY_BYTES: Final = 1 << 20
 _MAX_ENTRIES: Final = 4096
 _MAX_PICKLE_BYTES: Final = 1 << 16
@@ -34,16 +34,16 @@ _FULL_32: Final = 0xFFFFFFFF
 _EXTRA_64: Final = 1
 _VERSIONS: Final = ("version", ".data/version")
 _FLAGS: Final = 0x0808
-"""Sizes behind the data too, and names in UTF-8 (APPNOTE.TXT 4.4.4)."""
+"""Allowed flags: sizes after the data, and names in UTF-8 (APPNOTE.TXT 4.4.4)."""
 _REBUILD_QUANTIZED: Final = ("torch._utils", "_rebuild_qtensor")
 _REBUILD: Final = (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), _REBUILD_QUANTIZED)
 
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """One entry: its name without the archive's own, where from the beginning its head is, its length, and its CRC-32.
+    """An entry: name without the archive's prefix, position of its header, length, and CRC-32.
 
-    torch writes 0 for every CRC-32 where ``torch.serialization.set_crc32_options(False)`` was called.
+    After ``torch.serialization.set_crc32_options(False)`` torch writes 0 as every CRC-32.
     """
 
     name: str
@@ -54,14 +54,14 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Where a tensor lies.
+    """The place of a tensor's data.
 
     Attributes:
-        start: Of the first element, in bytes from the beginning of what was saved.
-        end: Of the storage, likewise.
-        shape: Of the tensor.
-        strides: In elements.
-        is_quantized: Whether its elements mean something only with a scale, which is stored beside them.
+        start: Position of the first element, in bytes from the beginning.
+        end: End of the storage.
+        shape: Shape of the tensor.
+        strides: Strides in elements.
+        is_quantized: Whether its elements need a scale, which is stored beside them.
     """
 
     start: int
@@ -72,10 +72,10 @@ class SavedTensor:
 
 
 def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
-    """What ``torch.save`` has put into its zip file, in the order of its directory.
+    """Return the entries of a zip file of ``torch.save``, in the order of its directory.
 
     Raises:
-        UnreadableError: It is no such file.
+        UnreadableError: Not such a file.
     """
     try:
         found = list(_entries(read, num_bytes))
@@ -83,17 +83,17 @@ def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
         raise UnreadableError(f"expected what torch.save writes: {error}") from error
     archives = {entry.name.partition("/")[0] for entry in found}
     entries = [replace(entry, name=entry.name.partition("/")[2]) for entry in found]
-    # ``torch.load`` opens no other.
+    # ``torch.load`` accepts no other.
     if len(archives) != 1 or not any(entry.name in _VERSIONS for entry in entries):
         raise UnreadableError("expected what torch.save writes, names in its directory are damaged or missing")
     return entries
 
 
 def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
-    """Where its bytes lie, which are stored as they are.
+    """Return the position of an uncompressed entry's bytes.
 
     Raises:
-        UnreadableError: It is not there, or longer than the file.
+        UnreadableError: The entry is missing, or exceeds the file.
     """
     head = read(entry.head, _LOCAL.size)
     if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
@@ -106,15 +106,15 @@ def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
 
 
 def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
-    """Where the one tensor that was saved lies.
+    """Return the place of the only saved tensor.
 
     Args:
-        read: Reads what was saved, from its beginning.
-        num_bytes: Its length.
-        item_bytes: Of an element of the tensor.
+        read: Reads the saved bytes.
+        num_bytes: Their length.
+        item_bytes: Length of an element.
 
     Raises:
-        UnreadableError: It is no tensor, or not one on a CPU in one piece of memory.
+        UnreadableError: Not a tensor, or not one CPU tensor in one storage.
     """
     by_name = {entry.name: entry for entry in zip_entries(read, num_bytes)}
     pickled, storage, order = by_name.get("data.pkl"), by_name.get("data/0"), by_name.get("byteorder")
@@ -144,7 +144,7 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
 
 @lru_cache(_NUM_KEPT)
 def _walk(pickled: bytes) -> Any:
-    """Tensors of one dtype and shape have one pickle."""
+    """Walk a pickle; cached, because tensors of one dtype and shape have the same pickle."""
     return walk_pickle(pickled)
 
 
@@ -184,7 +184,7 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
 
 
 def _widened(extra: bytes, stored: int, length: int, local: int) -> tuple[int, int, int]:
-    """Sizes and position in 64 bits, of those that have no room in the directory's own fields."""
+    """Return 64-bit sizes and position, for values that exceed the directory's own fields."""
     at = 0
     while at + _EXTRA.size <= len(extra):
         kind, num_bytes = _EXTRA.unpack_from(extra, at)

@@ -1,4 +1,4 @@
-"""One file of a checkpoint, and what DCP's ZStandard extension has compressed in one."""
+"""A file of a checkpoint, and its parts compressed by DCP's ZStandard extension."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_NAME: Final = 200
 
 
 class StoredFile:
-    """One file that is read from, by several threads. Takes its descriptor over."""
+    """A file for reading by several threads; owns its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -26,10 +26,10 @@ class StoredFile:
 
     @classmethod
     def at(cls, path: Path) -> StoredFile:
-        """Opens a file, also through links: a cache of Hugging Face's has nothing else.
+        """Open a file, also through links, which a Hugging Face cache consists of.
 
         Raises:
-            NothingThereError: There is none.
+            NothingThereError: The file does not exist.
         """
         try:
             return cls(open_regular(Path(os.path.realpath(path))))
@@ -37,27 +37,27 @@ class StoredFile:
             raise NothingThereError(f"expected a file at {path}: {getattr(error, 'strerror', error)}") from error
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Fewer where there are no more."""
+        """Read a number of bytes from a position; fewer at the end."""
         return os.pread(self.descriptor, num_bytes, start) if start < self.num_bytes else b""
 
     @property
     def mapped(self) -> mmap.mmap:
-        """All of it as memory."""
+        """Return the whole file as mapped memory."""
         if self._map is None:
             self._map = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
         return self._map
 
     def close(self) -> None:
-        """What is mapped goes when nothing looks at it any more."""
+        """Close the file; mapped memory lives until its last view."""
         self._map = None
         os.close(self.descriptor)
 
 
 def path_in(directory: Path, name: str) -> Path:
-    """A file of a checkpoint, or beside an index.
+    """Return the path of a file of a checkpoint, or beside an index.
 
     Raises:
-        UnreadableError: It would be somewhere else.
+        UnreadableError: The name leads out of the directory.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise UnreadableError(
@@ -67,15 +67,15 @@ def path_in(directory: Path, name: str) -> Path:
 
 
 def expanded(file: StoredFile, part: StoredPart, *, most_bytes: int) -> StoredFile:
-    """What a part has been compressed from, in a file without a name.
+    """Decompress a part into an unnamed file.
 
     Args:
-        file: Has the part.
-        part: That.
-        most_bytes: More than it can be.
+        file: The file with the part.
+        part: The part.
+        most_bytes: Maximum decompressed length.
 
     Raises:
-        UnreadableError: It is damaged, or becomes more.
+        UnreadableError: The part is damaged, or too long.
     """
     import zstandard
 
@@ -94,7 +94,7 @@ def expanded(file: StoredFile, part: StoredPart, *, most_bytes: int) -> StoredFi
 
 @dataclass(slots=True)
 class _PartReader:
-    """Reads a part as ``zstandard`` reads a file."""
+    """A part of a file as a readable object for ``zstandard``."""
 
     file: StoredFile
     at: int

@@ -1,4 +1,4 @@
-"""Tensors where they are stored: in one file or in many, in one piece each or in boxes."""
+"""Stored tensors: in one or many files, whole or as boxes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ft_transport.errors import escape_peer_text
 
 _MAX_NAME: Final = 200
 _READ_WHOLE_BYTES: Final = 16 << 10
-"""Less than this is read at once, to look for what is in it."""
+"""Parts below this length are read whole, to search their structure."""
 _MAX_AROUND_BYTES: Final = 1 << 20
-"""Of what ``torch.save`` puts around a tensor."""
+"""Maximum length that ``torch.save`` adds to a tensor."""
 _MAX_VALUE_BYTES: Final = 1 << 30
-"""Of a value that was compressed."""
+"""Maximum length of a decompressed value."""
 _NOT_VALUES: Final = ("version", "byteorder")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A box of a tensor in a file: where its first element is, and its strides in elements; ``None``: row-major."""
+    """A box of a tensor in a file: position of its first element, strides in elements (``None``: row-major)."""
 
     box: Box
     file: StoredFile
@@ -43,7 +43,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, or the bytes of a value; its pieces are all of it, each element once."""
+    """A tensor, or the bytes of a value; its pieces cover each element once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,19 +52,19 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Length of all elements."""
         return sum(_volume(piece.box) for piece in self.pieces) * self.item_bytes
 
 
 @dataclass(slots=True, kw_only=True)
 class StoredState:
-    """All of a file or a checkpoint; a context manager that closes its files.
+    """An opened file or checkpoint; a context manager that closes its files.
 
     Attributes:
-        name: As the user calls it.
-        contents: What it says of itself.
-        tensors: By name.
-        values: What is stored beside them, by name.
+        name: The user's name for it.
+        contents: Its contents.
+        tensors: Tensors by name.
+        values: Other values by name.
     """
 
     name: str
@@ -84,15 +84,15 @@ class StoredState:
 
 
 def open_state(name: str, path: Path, contents: Contents) -> StoredState:
-    """Finds everything in its files, without reading it.
+    """Locate all parts in the files, without reading them.
 
     Args:
-        name: As the user calls it.
+        name: The user's name for it.
         path: The file, or the directory of the checkpoint.
-        contents: With places.
+        contents: The contents with stored parts.
 
     Raises:
-        UnreadableError: A tensor is not whole, or not where it should be.
+        UnreadableError: A tensor is incomplete, or misplaced.
     """
     state = StoredState(name=name, contents=contents)
     try:
@@ -109,12 +109,12 @@ def open_state(name: str, path: Path, contents: Contents) -> StoredState:
 
 
 class PartFinder:
-    """Finds tensors and values in the files of a checkpoint.
+    """Locates tensors and values in the files of a checkpoint.
 
     Args:
         path: The file, its directory, or the index.
-        files: That are open, by name; more are added.
-        takes_quantized: Whether a quantized tensor may be one: its elements are not all of it.
+        files: Open files by name; more are added.
+        takes_quantized: Whether to accept quantized tensors, whose elements are incomplete without scales.
     """
 
     def __init__(self, path: Path, files: dict[str, StoredFile], *, takes_quantized: bool) -> None:
@@ -123,10 +123,10 @@ class PartFinder:
         self._takes_quantized = takes_quantized
 
     def tensor(self, entry: TensorEntry) -> StoredTensor:
-        """Where all of a tensor is.
+        """Locate a tensor.
 
         Raises:
-            UnreadableError: It is not whole, or not where it should be.
+            UnreadableError: The tensor is incomplete, or misplaced.
         """
         gap = find_gap(entry.shape, [(piece.offsets, piece.sizes) for piece in entry.pieces])
         if gap:
@@ -138,7 +138,7 @@ class PartFinder:
         return StoredTensor(dtype=entry.dtype, shape=entry.shape, item_bytes=bits // 8, pieces=pieces)
 
     def value(self, name: str, part: StoredPart) -> StoredTensor:
-        """Of a zip file what is stored by name, without what says when and where it was made."""
+        """Return the entries of a zip file by name, without those about its origin."""
         file, part = self.located(part, name)
         read = self.reader(file, part)
         try:
@@ -178,7 +178,7 @@ class PartFinder:
         return StoredPiece(box, file, part.start + found.start, found.strides)
 
     def _bytes_of(self, entry: TensorEntry) -> StoredTensor:
-        """A tensor whose elements are no whole bytes, or unknown: its bytes alone."""
+        """Return a tensor of fractional or unknown elements as bytes."""
         piece = entry.pieces[0]
         assert piece.stored is not None, "that of a file is"
         if len(entry.pieces) > 1:
@@ -207,10 +207,10 @@ class PartFinder:
         return file
 
     def located(self, part: StoredPart, name: str, most_bytes: int = _MAX_VALUE_BYTES) -> tuple[StoredFile, StoredPart]:
-        """Opens the file of a part; of a compressed one a file that has it expanded.
+        """Open the file of a part, or of a compressed part an expanded file.
 
         Raises:
-            UnreadableError: It is not there, or damaged.
+            UnreadableError: The file is missing or damaged.
         """
         file = self._open(part, name)
         if not part.is_zstd:
@@ -223,14 +223,14 @@ class PartFinder:
         return whole, replace(part, start=0, num_bytes=whole.num_bytes, is_zstd=False)
 
     def drop(self, part: StoredPart) -> None:
-        """Closes the file that has a part expanded."""
+        """Close the expanded file of a part."""
         file = self._files.pop(_expanded_name(part), None)
         if file is not None:
             file.close()
 
     @staticmethod
     def reader(file: StoredFile, part: StoredPart) -> Callable[[int, int], bytes]:
-        """Reads a part, from its beginning."""
+        """Read a part from its beginning."""
         if part.num_bytes <= _READ_WHOLE_BYTES:
             whole = file.read(part.start, part.num_bytes)
             return lambda start, num_bytes: whole[start : start + num_bytes]

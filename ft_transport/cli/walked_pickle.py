@@ -1,7 +1,7 @@
-"""The pickle of one tensor as tuples, strings and numbers: what it calls, and with what, is never called.
+"""Parses the pickle of a tensor into tuples, strings and numbers, without calling anything.
 
-A closed set of opcodes, those that ``torch.save`` writes for a tensor (docs of ``pickletools`` say what each does).
-Time and memory are in proportion to the length of the pickle.
+Supports the opcodes that ``torch.save`` writes for a tensor (see ``pickletools``). Time and memory are proportional to
+the length of the pickle.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Final
 
 
 def walk_pickle(pickled: bytes) -> Any:
-    """What a pickle makes.
+    """Parse a pickle.
 
-    A name is ``(module, name)``, a call ``(name, arguments)``, and what is stored elsewhere ``("persistent", id)``.
+    A name becomes ``(module, name)``, a call ``(name, arguments)``, a persistent id ``("persistent", id)``.
 
     Raises:
-        ValueError: It has other opcodes.
-        LookupError: It ends early, or takes what is not there.
+        ValueError: An unsupported opcode.
+        LookupError: The pickle ends early, or pops from an empty stack.
     """
     machine = _Machine(pickled)
     while (opcode := machine.take(1)) != b".":
@@ -38,18 +38,18 @@ class _Machine:
         self.stack: list[Any] = []
 
     def take(self, num_bytes: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         self._at += num_bytes
         if self._at > len(self._pickled):
             raise IndexError("it ends early")
         return self._pickled[self._at - num_bytes : self._at]
 
     def number(self, num_bytes: int, *, signed: bool = False) -> int:
-        """The next number."""
+        """Return the next number."""
         return int.from_bytes(self.take(num_bytes), "little", signed=signed)
 
     def name(self) -> None:
-        """Pushes a module and a name in it."""
+        """Push a module and a name in it."""
         lines = []
         for _ in range(2):
             end = self._pickled.index(b"\n", self._at)
@@ -58,30 +58,30 @@ class _Machine:
         self.stack.append(tuple(lines))
 
     def keep(self, num_bytes: int) -> None:
-        """Keeps what was pushed last, under a number of so many bytes."""
+        """Store the top of the stack under a number."""
         self._memo[self.number(num_bytes)] = self.stack[-1]
 
     def recall(self, num_bytes: int) -> None:
-        """Pushes what was kept."""
+        """Push a stored value."""
         self.stack.append(self._memo[self.number(num_bytes)])
 
     def mark(self) -> None:
-        """Begins a tuple."""
+        """Begin a tuple."""
         self._marks.append(len(self.stack))
 
     def since_mark(self) -> None:
-        """Makes the tuple of what was pushed since it was begun."""
+        """Make a tuple of the values since its beginning."""
         self.last(len(self.stack) - self._marks.pop())
 
     def last(self, count: int) -> None:
-        """Makes a tuple of what was pushed last."""
+        """Make a tuple of the last values."""
         start = len(self.stack) - count
         if not 0 <= start <= len(self.stack):
             raise IndexError("it takes more than there is")
         self.stack[start:] = [tuple(self.stack[start:])]
 
     def persistent(self) -> None:
-        """Makes a reference to what is stored elsewhere."""
+        """Make a persistent reference."""
         self.stack.append(("persistent", self.stack.pop()))
 
 
