@@ -19,7 +19,6 @@ class BlockQueue:
         num_lacking: How many of its own ones have not landed, wherever they come from.
         num_landed: How many the receiver has delivered, or the sources of this one's own; the ring's do not count.
         is_out: Whether the receiver is not waited for any more; it has no missing ones then.
-        is_ahead: Whether its last answer was not cut short.
         is_slow: Whether the sources would deliver sooner what is left of it.
     """
 
@@ -31,7 +30,6 @@ class BlockQueue:
     num_lacking: int = 0
     num_landed: int = 0
     is_out: bool = False
-    is_ahead: bool = False
     is_slow: bool = False
 
     def add(self, chunks: range) -> None:
@@ -54,10 +52,6 @@ class BlockQueue:
             del self.missing[0]
         self.num_missing -= len(taken)
         return taken
-
-    def is_next_dealt(self) -> bool:
-        """Whether the next chunks were dealt to the receiver, and are no part of its own block."""
-        return self.missing[0].start not in self.block
 
     def _place(self, chunks: range) -> tuple[bool, int]:
         return chunks.start not in self.block, chunks.start

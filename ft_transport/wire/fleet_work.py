@@ -29,7 +29,7 @@ from ft_transport.wire.fleet import MAX_WORKERS, Fleet
 from ft_transport.wire.relay_pace import Delivery, RelayPace
 from ft_transport.wire.relayed import MAX_RANGES
 from ft_transport.wire.ring import Ring, has_ring
-from ft_transport.wire.source_rates import is_too_slow, slowest_to_end
+from ft_transport.wire.source_rates import slowest_to_end
 from ft_transport.wire.stand_ins import StandIns
 
 _DRY_ENOUGH: Final = 2
@@ -43,9 +43,7 @@ _HOPELESSLY_DRY: Final = 8
 _LEAST_HOPELESSLY_DRY: Final = 3
 """...and of each of them."""
 _MUCH_SLOWER: Final = 2
-"""Who delivers by so much less than the best relay is not waited for..."""
-_MUCH_SLOWER_THAN_SOURCES: Final = 32
-"""...or than the sources, which deliver faster where others began later."""
+"""A receiver stops waiting for a relay that has delivered less than the best relay by this factor."""
 _MUCH_LEFT: Final = 8
 """Where nothing but a relay's block is missing, the relay is not waited for if one chunk in so many of it is."""
 _LEAST_REQUESTS_PER_BLOCK: Final = 32
@@ -54,8 +52,6 @@ _LEAST_REQUESTS_PER_RELAY: Final = 8
 """By so many requests at least does it fetch another's block, where there are more relays than it asks at once."""
 _MOST_TAKEN_OVER: Final = 4
 """So many chunks at most, and of what is left a small part, does it fetch that lacks nothing of its own block."""
-_MAX_REQUESTS_AHEAD: Final = 2
-"""Requests at one time to a relay whose last answer had all that was asked for."""
 
 
 class FleetWork:
@@ -178,7 +174,6 @@ class FleetWork:
     ) -> Undeliverable | None:
         """The rest of a request comes next; but last where a relay may not know that it is to stand in for another."""
         queue, state = self._by_source[source], sources[source]
-        queue.is_ahead = False
         if self._is_of_ring(source):
             self._ring_has_ended(units, sources)
         else:
@@ -309,8 +304,6 @@ class FleetWork:
         """From now on each is asked for its own block."""
         assert self._ring is not None
         self._ring.has_left = True
-        # All begin to deliver now.
-        self._own.num_landed = 0
 
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """From the relay of which most is missing; of equals another one for each receiver."""
@@ -322,13 +315,11 @@ class FleetWork:
                 # With fewer workers than relays, two that wait for each other would else ask again for ever.
                 if is_dry_left_out and state.num_dry >= _DRY_ENOUGH:
                     continue
-                if state.num_active < _max_requests_to(queue) and not _is_gone(state):
+                if not state.num_active and not _is_gone(state):
                     best, most = (relay, queue), queue.num_missing
         if best is None:
             return None
         relay, queue = best
-        # Taken to have it all; what it lacks is put back.
-        queue.is_ahead = queue.num_landed > 0
         if self._is_one_each:
             return relay, queue.take(MAX_CHUNKS_PER_REQUEST)
         # All begin with the same, where some have more than others: large requests would keep all at those.
@@ -369,12 +360,8 @@ class FleetWork:
             return False
         # One whose whole block is there: before that, a few chunks more or less say nothing.
         of_best_relay = max((other.num_landed for _, other in self._others if not other.num_lacking), default=0)
-        of_sources = self._own.num_landed // self._num_own_requests
-        return (
-            of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1)
-            or of_sources > _MUCH_SLOWER_THAN_SOURCES * (queue.num_landed + 1)
-            or (self._ring is not None and self._is_alone_behind(queue))
-        )
+        is_much_slower = of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1)
+        return is_much_slower or (self._ring is not None and self._is_alone_behind(queue))
 
     def _is_alone_behind(self, queue: BlockQueue) -> bool:
         """Whether nothing but much of a relay's block is missing: it is the one who has kept up the ring."""
@@ -391,13 +378,9 @@ class FleetWork:
                     to.num_left += len(dealt)
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
-        """The least busy source that is not too slow; of equals another one for each receiver."""
+        """The least busy source; of equals another one for each receiver."""
         usable = [index for index in self._in_turn if not sources[index].dropped]
-        states = [sources[index] for index in usable]
-        for index in _least_busy_first(usable, sources):
-            if not is_too_slow(sources[index], states, self._own.num_left):
-                return SourceIndex(index)
-        return None
+        return SourceIndex(min(usable, key=lambda index: _busy(sources[index]))) if usable else None
 
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
         """Few chunks at first, until it shows how fast the source is, and at the end."""
@@ -424,22 +407,6 @@ class FleetWork:
 
     def _owner_of(self, chunk: int) -> int:
         return bisect_right(self._starts, chunk) - 1
-
-
-def _least_busy_first(usable: Sequence[int], sources: Sequence[SourceState]) -> Iterator[int]:
-    """In their order where they are as busy. Most often the first one is taken, and idle: that costs no more."""
-    busy = []
-    for index in usable:
-        if any(_busy(sources[index])):
-            busy.append(index)
-        else:
-            yield index
-    yield from sorted(busy, key=lambda index: _busy(sources[index]))
-
-
-def _max_requests_to(queue: BlockQueue) -> int:
-    """One where the next is for what the relay fetches behind its own block: the relay would only hold it."""
-    return _MAX_REQUESTS_AHEAD if queue.is_ahead and not queue.is_next_dealt() else 1
 
 
 def _is_gone(relay: SourceState) -> bool:

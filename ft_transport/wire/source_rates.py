@@ -1,4 +1,4 @@
-"""Which of several sources is so slow that what it is asked for now would keep the others waiting at the end.
+"""Which of several sources is so slow that its request is better ended and made elsewhere.
 
 All sources begin at one moment, so the chunks that each has delivered stand for its rate, and the time that has passed
 is the unit of time.
@@ -27,26 +27,6 @@ def _landed(source: SourceState) -> float:
     return max(_NOTHING_YET, source.num_landed)
 
 
-def _is_known(sources: Sequence[SourceState]) -> bool:
-    return sum(map(_num_landed, sources)) >= _LEAST_KNOWN * len(sources)
-
-
-def is_too_slow(source: SourceState, usable: Sequence[SourceState], num_left: int) -> bool:
-    """Whether one more chunk from ``source`` comes later than from the best, once all others have what is left.
-
-    Args:
-        source: The one that might be asked.
-        usable: All that might be, this one too.
-        num_left: Chunks that have not landed.
-    """
-    best = max(usable, key=_num_landed)
-    if best is source or not _is_known(usable):
-        return False
-    one_more = (source.num_active + 1) / _landed(source)
-    all_rest = num_left / sum(map(_landed, usable)) + 1 / _landed(best)
-    return one_more > all_rest
-
-
 def slowest_to_end(
     under_way: Sequence[Assignment[int]], sources: Sequence[SourceState], usable: Sequence[SourceState]
 ) -> Assignment[int] | None:
@@ -57,7 +37,7 @@ def slowest_to_end(
         sources: All sources, by their index.
         usable: Those that might be asked instead.
     """
-    if not usable or not _is_known(usable):
+    if sum(map(_num_landed, usable)) < max(1, _LEAST_KNOWN * len(usable)):
         return None
     best = max(usable, key=_num_landed)
 
