@@ -10,7 +10,7 @@ from benchmarks.options import Options
 from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport.errors import PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Request, WorkerIndex
-from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.fleet_work import FleetWork
 
 _NUM_CHUNKS: Final = 20_000
@@ -58,15 +58,12 @@ def measure(options: Options) -> Group:
 def _seconds_of(answers: Answers) -> float:
     """Of this process's own time, for other processes decide nothing."""
     fleet = Fleet(num_sources=_NUM_HOSTS, num_receivers=_NUM_HOSTS, own=_NUM_HOSTS // 3)
-    at_once = requests_at_once(
-        num_sources=_NUM_HOSTS, num_receivers=_NUM_HOSTS, num_connections=4, num_chunks=_NUM_CHUNKS
-    )
     names = [f"host {number}" for number in range(2 * _NUM_HOSTS - 1)]
     began_s = time.process_time()
-    work = FleetWork([(0, _NUM_CHUNKS)], num_chunks=_NUM_CHUNKS, fleet=fleet, num_own_requests=at_once.num_own)
+    work = FleetWork([(0, _NUM_CHUNKS)], num_chunks=_NUM_CHUNKS, fleet=fleet, num_connections=4)
     machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=4)
     while machine.stopped is None:
-        workers = [WorkerIndex(index) for index in range(at_once.num_workers)]
+        workers = [WorkerIndex(index) for index in range(work.num_workers)]
         for worker, instruction in [(worker, machine.next(worker)) for worker in workers]:
             if isinstance(instruction, Request):
                 _answer(machine, worker, instruction, answers)

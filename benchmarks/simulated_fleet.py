@@ -17,7 +17,7 @@ import numpy as np
 
 from ft_transport.errors import PeerNotReadyError, PeerUnreachableError, TransportError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
-from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.fleet_work import FleetWork
 
 _TICK_S: Final = 0.25
@@ -152,28 +152,20 @@ class _Simulation:
         self._order = itertools.count()
         num_sources, num_receivers = len(fetch.sources), len(fetch.receivers)
         num_each = min(fetch.num_sources_each or num_sources, num_sources)
-        at_once = requests_at_once(
-            num_sources=num_each,
-            num_receivers=num_receivers,
-            num_connections=fetch.num_connections,
-            num_chunks=fetch.num_chunks,
-        )
         self._receivers = []
         for number, host in enumerate(fetch.receivers):
             own_sources = [(number * num_each + index) % num_sources for index in range(num_each)]
             fleet = Fleet(num_sources=num_each, num_receivers=num_receivers, own=number)
             names = [f"host {index}" for index in range(num_each + num_receivers - 1)]
             missing = host.missing if host.missing is not None else [(0, fetch.num_chunks)]
-            work = FleetWork(missing, num_chunks=fetch.num_chunks, fleet=fleet, num_own_requests=at_once.num_own)
+            work = FleetWork(missing, num_chunks=fetch.num_chunks, fleet=fleet, num_connections=fetch.num_connections)
             machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=4)
             landed = bytearray(b"\x01" * fetch.num_chunks)
             for first, end in missing:
                 landed[first:end] = bytes(end - first)
-            self._receivers.append(
-                _Receiver(number, host, fleet, own_sources, work, machine, at_once.num_workers, landed)
-            )
+            self._receivers.append(_Receiver(number, host, fleet, own_sources, work, machine, work.num_workers, landed))
         hosts = [*fetch.sources, *fetch.receivers]
-        num_slots = num_receivers * at_once.num_workers
+        num_slots = sum(each.num_workers for each in self._receivers)
         self._links = _Links(np.array([host.rate for host in hosts]), num_slots)
         self._resolution_s = fetch.resolution * fetch.chunk_bytes / max(host.rate for host in hosts)
         self._by_slot: list[_Exchange | None] = [None] * num_slots

@@ -1,7 +1,6 @@
 """Fetching the data of a snapshot: its chunks over parallel connections, each byte into its place.
 
-What is asked of whom is decided by ``wire.fetch`` and ``wire.chunk_work``, or ``wire.fleet_work`` where there are
-several sources or other receivers; the threads are those of ``http.fetch_pool``.
+``wire.fetch`` and ``wire.fleet_work`` decide which peer is asked for what; ``http.fetch_pool`` has the threads.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from ft_transport.http.fetch_pool import FetchPool
 from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay
-from ft_transport.wire.chunk_work import ChunkWork
 from ft_transport.wire.chunks import runs_of
-from ft_transport.wire.fetch import FetchMachine, Request, Work
-from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fetch import FetchMachine, Request
+from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.fleet_work import FleetWork
 from ft_transport.wire.manifest import Manifest, SnapshotId
 from ft_transport.wire.relayed import HEADER, answer_bytes, format_ranges
@@ -119,34 +117,24 @@ def fetch_data(
     """
     num_chunks = manifest.chunks.num_chunks
     ranges = [(run.start, run.stop) for run in runs_of(chunks)] if chunks is not None else [(0, num_chunks)]
-    num_in_flight = -(-_IN_FLIGHT_BYTES // manifest.chunks.chunk_bytes)
-    work: Work[int]
-    on_heard: Callable[[int], None] = _nothing
-    if receivers is None and len(sources) == 1:
-        num_workers = max(1, min(settings.num_connections, num_chunks))
-        work = ChunkWork(ranges, num_workers=num_workers, num_in_flight=num_in_flight)
-    else:
-        num_receivers = len(receivers.peers) if receivers is not None else 1
-        at_once = requests_at_once(
+    others = receivers.others if receivers is not None else ()
+    work = FleetWork(
+        ranges,
+        num_chunks=num_chunks,
+        fleet=Fleet(
             num_sources=len(sources),
-            num_receivers=num_receivers,
-            num_connections=settings.num_connections,
-            num_chunks=num_chunks,
-        )
-        num_workers = at_once.num_workers
-        fleet = Fleet(
-            num_sources=len(sources),
-            num_receivers=num_receivers,
+            num_receivers=1 + len(others),
             own=receivers.own if receivers is not None else 0,
-        )
-        work = FleetWork(ranges, num_chunks=num_chunks, fleet=fleet, num_own_requests=at_once.num_own)
-        on_heard = work.heard
+        ),
+        num_connections=settings.num_connections,
+        num_in_flight=-(-_IN_FLIGHT_BYTES // manifest.chunks.chunk_bytes),
+    )
     peers = [source.peer for source in sources]
     FetchPool(
-        [*peers, *(receivers.others if receivers is not None else ())],
+        [*peers, *others],
         FetchMachine(
             work,
-            sources=[*map(str, peers), *(f"relay {peer}" for peer in (receivers.others if receivers else ()))],
+            sources=[*map(str, peers), *(f"relay {peer}" for peer in others)],
             max_failures=settings.max_failures,
         ),
         _ChunkWire(
@@ -155,11 +143,11 @@ def fetch_data(
             sources=sources,
             relay=receivers.relay if receivers is not None else None,
             on_landed=on_landed,
-            on_heard=on_heard,
+            on_heard=work.heard,
             is_verified=settings.verify or receivers is not None,
         ),
         settings,
-        num_workers=num_workers,
+        num_workers=work.num_workers,
         num_sources=len(sources),
         step=manifest.step,
         total_bytes=manifest.data_bytes,
@@ -311,10 +299,6 @@ class _ChunkWire:
                 step=self._manifest.step,
             )
         return stop - start
-
-
-def _nothing(_num_landed: int) -> None:
-    pass
 
 
 def _unexpected(connection: Connection, expected: str, response: HTTPResponse) -> MessageDamagedError:

@@ -19,9 +19,10 @@ from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.slice_frames import ask_for_frames, receive_frame
 from ft_transport.state.restore import Range, Restore
-from ft_transport.wire.chunk_work import ChunkWork
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import FetchMachine, Request
+from ft_transport.wire.fleet import Fleet
+from ft_transport.wire.fleet_work import FleetWork
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.slices import MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST, Slice, SliceFrame
 
@@ -70,17 +71,15 @@ def fetch_ranges(
         DeadlineExceededError: The deadline passed first.
     """
     frames = frames_of(ranges)
-    num_workers = max(1, min(settings.num_connections, len(frames)))
+    work = FleetWork(
+        [(0, len(frames))], num_chunks=len(frames), fleet=Fleet(), num_connections=settings.num_connections
+    )
     FetchPool(
         [peer],
-        FetchMachine(
-            ChunkWork([(0, len(frames))], num_workers=num_workers, num_in_flight=1),
-            sources=[str(peer)],
-            max_failures=settings.max_failures,
-        ),
+        FetchMachine(work, sources=[str(peer)], max_failures=settings.max_failures),
         _FrameWire(manifest, frames, restore, is_verified=settings.verify),
         settings,
-        num_workers=num_workers,
+        num_workers=work.num_workers,
         step=manifest.step,
         total_bytes=sum(end - start for start, end in ranges),
     ).run()

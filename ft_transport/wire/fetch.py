@@ -1,7 +1,7 @@
 """The fetch machine: what each connection does next, decided without any input or output.
 
 Workers (one connection each) ask ``next`` for an instruction, perform it, and report what came of it. What is
-fetched consists of units, which land, or fail, one by one: chunks of a file (``wire.chunk_work``) or frames of planned
+fetched consists of units, which land, or fail, one by one: chunks of a file (``wire.fleet_work``) or frames of planned
 reads (``wire.read_work``). The work knows which units are missing and who may deliver them. The machine knows the
 workers and the sources: it drops sources that keep failing, lets others pause before they are asked again, and says
 when all is done or nothing can be.
@@ -147,8 +147,11 @@ class Work(Protocol[Unit]):
 
     def take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[Unit]]
-    ) -> tuple[SourceIndex, Sequence[Unit]] | None:
-        """What an idle worker asks for, and whom; ``None`` if there is nothing for it to do. Not empty."""
+    ) -> tuple[SourceIndex, Sequence[Unit]] | Assignment[Unit] | None:
+        """The next request of an idle worker: whom it asks, and for what.
+
+        Or a request under way that is better ended, and made elsewhere; ``None`` if the worker has nothing to do.
+        """
 
     def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | MayTake | None:
         """Takes note of a unit that landed; says what can never land, or that others may take something now."""
@@ -160,11 +163,6 @@ class Work(Protocol[Unit]):
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
         """Takes back what ``source`` has failed to deliver; says what can never land, if anything."""
-
-    def find_hopeless(
-        self, sources: Sequence[SourceState], under_way: Collection[Assignment[Unit]]
-    ) -> Assignment[Unit] | None:
-        """Where there is nothing to take: a request that is better ended and made elsewhere, if there is one."""
 
 
 class FetchMachine(Generic[Unit]):
@@ -207,9 +205,11 @@ class FetchMachine(Generic[Unit]):
         assert worker not in self._assignments, "a worker reports the end of its request before it asks again"
         taken = None if self._nothing_to_do else self._work.take(self._sources, self._assignments.values())
         if taken is None:
-            interrupt = None if self._nothing_to_do else self._interrupt_hopeless()
-            self._nothing_to_do = interrupt is None
-            return interrupt or Wait()
+            self._nothing_to_do = True
+            return Wait()
+        if isinstance(taken, Assignment):
+            taken.is_interrupted = True
+            return Interrupt(next(worker for worker, each in self._assignments.items() if each is taken))
         source, units = taken
         self._assignments[worker] = Assignment(source, units, 0, len(units))
         state = self._sources[source]
@@ -292,13 +292,6 @@ class FetchMachine(Generic[Unit]):
         undeliverable = self._work.put_back(assignment.source, assignment.left(), self._sources)
         if undeliverable is not None:
             self._stop = self._outcome(undeliverable)
-
-    def _interrupt_hopeless(self) -> Interrupt | None:
-        hopeless = self._work.find_hopeless(self._sources, self._assignments.values())
-        if hopeless is None or hopeless.is_interrupted:
-            return None
-        hopeless.is_interrupted = True
-        return Interrupt(next(worker for worker, each in self._assignments.items() if each is hopeless))
 
     def _release(self, worker: WorkerIndex) -> Assignment[Unit]:
         assignment = self._assignments.pop(worker)

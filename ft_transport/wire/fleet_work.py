@@ -1,4 +1,4 @@
-"""The chunks of a state that many have, for one of those who receive it now: whom it asks for which of them.
+"""The chunks of a state, for one receiver of it: which source or which other receiver it asks for which chunk.
 
 The chunks are divided into as many blocks as there are receivers. The owner of a block takes it from the sources; the
 others take it from its owner, which passes on what it has verified, or from the receiver before them, where all stand
@@ -12,7 +12,9 @@ finds nobody else in a line is left with the sources. Not all have to agree who 
 asked too early waits in turn for one who is before it in the line, so no two wait for each other. In a ring each asks
 the next before it, and who stands behind the owner the sources: it is the first to see that the owner has gone.
 
-A receiver without others owns the only block, and takes it from all sources at once, faster ones doing more.
+A receiver without others owns the only block, and takes it from all sources at once, faster ones doing more. With one
+source its requests are large at first and small at the end, and a worker without work takes over half of what the
+slowest connection has not begun to receive.
 """
 
 from __future__ import annotations
@@ -22,16 +24,21 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from ft_transport.wire.block_queue import BlockQueue
-from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST
 from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
-from ft_transport.wire.fleet import MAX_WORKERS, Fleet
+from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.relay_pace import Delivery, RelayPace
 from ft_transport.wire.relayed import MAX_RANGES
 from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.source_rates import slowest_to_end
 from ft_transport.wire.stand_ins import StandIns
 
+MAX_CHUNKS_PER_REQUEST: Final = 64
+_MAX_WORKERS: Final = 16
+"""Requests of one receiver at one time; most of them wait for a relay most of the time."""
+_LEAST_AT_THE_END: Final = 4
+"""Chunks of one request to the only source, where there are many chunks: a request costs both sides about as much as
+half a megabyte."""
 _DRY_ENOUGH: Final = 2
 """Answers without anything, one after the other, after which a relay is not waited for..."""
 _DRY_AT_FIRST: Final = 6
@@ -60,21 +67,37 @@ class FleetWork:
     Args:
         ranges: Chunks to fetch, half-open and ascending; the others are here already.
         num_chunks: How many the state has.
-        fleet: Who takes part.
-        num_own_requests: How many requests to sources there may be at one time, while others relay.
+        fleet: The sources and the receivers.
+        num_connections: Connections that the receiver may have to one source.
+        num_in_flight: Chunks that the buffers of a connection may hold. They are lost where a worker takes over the
+            rest of another one's request, so a worker takes over no fewer.
+
+    Attributes:
+        num_left: Chunks that have not landed.
+        num_workers: Workers to ask with: as many requests as are useful at one time.
     """
 
     def __init__(
-        self, ranges: Sequence[tuple[int, int]], *, num_chunks: int, fleet: Fleet, num_own_requests: int
+        self,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        num_chunks: int,
+        fleet: Fleet,
+        num_connections: int,
+        num_in_flight: int = 1,
     ) -> None:
         self._fleet = fleet
-        self._num_own_requests = num_own_requests
+        self._num_in_flight = num_in_flight
         number = fleet.num_receivers
+        self._num_own_requests = max(
+            1, max(1, min(num_connections, num_chunks)) // number, min(fleet.num_sources, num_connections)
+        )
+        self.num_workers = min(_MAX_WORKERS, self._num_own_requests + number - 1)
         self._starts = [index * num_chunks // number for index in range(number)]
         ends = [*self._starts[1:], num_chunks]
         self._chunks_per_block = max(1, num_chunks // number)
         # Then a request to each relay may last for as long as that takes to get its block.
-        self._is_one_each = num_own_requests + number - 1 <= MAX_WORKERS
+        self._is_one_each = self._num_own_requests + number - 1 <= _MAX_WORKERS
         self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
         blocks = [range(first, end) for first, end in zip(self._starts, ends, strict=True)]
         self._queues = [BlockQueue(receiver, block) for receiver, block in enumerate(blocks)]
@@ -103,8 +126,10 @@ class FleetWork:
                 num_chunks=num_chunks,
                 num_own=self._own.num_left,
                 num_relayed=self.num_left - self._own.num_left,
-                num_own_requests=num_own_requests,
+                num_own_requests=self._num_own_requests,
             )
+        self._is_only_source = number == fleet.num_sources == 1
+        self._least_per_request = max(1, min(_LEAST_AT_THE_END, self.num_left // (16 * self.num_workers)))
 
     def heard(self, num_landed: int) -> None:
         """Another receiver has so many chunks. Called by any thread."""
@@ -113,8 +138,14 @@ class FleetWork:
 
     def take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
+    ) -> tuple[SourceIndex, Sequence[int]] | Assignment[int] | None:
+        """See ``wire.fetch.Work``."""
+        return self._take(sources, under_way) or self._find_hopeless(sources, under_way)
+
+    def _take(
+        self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> tuple[SourceIndex, Sequence[int]] | None:
-        """What a source is to be asked for, or a relay."""
+        """The next request to a source or a relay."""
         ring = self._ring
         if ring is not None and ring.is_used:
             taken = self._take_own(sources, under_way) or self._take_from_ring(sources[self._before])
@@ -127,6 +158,8 @@ class FleetWork:
             taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and not under_way:
             taken = self._take_from_anybody(sources)
+        if taken is None and self._is_only_source:
+            taken = self._take_over(under_way)
         return taken
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
@@ -193,12 +226,12 @@ class FleetWork:
         names = ", ".join(each.name for each in sources)
         return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")
 
-    def find_hopeless(
+    def _find_hopeless(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> Assignment[int] | None:
         """A request to a relay that is not waited for, or to a source much slower than another one."""
         if self._ring is not None and self._ring.is_left_open:
-            return next((each for each in under_way if each.source == self._before), None)
+            return next((each for each in under_way if each.source == self._before and not each.is_interrupted), None)
         if self._own.missing:
             return None
         number = self._fleet.num_sources
@@ -231,6 +264,16 @@ class FleetWork:
             return None
         source = self._best_source(sources)
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
+
+    def _take_over(self, under_way: Collection[Assignment[int]]) -> tuple[SourceIndex, range] | None:
+        """Half of what the worker with the most left has not begun to receive; ``None`` where it may be on its way."""
+        slowest = max(under_way, key=lambda each: each.end - each.next, default=None)
+        num_taken = (slowest.end - slowest.next - 1) // 2 if slowest is not None else 0
+        if slowest is None or num_taken < self._num_in_flight:
+            return None
+        end = slowest.end
+        slowest.end -= num_taken
+        return slowest.source, range(slowest.units[slowest.end], slowest.units[end - 1] + 1)
 
     def _expects_own(self, sources: Sequence[SourceState]) -> bool:
         """Whether chunks are still to come from the sources, and there is one that can send them."""
@@ -383,7 +426,10 @@ class FleetWork:
         return SourceIndex(min(usable, key=lambda index: _busy(sources[index]))) if usable else None
 
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
-        """Few chunks at first, until it shows how fast the source is, and at the end."""
+        """Of several sources few chunks at first, until each shows how fast it is; few at the end."""
+        if self._is_only_source:
+            share = self._own.num_missing // self._num_own_requests
+            return max(self._least_per_request, min(MAX_CHUNKS_PER_REQUEST, share))
         state = sources[source]
         divisor = (self._num_from_sources + 1) * 2 * (state.num_active + 1)
         share = self._own.num_missing * (state.num_landed + 1) // divisor

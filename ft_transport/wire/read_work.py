@@ -99,19 +99,8 @@ class ReadWork:
         self._share_out(source, frames, sources, lambda other: sources[other].failures < failures)
         return None
 
-    def time_passed(
-        self,
-        elapsed_s: float,
-        sources: Sequence[SourceState],
-    ) -> None:
-        """Time changes nothing here: every source has everything, and a slow one does less."""
-
-    def find_hopeless(
-        self,
-        sources: Sequence[SourceState],
-        under_way: Collection[Assignment[FrameOfReads]],
-    ) -> None:
-        """Who has which part is given by the layout: nobody is ended for being slow."""
+    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> None:
+        """Time changes nothing here: the layout says which source has which part."""
 
     def _enqueue(self, index: int, reads: Iterable[Read]) -> None:
         """Puts reads into frames, each full or the last of them."""

@@ -42,7 +42,7 @@ class _NothingToTake:
     def take(self, *_: object) -> None:
         return None
 
-    landed = put_back = find_hopeless = time_passed = take
+    landed = put_back = time_passed = take
 
 
 class _NoWire:

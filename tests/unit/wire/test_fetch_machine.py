@@ -17,14 +17,9 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     TransportError,
 )
-from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST, ChunkWork
-from ft_transport.wire.fetch import (
-    FetchMachine,
-    Request,
-    Stop,
-    Wait,
-    WorkerIndex,
-)
+from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, Wait, WorkerIndex
+from ft_transport.wire.fleet import Fleet
+from ft_transport.wire.fleet_work import MAX_CHUNKS_PER_REQUEST, FleetWork
 
 Verified: TypeAlias = list[int]
 
@@ -32,11 +27,15 @@ Verified: TypeAlias = list[int]
 def _machine(
     num_chunks: int, sources: int = 1, workers: int = 1, max_failures: int = 3, num_in_flight: int = 1
 ) -> FetchMachine[int]:
-    return FetchMachine(
-        ChunkWork([(0, num_chunks)], num_workers=workers, num_in_flight=num_in_flight),
-        sources=[f"host{index}:1" for index in range(sources)],
-        max_failures=max_failures,
+    work = FleetWork(
+        [(0, num_chunks)],
+        num_chunks=num_chunks,
+        fleet=Fleet(num_sources=sources),
+        num_connections=workers,
+        num_in_flight=num_in_flight,
     )
+    names = [f"host{index}:1" for index in range(sources)]
+    return FetchMachine(work, sources=names, max_failures=max_failures)
 
 
 def _lost(source: int = 0) -> PeerUnreachableError:
@@ -320,6 +319,8 @@ class _Model:
                 self.held[worker] = chunks
             case Wait():
                 assert any(self.held.values()), "a worker waits for nobody"
+            case Interrupt():
+                self.fail(instruction.worker, _lost())
             case Stop():
                 assert instruction == self.machine.stopped
 

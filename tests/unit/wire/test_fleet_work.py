@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ft_transport.errors import FetchFailedError, PeerNotReadyError, PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
-from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.fleet_work import FleetWork
 
 _MAX_ROUNDS = 5_000
@@ -56,15 +56,12 @@ class _Job:
         self.num_rounds = 0
         names = [f"source{index}" for index in range(num_sources)]
         relays = [f"relay{index}" for index in range(num_receivers - 1)]
-        at_once = requests_at_once(
-            num_sources=num_sources, num_receivers=num_receivers, num_connections=4, num_chunks=num_chunks
-        )
         self.receivers = []
         for number in range(num_receivers):
             fleet = Fleet(num_sources=num_sources, num_receivers=num_receivers, own=number)
-            work = FleetWork([(0, num_chunks)], num_chunks=num_chunks, fleet=fleet, num_own_requests=at_once.num_own)
+            work = FleetWork([(0, num_chunks)], num_chunks=num_chunks, fleet=fleet, num_connections=4)
             machine: FetchMachine[int] = FetchMachine(work, sources=[*names, *relays], max_failures=3)
-            self.receivers.append(_Receiver(number, machine, work, fleet, num_workers or at_once.num_workers))
+            self.receivers.append(_Receiver(number, machine, work, fleet, num_workers or work.num_workers))
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
         """Goes on until all who live are done, or so far."""
@@ -264,10 +261,17 @@ def test_who_loses_its_sources_gets_everything_from_the_others(
     job.check()
 
 
-def test_connections_are_for_the_sources_and_one_for_each_relay() -> None:
-    alone = requests_at_once(num_sources=2, num_receivers=1, num_connections=4, num_chunks=100)
-    assert (alone.num_own, alone.num_workers) == (4, 4)
-    among_four = requests_at_once(num_sources=1, num_receivers=4, num_connections=4, num_chunks=100)
-    assert (among_four.num_own, among_four.num_workers) == (1, 4)
-    # Whatever the number of receivers, so many threads are enough.
-    assert requests_at_once(num_sources=1, num_receivers=100, num_connections=4, num_chunks=100).num_workers == 16
+@pytest.mark.parametrize(
+    ("num_sources", "num_receivers", "num_workers", "num_own"), [(2, 1, 4, 4), (1, 4, 4, 1), (1, 100, 16, 1)]
+)
+def test_connections_are_for_the_sources_and_one_for_each_relay(
+    num_sources: int, num_receivers: int, num_workers: int, num_own: int
+) -> None:
+    fleet = Fleet(num_sources=num_sources, num_receivers=num_receivers)
+    work = FleetWork([(0, 100)], num_chunks=100, fleet=fleet, num_connections=4)
+    # However many receivers there are, so many threads are enough.
+    assert work.num_workers == num_workers
+    names = [f"host{index}" for index in range(num_sources + num_receivers - 1)]
+    machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=3)
+    asked = [machine.next(WorkerIndex(worker)) for worker in range(num_workers)]
+    assert sum(isinstance(each, Request) and each.source < num_sources for each in asked) == num_own

@@ -105,7 +105,7 @@ def _with_its_own_block(
 ) -> tuple[FetchMachine[int], WorkerIndex, WorkerIndex]:
     """A receiver that has taken its block of 64 chunks, while a relay kept up; one worker is idle, one at the relay."""
     fleet = Fleet(num_sources=1, num_receivers=num_receivers, own=0)
-    work = FleetWork([(0, 64)], num_chunks=64, fleet=fleet, num_own_requests=1)
+    work = FleetWork([(0, 64)], num_chunks=64, fleet=fleet, num_connections=1)
     names = ["source", *(f"relay {number}" for number in range(1, num_receivers))]
     machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=1)
     own, relay = WorkerIndex(0), WorkerIndex(1)
