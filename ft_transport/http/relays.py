@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from ft_transport.errors import ConfigurationError, PeerNotReadyError
 from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.content import ContentId
+from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.relayed import chunks_of
 
 Views: TypeAlias = Callable[[int, int], Sequence[memoryview]]

@@ -34,8 +34,8 @@ from ft_transport.wire.authentication import (
     content_digest,
 )
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.content import parse_content_id
 from ft_transport.wire.key import Bytes
+from ft_transport.wire.manifest import parse_content_id
 from ft_transport.wire.routes import (
     DELTA_ROUTE,
     DIGESTS_ROUTE,

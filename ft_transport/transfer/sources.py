@@ -22,8 +22,7 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.same_host_client import is_on_this_host
 from ft_transport.runtime.handler_safety import SafeThread
 from ft_transport.runtime.threads import start
-from ft_transport.wire.content import ContentId, content_id
-from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.manifest import ContentId, Manifest, content_id
 from ft_transport.wire.routes import StepSelector
 
 logger = logging.getLogger(__name__)

@@ -23,15 +23,12 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from ft_transport.wire.block_queue import BlockQueue
 from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
-from ft_transport.wire.fleet import Fleet
-from ft_transport.wire.relay_pace import Delivery, RelayPace
+from ft_transport.wire.fleet import BlockQueue, Fleet, StandIns
 from ft_transport.wire.relayed import MAX_RANGES
 from ft_transport.wire.ring import Ring, has_ring
-from ft_transport.wire.source_rates import slowest_to_end
-from ft_transport.wire.stand_ins import StandIns
+from ft_transport.wire.slow_peers import Delivery, RelayPace, slowest_to_end
 
 MAX_CHUNKS_PER_REQUEST: Final = 64
 _MAX_WORKERS: Final = 16

@@ -8,6 +8,7 @@ byte range, and ``__metadata__`` maps str to str. Ours carries the step, the sna
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from ft_transport.wire.tree_codec import STRIDE, CheckTime, decode_tree, encode_
 SnapshotId = NewType("SnapshotId", str)
 """Unique id of a snapshot: 32 random hexadecimal digits."""
 
+ContentId = NewType("ContentId", str)
+"""Names the content of a snapshot: 32 hexadecimal digits, the same for all replicas with the same state."""
+
 FORMAT_VERSION: Final = 2
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
@@ -50,6 +54,7 @@ ITEM_BITS: Final[dict[str, int]] = {
 _PREFIX: Final = "ft_transport."
 _RESERVED_NAME: Final = "__metadata__"
 _LATER: Final = "later"
+_CONTENT_ID_BYTES: Final = 16
 
 
 class TensorEntry(Struct, frozen=True, gc=False):
@@ -323,3 +328,37 @@ def _decode_table(header: dict[str, Raw], peer: str | None, check_time: CheckTim
             )
         expected_start = expected_end
     return tuple(tensors)
+
+
+def content_id(manifest: Manifest) -> ContentId:
+    """The id of what a manifest describes: step, tensors, tree, layouts, chunks and their digests, in this order.
+
+    Receivers find each other by it. It proves nothing: a receiver compares what comes with the manifest's digests.
+
+    Raises:
+        ManifestError: Its digests come later, and have not been asked for.
+    """
+    if manifest.digests is None:
+        raise ManifestError("expected a manifest with digests, they come later", step=manifest.step)
+    hasher = hashlib.blake2b(digest_size=_CONTENT_ID_BYTES)
+    parts = (
+        str(manifest.step).encode(),
+        msgspec.json.encode(manifest.tensors),
+        encode_tree(manifest.tree, step=manifest.step).encode(),
+        msgspec.json.encode(manifest.meshes),
+        msgspec.json.encode(manifest.layouts),
+        str(manifest.chunks.chunk_bytes).encode(),
+        manifest.digester.name.encode(),
+        encode_digests(manifest.digests).encode(),
+    )
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return ContentId(hasher.hexdigest())
+
+
+def parse_content_id(text: str) -> ContentId | None:
+    """The id that a path names, or ``None`` if it names none."""
+    if len(text) != 2 * _CONTENT_ID_BYTES or not set(text) <= set("0123456789abcdef"):
+        return None
+    return ContentId(text)

@@ -28,8 +28,7 @@ from __future__ import annotations
 from typing import Final, Literal, TypeAlias
 from urllib.parse import urlencode
 
-from ft_transport.wire.content import ContentId
-from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.manifest import ContentId, SnapshotId
 
 LATEST: Final = "latest"
 StepSelector: TypeAlias = int | Literal["latest"]

@@ -19,7 +19,7 @@ from ft_transport.http.send_cap import Pace, PacedSocket
 from ft_transport.http.tls_channel import TLSChannel
 from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.content import ContentId
+from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.relayed import HEADER
 
 _CHUNK_BYTES = 1 << 16

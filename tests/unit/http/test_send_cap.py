@@ -26,7 +26,7 @@ from ft_transport.http.relayed_chunks import RelayedChunks
 from ft_transport.http.relays import Relay
 from ft_transport.http.send_cap import Pace, PacedSocket, SendCap
 from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.content import ContentId
+from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.relayed import HEADER
 
 RATE = 4 << 20

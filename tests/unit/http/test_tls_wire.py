@@ -15,8 +15,8 @@ from served_memory import serving
 
 from ft_transport.http.relays import Relay
 from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.content import ContentId
 from ft_transport.wire.delta import TensorPair, encode_delta
+from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.slices import Slice, encode_request
 
 WEIGHTS = b"these are weights in the clear. "

@@ -8,7 +8,7 @@ from ft_transport.errors import PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Wait, WorkerIndex
 from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.fleet_work import FleetWork
-from ft_transport.wire.relay_pace import Delivery, RelayPace
+from ft_transport.wire.slow_peers import Delivery, RelayPace
 
 
 def _looked(

@@ -1,20 +1,31 @@
-"""Relays are judged by their pace: would the sources deliver sooner what is still to come?
+"""Peers that are so slow that a receiver does better with other ones: a relay by its pace, a source by its rate.
 
 While a receiver takes its own block, relays and sources share its link, and others may not have begun: how much of each
 has come by then says little of how fast a relay is. Afterwards the relays have the link for themselves, and what they
 deliver is compared with what the sources have delivered in the time before.
+
+All sources begin at one moment, so the chunks that each has delivered stand for its rate, and the time that has passed
+is the unit of time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from ft_transport.wire.fetch import Assignment, SourceState
 
 _LEAST_WAITED_S: Final = 0.5
 """Shorter pauses are those of a machine, or of a connection that has lost a packet (RFC 6298)."""
 _LEAST_WAITED_PART: Final = 4
 """Of the time until the own block was there, one part in so many is waited at least."""
+_NOTHING_YET: Final = 0.5
+"""What a source that has delivered nothing counts as having delivered."""
+_LEAST_KNOWN: Final = 2
+"""Chunks for each source that have to land before anything is known of rates."""
+_MUCH_SLOWER: Final = 4.0
+"""By so much sooner has a chunk to come from another source to make up for the part of it that is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,7 @@ class Delivery:
 
 
 class RelayPace:
-    """The pace of one receiver's relays, measured over windows of time. Belongs to ``wire.fleet_work``."""
+    """The pace of one receiver's relays, measured over windows of time."""
 
     def __init__(self) -> None:
         self._own_s = 0.0
@@ -70,3 +81,29 @@ class RelayPace:
             # What has come by now excuses nobody who stops from here on.
             self._since_s, self._then = elapsed_s, relays
         return None
+
+
+def slowest_to_end(
+    under_way: Sequence[Assignment[int]], sources: Sequence[SourceState], usable: Sequence[SourceState]
+) -> Assignment[int] | None:
+    """The request whose rest comes much sooner if the best source is asked for it from the beginning, if there is one.
+
+    Args:
+        under_way: All requests.
+        sources: All sources, by their index.
+        usable: Those that might be asked instead.
+    """
+    if sum(source.num_landed for source in usable) < max(1, _LEAST_KNOWN * len(usable)):
+        return None
+    best = max(usable, key=lambda source: source.num_landed)
+
+    def left(assignment: Assignment[int]) -> float:
+        source = sources[assignment.source]
+        return assignment.num_left * source.num_active / max(_NOTHING_YET, source.num_landed)
+
+    slow = [each for each in under_way if sources[each.source] is not best and not each.is_interrupted]
+    slowest = max(slow, key=left, default=None)
+    if slowest is None:
+        return None
+    again = slowest.num_left * (best.num_active + 1) / best.num_landed
+    return slowest if left(slowest) > _MUCH_SLOWER * again else None
