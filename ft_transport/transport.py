@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import torch
@@ -225,8 +223,6 @@ class HTTPTransport(Generic[T]):
         max_bytes_per_s: float | None = None,
         keep_partial: bool = False,
         resume: PartialState | None = None,
-        spool: str | os.PathLike[str] | None = None,
-        keep_spool: bool = False,
     ) -> Received[T]:
         """Receives a state and says which step it shows.
 
@@ -263,15 +259,9 @@ class HTTPTransport(Generic[T]):
             resume: The ``partial`` of a fetch that failed; ``into`` is the same tensors as there. What lies there is
                 digested again, and only chunks are fetched that never landed, or that this state has otherwise: it may
                 be a later one of the same tensors. Used up by this, unless it fails before it begins.
-            spool: A file that keeps the chunks that have come, for a process that is killed and fetches again with the
-                same path, from whomever. What is in it is copied and digested like what comes over the network, so it
-                need not be trusted; whatever else was in it is lost. A thread writes it (0600, sparse, in the layout of
-                the data), and the fetch does not wait for the disk. Each process needs one of its own.
-            keep_spool: Whether the file stays when all has been received; then its end is waited for.
 
         Raises:
-            ConfigurationError: ``resume`` is used up; ``spool`` is no regular file, another user's, or in use; or an
-                argument is not of its kind.
+            ConfigurationError: ``resume`` is used up, or an argument is not of its kind.
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
                 patterns, without ``keep_partial``.
         """
@@ -279,8 +269,6 @@ class HTTPTransport(Generic[T]):
             raise ConfigurationError(f"expected a PartialState or None as resume, got {type(resume).__name__}")
         if check is not None:
             check_function("check", check)
-        if not isinstance(spool, (str, os.PathLike, type(None))):
-            raise ConfigurationError(f"expected a path as spool, got {type(spool).__name__} {spool!r}")
         peers = FetchPeers.of(metadata, relays=relays, own=self.metadata())
         return self._client.fetch(
             FetchRequest(
@@ -296,8 +284,6 @@ class HTTPTransport(Generic[T]):
                 before=before,
                 keep_partial=keep_partial,
                 resume=resume,
-                spool=Path(spool) if spool is not None else None,
-                keep_spool=keep_spool,
             )
         )
 

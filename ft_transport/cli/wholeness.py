@@ -72,7 +72,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     """
     from ft_transport.http.late_digests import find_damaged
     from ft_transport.settings import default_num_threads
-    from ft_transport.transfer.sparse_file import read_pieces
+    from ft_transport.transfer.part_file import read_pieces
 
     file = StoredFile.at(path)
     try:

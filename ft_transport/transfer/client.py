@@ -35,7 +35,6 @@ from ft_transport.transfer.received import Received
 from ft_transport.transfer.restarts import with_restarts
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
 from ft_transport.transfer.sources import AgreedSources, ask_source, ask_sources
-from ft_transport.transfer.spool import Spool
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import Manifest
 
@@ -148,7 +147,6 @@ class StateClient(Generic[T]):
         if request.resume is not None:
             request.resume.require_unused()
         kept = Kept(request.resume, is_offered=request.keep_partial)
-        spool = Spool(request.spool, is_kept=request.keep_spool) if request.spool is not None else None
         peers = request.peers
 
         def receive() -> Received[T]:
@@ -167,7 +165,7 @@ class StateClient(Generic[T]):
                     )
                 settings.timeouts.note_progress()
                 reached = agreed.connection.reached
-                received = self._receive(agreed, request, kept, spool)
+                received = self._receive(agreed, request, kept)
             took_s = time.monotonic() - started_s
             num_bytes = received.num_bytes_fetched or 0
             logger.info(
@@ -187,9 +185,6 @@ class StateClient(Generic[T]):
         except BaseException as error:
             kept.failed(error)
             raise
-        finally:
-            if spool is not None:
-                spool.close()
 
     def fetch_deltas(
         self, source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
@@ -216,7 +211,7 @@ class StateClient(Generic[T]):
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
             return with_restarts(request.settings, lambda: self._receive_sharded(request))
 
-    def _receive(self, agreed: AgreedSources, request: FetchRequest, kept: Kept, spool: Spool | None) -> Received[T]:
+    def _receive(self, agreed: AgreedSources, request: FetchRequest, kept: Kept) -> Received[T]:
         settings, manifest = request.settings, agreed.manifest
         restore = self._restore(agreed, request)
         receivers: Receivers | None = None
@@ -243,15 +238,14 @@ class StateClient(Generic[T]):
             if request.only_changed:
                 candidates = list(range(manifest.chunks.num_chunks))
             if ranges is None or request.only_changed:
-                manifest, chunks = _look(agreed, restore, settings, candidates, spool)
+                manifest, chunks = _look(agreed, restore, settings, candidates)
             partial.note_all_but(chunks)
-            on_landed = partial.note if spool is None else spool.begin(manifest.chunks, restore, partial.note)
             settings.timeouts.note_progress()
             can_pass_on = not ranges and (ranges is None or restore.is_all_here)
             if request.peers.receivers and relays is not None and can_pass_on:
                 receivers = _pass_on(relays, agreed, request.peers, restore, chunks)
             phase("transfer")
-            self._fetch(agreed, manifest, restore, settings, chunks=chunks, receivers=receivers, on_landed=on_landed)
+            self._fetch(agreed, manifest, restore, settings, chunks=chunks, receivers=receivers, on_landed=partial.note)
             manifest = self._verify(agreed, manifest, restore, request)
             phase("load")
             ranges = [*(ranges or ()), *(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)]
@@ -261,13 +255,9 @@ class StateClient(Generic[T]):
                 _manifest=manifest,
                 num_bytes_fetched=sum(end - start for start, end in ranges),
             )
-            if spool is not None:
-                spool.complete(settings.timeouts.end_s())
         except BaseException as error:
             if receivers is not None:
                 receivers.relay.end()
-            if spool is not None:
-                spool.pause()
             if not kept.is_offered:
                 kept.failed(error)
             raise
@@ -381,20 +371,14 @@ class StateClient(Generic[T]):
 
 
 def _look(
-    agreed: AgreedSources, restore: Restore, settings: FetchSettings, candidates: list[int], spool: Spool | None
+    agreed: AgreedSources, restore: Restore, settings: FetchSettings, candidates: list[int]
 ) -> tuple[Manifest, Sequence[int]]:
-    """Which chunks are neither here nor in the spool; and the manifest, with digests if it took them to tell."""
-    manifest = agreed.manifest
-    chunks: Sequence[int] = range(manifest.chunks.num_chunks)
-    is_spooled = spool is not None and not spool.is_empty
-    if candidates or is_spooled:
-        manifest = agreed.manifest_with_digests(settings)
-    if candidates:
-        restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in candidates)
-        chunks = find_missing(manifest, restore, candidates)
-    if spool is not None and is_spooled:
-        chunks = spool.fill(manifest, restore, chunks, settings.timeouts)
-    return manifest, chunks
+    """Returns the manifest, with digests if the comparison took them, and the missing chunks."""
+    if not candidates:
+        return agreed.manifest, range(agreed.manifest.chunks.num_chunks)
+    manifest = agreed.manifest_with_digests(settings)
+    restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in candidates)
+    return manifest, find_missing(manifest, restore, candidates)
 
 
 def _pass_on(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.fetch_settings import FetchSettings
@@ -67,8 +66,6 @@ class FetchRequest:
         before: What ``into`` is known to hold; then it is not read to find out.
         keep_partial: Whether what has landed is kept where it fails.
         resume: What to go on from.
-        spool: A file that keeps what is received, for a process that is started again.
-        keep_spool: Whether it stays when all has been received.
     """
 
     peers: FetchPeers
@@ -81,5 +78,3 @@ class FetchRequest:
     before: ReceivedBefore | None = None
     keep_partial: bool = False
     resume: PartialState | None = None
-    spool: Path | None = None
-    keep_spool: bool = False

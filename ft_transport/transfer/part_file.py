@@ -7,25 +7,29 @@ whole. What is in it is only a hint: a fetch that goes on with it compares each 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import ConfigurationError, FileWriteError
 from ft_transport.http.late_digests import find_damaged
-from ft_transport.runtime.locked_files import open_locked, rename_open, unlink_open
-from ft_transport.runtime.regular_files import sync_directory
+from ft_transport.runtime.regular_files import open_regular, sync_directory
 from ft_transport.settings import default_num_threads
-from ft_transport.transfer.sparse_file import chunks_in, read_pieces
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, Manifest, encode_header
 
 _MODE: Final = 0o666
 _LOCK_S: Final = 0.5
+"""How long a process that is ending may hold the lock of the part."""
+_PAUSE_S: Final = 0.02
+_PIECE_BYTES: Final = 1 << 20
 _MAX_CHUNK_BYTES: Final = 256 << 20
 
 
@@ -48,7 +52,7 @@ class PartFile:
         self.path = path
         _check_replaceable(path)
         self.part = path.with_name(f"{path.name}.part")
-        self._descriptor = open_locked(self.part, kind="file to fetch to", mode=_MODE, within_s=_LOCK_S)
+        self._descriptor = _open_locked(self.part)
         self._table = ChunkTable(data_bytes=0, chunk_bytes=1)
         self._header_bytes = 0
         self._own = threading.local()
@@ -60,8 +64,8 @@ class PartFile:
 
     def __exit__(self, *_exc_info: object) -> None:
         try:
-            if self.is_empty and not self._is_named:
-                unlink_open(self.part, self._descriptor)
+            if self.is_empty and not self._is_named and _is_in_place(self._descriptor, self.part):
+                os.unlink(self.part)
         finally:
             os.close(self._descriptor)
 
@@ -106,7 +110,7 @@ class PartFile:
             all_written: Whether all of them should be; else those in holes are not looked at.
         """
         chunks = range(self._table.num_chunks)
-        there = set(chunks) if all_written else chunks_in(self._descriptor, self._table, starts_at=self._header_bytes)
+        there = set(chunks) if all_written else self._written()
         looked_at = [chunk for chunk in chunks if chunk in there]
         damaged = find_damaged(manifest, self._stored, num_threads=default_num_threads(), chunks=looked_at)
         there.difference_update(damaged)
@@ -146,9 +150,29 @@ class PartFile:
         assert len(header) == self._header_bytes, "digests take the same room whatever they are"
         os.pwrite(self._descriptor, header, 0)
         os.fsync(self._descriptor)
-        rename_open(self.part, self._descriptor, self.path)
+        if not _is_in_place(self._descriptor, self.part):
+            raise FileNotFoundError(
+                errno.ENOENT, "expected the file that was written, another one has its name", str(self.part)
+            )
+        os.replace(self.part, self.path)
         self._is_named = True
         sync_directory(self.path.absolute().parent)
+
+    def _written(self) -> set[int]:
+        """The chunks that do not lie in holes of the file."""
+        written: set[int] = set()
+        table, starts_at = self._table, self._header_bytes
+        end = min(os.fstat(self._descriptor).st_size, starts_at + table.data_bytes)
+        position = starts_at
+        while position < end:
+            try:
+                start = os.lseek(self._descriptor, position, os.SEEK_DATA)
+                position = os.lseek(self._descriptor, start, os.SEEK_HOLE)
+            except OSError:  # ENXIO: the rest is a hole
+                break
+            first, last = start - starts_at, min(position, end) - starts_at
+            written.update(range(first // table.chunk_bytes, min(-(-last // table.chunk_bytes), table.num_chunks)))
+        return written
 
     def _buffer(self, num_bytes: int) -> memoryview:
         buffer: memoryview | None = getattr(self._own, "buffer", None)
@@ -158,6 +182,14 @@ class PartFile:
 
     def _stored(self, start: int, end: int) -> Iterator[memoryview]:
         return read_pieces(self._descriptor, self._header_bytes + start, self._header_bytes + end)
+
+
+def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
+    """Reads a file piece by piece into one buffer, which the next piece overwrites; yields less where the file ends."""
+    piece = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
+    while start < end and (count := os.preadv(descriptor, [piece[: end - start]], start)):
+        yield piece[:count]
+        start += count
 
 
 def check_chunk_size(manifest: Manifest) -> None:
@@ -187,6 +219,59 @@ def _check_replaceable(path: Path) -> None:
                 f"expected a regular file to fetch to, or none yet, {path} is a link, a directory or a device; name "
                 "another file"
             )
+
+
+def _open_locked(path: Path) -> int:
+    """Opens or makes a file of this user and locks it, until the descriptor is closed or the process ends.
+
+    Raises:
+        ConfigurationError: The file cannot be made, is another user's, a link, no regular file or has other names, or
+            another process has locked it.
+    """
+    until_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
+        except OSError as error:
+            raise ConfigurationError(f"expected a regular file of this user's as file to fetch to: {error}") from error
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid != os.geteuid() or found.st_nlink > 1:
+                raise ConfigurationError(
+                    f"expected a file of this user's with one name as file to fetch to, {path} has {found.st_nlink} "
+                    f"and is user {found.st_uid}'s"
+                )
+            if _try_lock(descriptor) and _is_in_place(descriptor, path):
+                return descriptor
+            if time.monotonic() > until_s:
+                raise ConfigurationError(
+                    f"expected a file to fetch to that no other fetch uses, another one writes to {path}; let it end, "
+                    "or name another file"
+                )
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigurationError(f"expected a file that can be locked as file to fetch to: {error}") from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        time.sleep(_PAUSE_S)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_in_place(descriptor: int, path: Path) -> bool:
+    """Whether the name still leads to the open file: a fetch that ends well renames its part."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _header_of(manifest: Manifest, digests: Sequence[int]) -> bytes:

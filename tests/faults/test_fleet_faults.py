@@ -458,9 +458,9 @@ def test_a_relay_whose_memory_was_freed_is_done_without(is_encrypted: bool, tmp_
         assert is_state(received.state, 1)
 
 
-@pytest.mark.parametrize("refused", ["ft-transport-ask-1", "ft-transport-fetch-1", "ft-transport-spool"])
+@pytest.mark.parametrize("refused", ["ft-transport-ask-1", "ft-transport-fetch-1"])
 def test_a_thread_that_the_system_refuses_is_an_error_that_names_it(
-    refused: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
@@ -472,9 +472,9 @@ def test_a_thread_that_the_system_refuses_is_an_error_that_names_it(
     monkeypatch.setattr(threading.Thread, "start", start_unless_refused)
     with sources(2) as made, transport(4) as receiver:
         with pytest.raises(TransportError, match=f"a further thread \\({refused}\\): can't start"):
-            receiver.fetch(addresses(made), 1, into=blank(), spool=tmp_path / "spool")
+            receiver.fetch(addresses(made), 1, into=blank())
         monkeypatch.undo()
-        assert is_state(receiver.fetch(addresses(made), 1, into=blank(), spool=tmp_path / "spool").state, 1)
+        assert is_state(receiver.fetch(addresses(made), 1, into=blank()).state, 1)
 
 
 @pytest.mark.parametrize("num_killed", [1, 2])

@@ -84,7 +84,6 @@ def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str)
         ({"progress_timeout": NEGATIVE}, "progress_timeout that is not negative"),
         ({"unreachable_timeout": 3}, r"datetime\.timedelta as unreachable_timeout"),
         ({"relays": None}, "addresses as relays, got None"),
-        ({"spool": 5}, "a path as spool, got int 5"),
         ({"check": 5}, "a function as check, got int 5"),
     ],
 )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.main import app
-from ft_transport.errors import FileWriteError
+from ft_transport.errors import ConfigurationError, FileWriteError
 from ft_transport.transfer import part_file
 from ft_transport.transfer.part_file import PartFile
 from ft_transport.wire.manifest import Manifest
@@ -141,6 +141,26 @@ def test_a_part_is_not_believed(source: HTTPTransport[Any], tmp_path: Path) -> N
     (tmp_path / "m.part").write_bytes(os.urandom(NUM_BYTES + 100_000))
     assert told(fetch(source.metadata(), "-o", tmp_path / "m", "--json"))["num_bytes_kept"] == 0
     assert is_whole(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda part, other: part.symlink_to(other),
+        lambda part, other: part.hardlink_to(other),
+        lambda part, _: os.mkfifo(part),
+    ],
+    ids=["link", "other name", "FIFO"],
+)
+def test_a_part_that_is_no_file_of_its_own_is_refused(
+    make: Callable[[Path, Path], None], source: HTTPTransport[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "else").write_bytes(b"precious")
+    make(tmp_path / "m.part", tmp_path / "else")
+    result = fetch(source.metadata(), "-o", tmp_path / "m")
+    assert isinstance(result.exception, ConfigurationError), result.output
+    assert (tmp_path / "else").read_bytes() == b"precious"
+    assert not (tmp_path / "m").exists()
 
 
 def test_ctrl_c_keeps_what_has_come(tmp_path: Path) -> None:
