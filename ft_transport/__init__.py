@@ -81,8 +81,7 @@ if TYPE_CHECKING:
     from ft_transport.state.snapshot import HeldState
     from ft_transport.state.state_digest import TensorDigests, state_digest
     from ft_transport.tls import TLSFiles
-    from ft_transport.transfer.partial_state import PartialState
-    from ft_transport.transfer.received import Received, ReceivedBefore
+    from ft_transport.transfer.known import PartialState, Received
     from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
     from ft_transport.transport import HTTPTransport
 else:
@@ -109,8 +108,7 @@ else:
             "ft_transport.publish.engines.vllm": ("VLLMEngine",),
             "ft_transport.publish.handle": ("PublishHandle",),
             "ft_transport.publish.publisher": ("Publisher",),
-            "ft_transport.transfer.received": ("Received", "ReceivedBefore"),
-            "ft_transport.transfer.partial_state": ("PartialState",),
+            "ft_transport.transfer.known": ("PartialState", "Received"),
             "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
             "ft_transport.settings": ("FetchProgress", "TransportSettings"),
             "ft_transport.tls": ("TLSFiles",),
@@ -181,7 +179,6 @@ __all__ = [
     "RankFailedError",
     "RankGoneError",
     "Received",
-    "ReceivedBefore",
     "RecordError",
     "ReplicasDivergedError",
     "RestoreError",

@@ -106,7 +106,7 @@ class TransportError(Exception):
     retryable: ClassVar[bool] = False
     http_status: ClassVar[int] = 500
     destination_touched: bool = False
-    partial: Any = None
+    destination_kept: bool = False
 
     def __init__(
         self, message: str, *, peer: str | None = None, step: int | str | None = None, path: str | None = None
@@ -126,16 +126,14 @@ class TransportError(Exception):
         # A message may quote a peer, an engine or a file, and ends in a terminal.
         message = escape_controls(self.message)
         text = f"{message} ({', '.join(where)})" if where else message
-        if self.partial is not None:
-            text += "; what had landed is kept"
-            if self.destination_touched:
-                text += ", and the receiver's own tensors hold part of the state"
+        if self.destination_kept:
+            text += "; the receiver's own tensors hold part of the state"
         elif self.destination_touched:
             text += "; the receiver's own tensors held part of the state and were overwritten with NaN patterns"
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), {name: value for name, value in self.__dict__.items() if name != "partial"}))
+        return (_rebuild, (type(self), dict(self.__dict__)))
 
 
 class ConfigurationError(TransportError, ValueError):

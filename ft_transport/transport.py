@@ -29,8 +29,7 @@ from ft_transport.telemetry.told import ToldState
 from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import StateClient
 from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
-from ft_transport.transfer.partial_state import PartialState
-from ft_transport.transfer.received import Received, ReceivedBefore
+from ft_transport.transfer.known import Known, Received
 from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
 from ft_transport.transfer.sharded import ShardedRequest, common_step
 from ft_transport.wire.delta import Delta
@@ -218,11 +217,8 @@ class HTTPTransport(Generic[T]):
         into: object = None,
         check: Callable[[Incoming], None] | None = None,
         verify_late: bool = True,
-        only_changed: bool = False,
-        before: ReceivedBefore | None = None,
+        known: Known = None,
         max_bytes_per_s: float | None = None,
-        keep_partial: bool = False,
-        resume: PartialState | None = None,
     ) -> Received[T]:
         """Receives a state and says which step it shows.
 
@@ -247,26 +243,23 @@ class HTTPTransport(Generic[T]):
                 untouched.
             verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
                 by `Received.differences` anyway.
-            only_changed: Look at every byte of ``into`` first, and fetch only the chunks whose digests differ: for
-                weights of which little changes from version to version.
-            before: What an earlier fetch brought into ``into``. What is expected to have changed since is fetched, and
-                of the rest chunks with other digests than before; ``into`` is not digested. The result is unverified:
-                the caller compares it (`Received.differences`), and fetches without ``before`` where it differs.
+            known: What the receiver has of the state, so that only the rest is fetched. ``"into"``: every byte of
+                ``into`` is digested first, and chunks whose digests differ are fetched: for weights of which little
+                changes from version to version. A `PartialState`: what has landed where fetches failed. It is digested
+                again, and chunks are fetched that never landed, or that this state has otherwise: it may be a later one
+                of the same tensors. If this fetch fails, whatever raises, it leaves there what has landed and does not
+                overwrite ``into``: only for callers that use ``into`` for nothing until another fetch has succeeded. A
+                `Received`: what an earlier fetch brought into ``into``. What may have changed since
+                (`Received.but_for`) is fetched, and of the rest chunks whose digests at the source are others than
+                then; ``into`` is not digested. The result is unverified: the caller compares it
+                (`Received.differences`), and fetches all of it where it differs.
             max_bytes_per_s: Fetch no faster, so that the peer notices little of it.
-            keep_partial: Whether what has landed is kept where the fetch fails, whatever raises: the exception's
-                ``partial`` has it then (`PartialState`), and ``into`` is not overwritten. Only for callers that use
-                ``into`` for nothing until another fetch has ended well. An exception that is kept keeps that memory.
-            resume: The ``partial`` of a fetch that failed; ``into`` is the same tensors as there. What lies there is
-                digested again, and only chunks are fetched that never landed, or that this state has otherwise: it may
-                be a later one of the same tensors. Used up by this, unless it fails before it begins.
 
         Raises:
-            ConfigurationError: ``resume`` is used up, or an argument is not of its kind.
+            ConfigurationError: An argument is not of its kind.
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
-                patterns, without ``keep_partial``.
+                patterns, unless ``known`` is a `PartialState`.
         """
-        if not isinstance(resume, (PartialState, type(None))):
-            raise ConfigurationError(f"expected a PartialState or None as resume, got {type(resume).__name__}")
         if check is not None:
             check_function("check", check)
         peers = FetchPeers.of(metadata, relays=relays, own=self.metadata())
@@ -280,10 +273,7 @@ class HTTPTransport(Generic[T]):
                 into=into,
                 check=check,
                 verify_late=verify_late,
-                only_changed=only_changed,
-                before=before,
-                keep_partial=keep_partial,
-                resume=resume,
+                known=known,
             )
         )
 

@@ -139,9 +139,8 @@ def receive_ours(channel: Channel, host: Host, state: FleetState) -> None:
     transport = _our_transport(host)
     channel.say(transport.metadata())
     order: Order = channel.wait()
-    received = transport.fetch(
-        order.sources, STEP, relays=order.relays, into=own_state, only_changed=order.only_changed, timeout=TIMEOUT
-    )
+    known: Literal["into"] | None = "into" if order.only_changed else None
+    received = transport.fetch(order.sources, STEP, relays=order.relays, into=own_state, known=known, timeout=TIMEOUT)
     ended_s = time.monotonic()
     channel.say(Done(ended_s=ended_s, num_bytes_fetched=received.num_bytes_fetched))
     _say_digest(channel, received.state)

@@ -122,7 +122,7 @@ class ReceivedWeights:
                         into=into,
                         check=check,
                         verify_late=True,
-                        only_changed=True,
+                        known="into",
                     )
                 )
             except BaseException as error:

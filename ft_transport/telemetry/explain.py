@@ -43,7 +43,7 @@ _PHASES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "plan": (
         "finding out what is here already",
-        "only_changed digests all of the state; turn it off where little of it lasts",
+        'known="into" digests all of the state; leave it out where little of it lasts',
     ),
     "verify": ("comparing digests that came after the data", "memory bandwidth; TransportSettings.num_copy_threads"),
     "load": (

@@ -1,17 +1,12 @@
-"""Receiving what has changed since an earlier fetch into the same tensors, without a look at what lies there.
+"""Fetches byte ranges of the data, many in one request.
 
-What the receiver expects to change (what its optimizers step) is fetched: many byte ranges in one request, because
-adapters lie between the weights that they belong to, and a request for each would cost more than its bytes. Of the rest
-the digests of both manifests are compared, and chunks that differ are fetched whole. Own memory is not looked through;
-who relies on the state compares it with the manifest afterwards.
+Adapters lie between the weights that they belong to: a request for each would cost more than its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
-
-import torch
 
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool
@@ -26,39 +21,8 @@ from ft_transport.wire.fleet_work import FleetWork
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.slices import MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST, Slice, SliceFrame
 
-_MOST_CHANGING: Final = 0.5
-"""Of the data: where more is expected to change, all of it is fetched."""
-
 _MAX_FRAMES_PER_REQUEST: Final = MAX_REQUEST_BYTES // CHUNK_BYTES
 _MAX_SLICES_PER_FRAME: Final = MAX_SLICES_PER_REQUEST // _MAX_FRAMES_PER_REQUEST
-
-
-def changing_ranges(
-    manifest: Manifest, base: Manifest, restore: Restore, is_changing: Callable[[torch.Tensor], bool]
-) -> list[Range] | None:
-    """Where the data is expected to differ from what lies there; ``None`` where all of it had better be fetched.
-
-    Args:
-        manifest: Of what comes.
-        base: Of what was received before into the same tensors; it has digests.
-        restore: Has the tensors.
-        is_changing: Says of one of the receiver's tensors whether it is expected to differ.
-    """
-    is_same = (
-        base.digests is not None
-        and base.tensors == manifest.tensors
-        and base.chunks == manifest.chunks
-        and base.digester == manifest.digester
-    )
-    if not is_same:
-        return None
-    ranges = _merged(
-        (entry.start, entry.end)
-        for index, entry in enumerate(manifest.tensors)
-        if entry.end > entry.start and (not (own := restore.tensors_for(index)) or any(map(is_changing, own)))
-    )
-    num_bytes = sum(end - start for start, end in ranges)
-    return ranges if num_bytes <= _MOST_CHANGING * manifest.data_bytes else None
 
 
 def fetch_ranges(
@@ -102,38 +66,6 @@ def frames_of(ranges: Sequence[Range]) -> list[SliceFrame]:
     if frame:
         frames.append(tuple(frame))
     return frames
-
-
-def differing_chunks(manifest: Manifest, base: Manifest, ranges: Sequence[Range]) -> list[int]:
-    """The chunks outside of ``ranges`` whose digests differ from those before.
-
-    Args:
-        manifest: Of what comes, with digests.
-        base: Of what lies there, with digests.
-        ranges: What has been fetched already.
-    """
-    assert manifest.digests is not None, "they have been asked for"
-    assert base.digests is not None, "it was compared"
-    fetched = {
-        chunk
-        for start, end in ranges
-        for chunk in range(start // manifest.chunks.chunk_bytes, -(-end // manifest.chunks.chunk_bytes))
-    }
-    return [
-        chunk
-        for chunk, (before, now) in enumerate(zip(base.digests, manifest.digests, strict=True))
-        if before != now and chunk not in fetched
-    ]
-
-
-def _merged(ranges: Iterator[Range]) -> list[Range]:
-    merged: list[Range] = []
-    for start, end in sorted(ranges):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return merged
 
 
 class _FrameWire:

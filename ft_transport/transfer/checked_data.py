@@ -12,7 +12,7 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.part_file import check_chunk_size
 from ft_transport.transfer.restarts import with_restarts
-from ft_transport.transfer.sources import ask_source
+from ft_transport.transfer.sources import ask_sources
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import LATEST
 
@@ -37,8 +37,7 @@ def check_data(peer: PeerAddress, settings: FetchSettings) -> Manifest:
 
 def _receive(peer: PeerAddress, settings: FetchSettings) -> Manifest:
     with contextlib.ExitStack() as held:
-        agreed = ask_source(peer, LATEST, settings, held)
-        settings.timeouts.note_progress()
+        agreed = ask_sources([peer], LATEST, settings, held)
         check_chunk_size(agreed.manifest)
         manifest = agreed.manifest_with_digests(settings)
         fetch_data(agreed.files, manifest, _Discarding(), settings)

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, Generic, TypeVar, cast
 
@@ -28,15 +28,13 @@ from ft_transport.state.spare_memory import SpareMemory
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.tls import Certificates
-from ft_transport.transfer.changed import changing_ranges, differing_chunks, fetch_ranges
+from ft_transport.transfer.changed import fetch_ranges
 from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
-from ft_transport.transfer.partial_state import Kept, find_missing
-from ft_transport.transfer.received import Received
+from ft_transport.transfer.known import PartialState, Plan, Received
 from ft_transport.transfer.restarts import with_restarts
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
-from ft_transport.transfer.sources import AgreedSources, ask_source, ask_sources
+from ft_transport.transfer.sources import AgreedSources, ask_sources
 from ft_transport.wire.delta import Delta, decode_delta
-from ft_transport.wire.manifest import Manifest
 
 T = TypeVar("T")
 
@@ -139,52 +137,14 @@ class StateClient(Generic[T]):
 
     def fetch(self, request: FetchRequest) -> Received[T]:
         """Receives a state; see ``HTTPTransport.fetch``."""
+        known = request.known
+        part = known if isinstance(known, PartialState) else PartialState(known)
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
-            return self._fetch_once_agreed(request)
-
-    def _fetch_once_agreed(self, request: FetchRequest) -> Received[T]:
-        settings = request.settings
-        if request.resume is not None:
-            request.resume.require_unused()
-        kept = Kept(request.resume, is_offered=request.keep_partial)
-        peers = request.peers
-
-        def receive() -> Received[T]:
-            started_s = time.monotonic()
-            phase("manifest")
-            with contextlib.ExitStack() as held:
-                if len(peers.sources) == 1 and not peers.receivers:
-                    agreed = ask_source(peers.sources[0], request.step, settings, held)
-                else:
-                    agreed = ask_sources(
-                        peers.sources,
-                        request.step,
-                        settings,
-                        held,
-                        is_this_host_first=self._settings.same_host,
-                    )
-                settings.timeouts.note_progress()
-                reached = agreed.connection.reached
-                received = self._receive(agreed, request, kept)
-            took_s = time.monotonic() - started_s
-            num_bytes = received.num_bytes_fetched or 0
-            logger.info(
-                "step %d from %s at %s%s: %d bytes in %.2f s, %.1f MB/s",
-                received.step,
-                ", ".join(str(file.peer) for file in agreed.files),
-                reached,
-                f" and {len(peers.receivers) - 1} relays" if peers.receivers else "",
-                num_bytes,
-                took_s,
-                num_bytes / max(took_s, 1e-6) / 1e6,
-            )
-            return received
-
-        try:
-            return with_restarts(settings, receive)
-        except BaseException as error:
-            kept.failed(error)
-            raise
+            try:
+                return with_restarts(request.settings, lambda: self._receive(request, part))
+            except BaseException as error:
+                part.failed(error, is_kept=part is known)
+                raise
 
     def fetch_deltas(
         self, source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
@@ -211,65 +171,39 @@ class StateClient(Generic[T]):
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
             return with_restarts(request.settings, lambda: self._receive_sharded(request))
 
-    def _receive(self, agreed: AgreedSources, request: FetchRequest, kept: Kept) -> Received[T]:
-        settings, manifest = request.settings, agreed.manifest
-        restore = self._restore(agreed, request)
-        receivers: Receivers | None = None
-        relays = self._relays
-        if relays is not None:
-            # What is passed on of an earlier state may lie where this one belongs.
-            relays.end_all()
-        partial, candidates = kept.continued_by(manifest, restore)
-        before, ranges = request.before, None
-        if before is not None and kept.was_touched and not candidates:
-            # By now a part of it may be of neither state.
-            candidates = list(range(manifest.chunks.num_chunks))
-        elif before is not None and not candidates:
-            ranges = changing_ranges(manifest, before.received._manifest, restore, before.is_changing)
-        try:
-            chunks: Sequence[int] = ()
-            if before is not None and ranges is not None:
-                phase("transfer")
-                fetch_ranges(agreed.connection.peer, manifest, ranges, restore, settings)
-                manifest = agreed.manifest_with_digests(settings)
-                chunks = differing_chunks(manifest, before.received._manifest, ranges)
-                restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)
-            phase("plan")
-            if request.only_changed:
-                candidates = list(range(manifest.chunks.num_chunks))
-            if ranges is None or request.only_changed:
-                manifest, chunks = _look(agreed, restore, settings, candidates)
-            partial.note_all_but(chunks)
-            settings.timeouts.note_progress()
-            can_pass_on = not ranges and (ranges is None or restore.is_all_here)
-            if request.peers.receivers and relays is not None and can_pass_on:
-                receivers = _pass_on(relays, agreed, request.peers, restore, chunks)
-            phase("transfer")
-            self._fetch(agreed, manifest, restore, settings, chunks=chunks, receivers=receivers, on_landed=partial.note)
-            manifest = self._verify(agreed, manifest, restore, request)
-            phase("load")
-            ranges = [*(ranges or ()), *(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)]
-            received = Received(
-                step=manifest.step,
-                state=cast(T, restore.finish()),
-                _manifest=manifest,
-                num_bytes_fetched=sum(end - start for start, end in ranges),
+    def _receive(self, request: FetchRequest, part: PartialState) -> Received[T]:
+        peers, settings, started_s = request.peers, request.settings, time.monotonic()
+        phase("manifest")
+        with contextlib.ExitStack() as held:
+            agreed = ask_sources(
+                peers.sources,
+                request.step,
+                settings,
+                held,
+                is_relayed=bool(peers.receivers),
+                is_this_host_first=self._settings.same_host,
             )
-        except BaseException as error:
-            if receivers is not None:
-                receivers.relay.end()
-            if not kept.is_offered:
-                kept.failed(error)
-            raise
-        kept.partial = None
-        if receivers is not None:
-            receivers.relay.complete()
-        return received
+            phase("plan")
+            restore = self._restore(agreed, request)
+            plan = part.plan(agreed, restore, settings)
+            received = self._fetch(agreed, plan, part, restore, request)
+            took_s = time.monotonic() - started_s
+            num_bytes = received.num_bytes_fetched or 0
+            logger.info(
+                "step %d from %s at %s%s: %d bytes in %.2f s, %.1f MB/s",
+                received.step,
+                ", ".join(str(file.peer) for file in agreed.files),
+                agreed.connection.reached,
+                f" and {len(peers.receivers) - 1} relays" if peers.receivers else "",
+                num_bytes,
+                took_s,
+                num_bytes / max(took_s, 1e-6) / 1e6,
+            )
+            return received
 
     def _restore(self, agreed: AgreedSources, request: FetchRequest) -> Restore:
-        """Where what comes will go; the caller has been asked whether it may come."""
+        """Makes the memory for the state, after the caller has agreed to what comes; earlier relays end."""
         manifest = agreed.manifest
-        phase("plan")
         recording = current()
         if recording is not None:
             recording.tell(step=manifest.step, num_bytes=manifest.data_bytes)
@@ -284,55 +218,86 @@ class StateClient(Generic[T]):
         if request.check is not None:
             request.check(restore.incoming)
         self._warn_of_new_tensors(restore.incoming, str(agreed.connection.peer))
+        if self._relays is not None:
+            # Relays of an earlier state may read the tensors that this one is received into.
+            self._relays.end_all()
         return restore
 
-    def _verify(self, agreed: AgreedSources, manifest: Manifest, restore: Restore, request: FetchRequest) -> Manifest:
-        """Asks for digests that were not there before the data, and compares them, if that is wanted."""
-        settings = request.settings
-        phase("verify")
-        if manifest.digests is not None:
-            return manifest
-        manifest = agreed.manifest_with_digests(settings)
-        if settings.verify and request.verify_late:
-            damaged = find_damaged(manifest, restore.present, num_threads=default_num_threads())
-            settings.timeouts.note_progress()
-            fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
-        return manifest
-
     def _fetch(
-        self,
-        agreed: AgreedSources,
-        manifest: Manifest,
-        restore: Restore,
-        settings: FetchSettings,
-        *,
-        chunks: Sequence[int],
-        receivers: Receivers | None,
-        on_landed: Callable[[int], None],
-    ) -> None:
-        """Fetches chunks out of a source's memory where that is to be had, else over the network."""
-        left = chunks
-        if self._settings.same_host:
-            num_threads, began_s = self._settings.num_copy_threads, time.monotonic()
-            left = fetch_from_memory(
-                agreed.connection, manifest, restore, settings, chunks=chunks, num_threads=num_threads
-            )
-            copied = set(chunks).difference(left)
-            for chunk in copied:
-                on_landed(chunk)
-            recording = current()
-            if copied and recording is not None:
-                recording.transfer(
-                    Transfer(
-                        peer=str(agreed.connection.peer),
-                        role="same_host",
-                        num_bytes=sum(manifest.chunks.length_of(chunk) for chunk in copied),
-                        length_s=time.monotonic() - began_s,
-                    )
-                )
+        self, agreed: AgreedSources, plan: Plan, part: PartialState, restore: Restore, request: FetchRequest
+    ) -> Received[T]:
+        """Fetches what the plan says, verifies what came without digests, and builds the state."""
+        settings, relays = request.settings, self._relays
+        if plan.ranges is not None:
+            phase("transfer")
+            # Meanwhile the source may still compute its digests.
+            fetch_ranges(agreed.connection.peer, plan.manifest, plan.ranges, restore, settings)
+            plan = part.plan_rest(plan, agreed, restore, settings)
+        receivers: Receivers | None = None
+        can_pass_on = not plan.ranges and (plan.ranges is None or restore.is_all_here)
+        try:
+            if request.peers.receivers and relays is not None and can_pass_on:
+                receivers = _pass_on(relays, agreed, request.peers, restore, plan.chunks)
+            phase("transfer")
+            left = self._copy(agreed, plan, part, restore, settings)
             if receivers is not None:
                 receivers.relay.landed_but_for(left)
-        fetch_data(agreed.files, manifest, restore, settings, chunks=left, receivers=receivers, on_landed=on_landed)
+            fetch_data(
+                agreed.files, plan.manifest, restore, settings, chunks=left, receivers=receivers, on_landed=part.note
+            )
+            phase("verify")
+            manifest = plan.manifest
+            if manifest.digests is None:
+                manifest = agreed.manifest_with_digests(settings)
+                if settings.verify and request.verify_late:
+                    damaged = find_damaged(manifest, restore.present, num_threads=default_num_threads())
+                    settings.timeouts.note_progress()
+                    fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
+            phase("load")
+            received = Received(
+                step=manifest.step,
+                state=cast(T, restore.finish()),
+                _manifest=manifest,
+                num_bytes_fetched=plan.num_bytes,
+            )
+            part.complete()
+        except BaseException:
+            if receivers is not None:
+                receivers.relay.end()
+            raise
+        if receivers is not None:
+            receivers.relay.complete()
+        return received
+
+    def _copy(
+        self, agreed: AgreedSources, plan: Plan, part: PartialState, restore: Restore, settings: FetchSettings
+    ) -> Sequence[int]:
+        """Copies chunks out of the memory of a source on this host, and returns those that are left to fetch."""
+        if not self._settings.same_host:
+            return plan.chunks
+        began_s = time.monotonic()
+        left = fetch_from_memory(
+            agreed.connection,
+            plan.manifest,
+            restore,
+            settings,
+            chunks=plan.chunks,
+            num_threads=self._settings.num_copy_threads,
+        )
+        copied = set(plan.chunks).difference(left)
+        for chunk in copied:
+            part.note(chunk)
+        recording = current()
+        if copied and recording is not None:
+            recording.transfer(
+                Transfer(
+                    peer=str(agreed.connection.peer),
+                    role="same_host",
+                    num_bytes=sum(map(plan.manifest.chunks.length_of, copied)),
+                    length_s=time.monotonic() - began_s,
+                )
+            )
+        return left
 
     def _warn_of_new_tensors(self, incoming: Incoming, source: str) -> None:
         """Names the receiver's tensors that stay as they are because what comes does not fit them; each path once."""
@@ -368,17 +333,6 @@ class StateClient(Generic[T]):
         except BaseException as error:
             poison(restore, error)
             raise
-
-
-def _look(
-    agreed: AgreedSources, restore: Restore, settings: FetchSettings, candidates: list[int]
-) -> tuple[Manifest, Sequence[int]]:
-    """Returns the manifest, with digests if the comparison took them, and the missing chunks."""
-    if not candidates:
-        return agreed.manifest, range(agreed.manifest.chunks.num_chunks)
-    manifest = agreed.manifest_with_digests(settings)
-    restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in candidates)
-    return manifest, find_missing(manifest, restore, candidates)
 
 
 def _pass_on(

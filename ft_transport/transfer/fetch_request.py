@@ -9,8 +9,7 @@ from ft_transport.errors import ConfigurationError
 from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
 from ft_transport.state.matching import Incoming
-from ft_transport.transfer.partial_state import PartialState
-from ft_transport.transfer.received import ReceivedBefore
+from ft_transport.transfer.known import Known
 from ft_transport.wire.routes import StepSelector
 
 
@@ -62,10 +61,7 @@ class FetchRequest:
         into: The receiver's own state.
         check: Called with what will come, before any of it does.
         verify_late: Whether digests that come after the data are compared.
-        only_changed: Whether chunks that ``into`` holds already are left out.
-        before: What ``into`` is known to hold; then it is not read to find out.
-        keep_partial: Whether what has landed is kept where it fails.
-        resume: What to go on from.
+        known: What need not be fetched.
     """
 
     peers: FetchPeers
@@ -74,7 +70,4 @@ class FetchRequest:
     into: object
     check: Callable[[Incoming], None] | None
     verify_late: bool
-    only_changed: bool
-    before: ReceivedBefore | None = None
-    keep_partial: bool = False
-    resume: PartialState | None = None
+    known: Known = None

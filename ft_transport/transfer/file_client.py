@@ -15,7 +15,7 @@ from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.transfer.part_file import PartFile
 from ft_transport.transfer.restarts import with_restarts
-from ft_transport.transfer.sources import ask_source, ask_sources
+from ft_transport.transfer.sources import ask_sources
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import StepSelector
 
@@ -113,12 +113,7 @@ def _receive(
 ) -> tuple[Manifest, FilePlan]:
     phase("manifest")
     with contextlib.ExitStack() as held:
-        agreed = (
-            ask_sources(sources, step, settings, held)
-            if len(sources) > 1
-            else ask_source(sources[0], step, settings, held)
-        )
-        settings.timeouts.note_progress()
+        agreed = ask_sources(sources, step, settings, held)
         manifest = agreed.manifest
         recording = current()
         assert recording is not None, "the caller has begun it"

@@ -77,34 +77,16 @@ class _Silent:
 _Answer: TypeAlias = _Served | _Silent
 
 
-def ask_source(
-    peer: PeerAddress, step: StepSelector, settings: FetchSettings, held: contextlib.ExitStack
-) -> AgreedSources:
-    """What one peer serves.
-
-    Args:
-        peer: The peer.
-        step: A step or ``latest``.
-        settings: How to fetch.
-        held: Takes its connection.
-
-    Raises:
-        TransportError: See `fetch_manifest`.
-    """
-    connection = held.enter_context(settings.connection_to(peer))
-    manifest = fetch_manifest(connection, step, settings)
-    return AgreedSources(manifest=manifest, files=(SourceFile.of(peer, manifest),), connection=connection)
-
-
 def ask_sources(
     peers: Sequence[PeerAddress],
     step: StepSelector,
     settings: FetchSettings,
     held: contextlib.ExitStack,
     *,
+    is_relayed: bool = False,
     is_this_host_first: bool = False,
 ) -> AgreedSources:
-    """What several peers serve: those of the newest step that agree with most others of it.
+    """What peers serve: those of the newest step that agree with most others of it.
 
     Of contents that as many have, all receivers take the same one, in whichever order they are told the peers.
 
@@ -116,12 +98,18 @@ def ask_sources(
         step: A step or ``latest``.
         settings: How to fetch.
         held: Takes their connections.
+        is_relayed: Whether other receivers have to agree as well, also on the content of one peer.
         is_this_host_first: Whether one that lends its memory on this host comes first, wherever it stands.
 
     Raises:
         FetchFailedError: None of them says what it serves; carries why.
         TransportError: What the only peer said.
     """
+    if len(peers) == 1 and not is_relayed:
+        connection = held.enter_context(settings.connection_to(peers[0]))
+        manifest = fetch_manifest(connection, step, settings)
+        settings.timeouts.note_progress()
+        return AgreedSources(manifest=manifest, files=(SourceFile.of(peers[0], manifest),), connection=connection)
     answers = _ask_all([held.enter_context(settings.connection_to(peer)) for peer in peers], step, settings)
     served = [answer for answer in answers if isinstance(answer, _Served)]
     silent = [answer for answer in answers if isinstance(answer, _Silent)]
@@ -152,6 +140,7 @@ def ask_sources(
                 each.content,
                 f"; its digests are {each.manifest.digester.name}, and not {digest_name}" if is_other_way else "",
             )
+    settings.timeouts.note_progress()
     return AgreedSources(
         manifest=agreed[0].manifest,
         files=tuple(SourceFile.of(each.connection.peer, each.manifest) for each in agreed),

@@ -10,7 +10,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ft_transport import ReceivedBefore, TransportError, spans_ranks
+import ft_transport
+from ft_transport import TransportError, spans_ranks
 from ft_transport.coordination.consensus import RankGroup
 from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
@@ -25,7 +26,7 @@ from manager.state.replica_state import ReplicaState, checked_step
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ft_transport import HTTPTransport, Incoming, PartialState, Received
+    from ft_transport import HTTPTransport, Incoming, Received
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class PeerRecovery:
     def __init__(self, state: ReplicaState, transport: HTTPTransport[Any]) -> None:
         self._state = state
         self._transport = transport
-        self._partial: PartialState | None = None
+        self._part = ft_transport.PartialState()
         self._before: Received[Any] | None = None
         self.counts = recoveries()
 
@@ -60,13 +61,13 @@ class PeerRecovery:
         return self._before is not None
 
     def discard_partial(self) -> None:
-        """Give up what an attempt with ``keep_partial`` has received: overwrite it, unless it was replaced since."""
-        partial, self._partial = self._partial, None
-        if partial is None or self._state.partial is None:
+        """Overwrite what attempts with ``keep_partial`` have received, unless a whole state has replaced it since."""
+        part, self._part = self._part, ft_transport.PartialState()
+        if self._state.partial is None:
             return
         try:
             with self._state.lock.write("overwriting a part of a state", self._state.timeout):
-                partial.discard()
+                part.discard()
         except LockTimeoutError as error:
             logger.warning("what was received of a state could not be overwritten; no step is taken with it: %s", error)
 
@@ -155,8 +156,8 @@ class PeerRecovery:
                 )
             earlier = state.partial
             if earlier is None:
-                # The state has been replaced by a whole one since.
-                self._partial = None
+                # A whole state has replaced the part since.
+                self._part = ft_transport.PartialState()
             state.mark_partial(step, "the transfer was interrupted")
             # Whatever comes of this, nothing is known of the tensors afterwards but what is noted at the end.
             before, self._before = self._before, None
@@ -166,7 +167,7 @@ class PeerRecovery:
                     received = receive(into, replace(options, timeout=_left(options.timeout, start_s)))
                 except OrderTakenOverError:
                     # It has places of the order before.
-                    self._partial = None
+                    self._part = ft_transport.PartialState()
                     left = _left(options.timeout, start_s)
                     received = receive(state.content(), replace(options, timeout=left), before=None)
             except (RegistryError, TransportError) as error:
@@ -224,9 +225,6 @@ class PeerRecovery:
             "check": partial(self._check_incoming, into=into, step=step),
         }
         if isinstance(source, str):
-            # `verify` compares every byte after loading, so the transfer need not verify late digests as well.
-            if before is not None and options.verify:
-                keywords["before"] = self._known(before)
             if options.max_bytes_per_s is not None:
                 keywords["max_bytes_per_s"] = options.max_bytes_per_s
             sources: str | tuple[str, ...] = source
@@ -234,16 +232,16 @@ class PeerRecovery:
                 keywords["relays"] = options.relays
                 sources = (source, *options.others)
             else:
+                # `verify` compares every byte after loading, so the transfer need not verify late digests as well.
                 keywords["verify_late"] = not options.verify
-            resume, self._partial = self._partial, None
-            try:
-                return self._transport.fetch(
-                    sources, asked, keep_partial=options.keep_partial, resume=resume, **keywords
-                )
-            except BaseException as error:
-                self._partial = getattr(error, "partial", None)
-                raise
-        self._partial = None
+            known = self._but_for_steps(before) if before is not None and options.verify else None
+            if not options.keep_partial:
+                self._part.discard()
+                return self._transport.fetch(sources, asked, known=known, **keywords)
+            if known is not None:
+                self._part = ft_transport.PartialState(known)
+            return self._transport.fetch(sources, asked, known=self._part, **keywords)
+        self._part = ft_transport.PartialState()
         return self._transport.fetch_sharded(
             source,
             asked,
@@ -253,12 +251,10 @@ class PeerRecovery:
             **keywords,
         )
 
-    def _known(self, before: Received[Any]) -> ReceivedBefore:
-        """What lies in this replica's tensors, and what of it will have changed."""
+    def _but_for_steps(self, before: Received[Any]) -> Received[Any]:
+        """Return what lies in this replica's tensors, without those that optimizers step."""
         stepped = memory_of_optimizers(self._state.optimizers())
-        return ReceivedBefore(
-            received=before, is_changing=lambda own: own.nbytes < MIN_DEFERRED_BYTES or memory_at(own) in stepped
-        )
+        return before.but_for(lambda own: own.nbytes < MIN_DEFERRED_BYTES or memory_at(own) in stepped)
 
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):

@@ -1,4 +1,4 @@
-"""``fetch(before=...)``: of a state that was received before, what changes with each step comes in few requests."""
+"""``fetch(known=received)``: of a state that was received before, what changes with each step comes in few requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from faulty_transports import CHUNK_BYTES, TIMEOUT, port_of, transport
 from proxy import Proxy, corrupt, cut, proxied
 
-from ft_transport import HTTPTransport, Received, ReceivedBefore
+from ft_transport import HTTPTransport, Received
 
 NUM_LAYERS = 300
 WIDTH = 64
@@ -62,8 +62,7 @@ class Joined:
         proxy.watch = lambda data: self.requests.extend([data] if data[:4] in (b"GET ", b"POST") else [])
 
     def fetch(self) -> Received[Any]:
-        before = ReceivedBefore(received=self._before, is_changing=is_adapter)
-        return self._receiver.fetch(self.proxy.url, 2, into=self.into, before=before)
+        return self._receiver.fetch(self.proxy.url, 2, into=self.into, known=self._before.but_for(is_adapter))
 
 
 @contextmanager
@@ -102,8 +101,8 @@ def test_of_the_rest_chunks_that_differ_come_and_what_is_beside_them_stays(is_in
         state["y"][0][num_rows // 2] += 1
         source.send_checkpoint([], 2, {**state, "adapter": adapter}, TIMEOUT)
         versions = {name: into[name][0]._version for name in "xyz"}
-        before = ReceivedBefore(received=whole, is_changing=is_adapter)
-        received = receiver.fetch(source.metadata(), 2, into={**into, "adapter": own_adapter}, before=before)
+        before = whole.but_for(is_adapter)
+        received = receiver.fetch(source.metadata(), 2, into={**into, "adapter": own_adapter}, known=before)
         assert not received.differences({**into, "adapter": own_adapter})
     assert received.num_bytes_fetched == adapter[0].nbytes + CHUNK_BYTES
     assert all(torch.equal(into[name][0], state[name][0]) for name in "xyz")
@@ -121,8 +120,7 @@ def test_what_came_before_is_passed_on_if_it_lies_in_the_hosts_memory(is_in_plac
         whole: Received[Any] = first.fetch(source.metadata(), 1, into=into)
         source.send_checkpoint([], 2, state, TIMEOUT)
         relays = [first.metadata(), second.metadata()]
-        before = ReceivedBefore(received=whole, is_changing=lambda own: False)
-        assert not first.fetch(source.metadata(), 2, into=into, relays=relays, before=before).num_bytes_fetched
+        assert not first.fetch(source.metadata(), 2, into=into, relays=relays, known=whole).num_bytes_fetched
         assert first._server.http.relays.num_open == is_in_place
         received: Received[Any] = second.fetch(source.metadata(), 2, relays=relays)
         assert torch.equal(received.state["base"], state["base"])
@@ -137,8 +135,8 @@ def test_a_view_of_what_is_not_received_again_shows_what_is_there() -> None:
         for step in range(1, 4):
             state = {"base": base, "view": base[1:3], "seed": torch.full((3,), float(step))}
             source.send_checkpoint([], step, state, TIMEOUT)
-            before = received and ReceivedBefore(received=received, is_changing=lambda own: len(own) == 3)
-            received = receiver.fetch(source.metadata(), step, into=into, before=before)
+            known = received and received.but_for(lambda own: len(own) == 3)
+            received = receiver.fetch(source.metadata(), step, into=into, known=known)
             assert torch.equal(received.state["view"], base[1:3])
             assert torch.equal(into["base"], base)
             assert into["seed"][0] == step

@@ -47,16 +47,16 @@ def differences(held: ExitStack) -> Wait:
     return lambda: received.differences(other), check
 
 
-def only_changed(held: ExitStack) -> Wait:
+def known_into(held: ExitStack) -> Wait:
     net = held.enter_context(network(2))
     into = state_of(1)
 
     def check() -> None:
         into["a"][0] += 1
-        net.receiver.fetch(net.proxy.url, 1, into=into, only_changed=True)
+        net.receiver.fetch(net.proxy.url, 1, into=into, known="into")
         assert holds(into, 1)
 
-    return lambda: net.receiver.fetch(net.proxy.url, 1, into=into, only_changed=True), check
+    return lambda: net.receiver.fetch(net.proxy.url, 1, into=into, known="into"), check
 
 
 def healing(held: ExitStack) -> Wait:
@@ -104,7 +104,7 @@ def _num_places(call: Callable[[], object]) -> int:
     return interruption.num_passed
 
 
-@pytest.fixture(params=[differences, only_changed, healing, call, start, executor])
+@pytest.fixture(params=[differences, known_into, healing, call, start, executor])
 def wait(request: pytest.FixtureRequest) -> Iterator[Wait]:
     before = threading.active_count()
     with ExitStack() as held:

@@ -29,7 +29,6 @@ from ft_transport import (
     DeadlineExceededError,
     FetchFailedError,
     FetchProgress,
-    ReceivedBefore,
     SnapshotLimitError,
     SnapshotReplacedError,
     StepNotServedError,
@@ -101,8 +100,7 @@ def test_what_came_before_is_not_relied_on_when_an_attempt_has_begun_to_overwrit
             return False
 
         net.proxy.inject(replace)
-        before = ReceivedBefore(received=whole, is_changing=lambda own: False)
-        received = net.receiver.fetch(net.proxy.url, 3, into=into, before=before)
+        received = net.receiver.fetch(net.proxy.url, 3, into=into, known=whole)
         assert net.proxy.num_faulty == 1
     assert torch.equal(into["w"], base["w"])
     assert not received.differences(into)

@@ -1,4 +1,4 @@
-"""``fetch(keep_partial=True)`` and ``resume=``: what had landed is not fetched again, and nothing wrong stays in it."""
+"""``fetch(known=PartialState())``: what had landed is not fetched again, and nothing wrong stays in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -89,54 +89,81 @@ def test_a_killed_source_costs_what_was_in_flight(num_connections: int, is_in_pl
                 first.cut_all()
 
         first.watch_answers = kill
+        part = PartialState()
         with transport(num_connections, **FAILING) as receiver:
             with pytest.raises(FetchFailedError) as caught:
-                receiver.fetch(first.url, 1, into=into, keep_partial=True)
-            partial = caught.value.partial
-            assert isinstance(partial, PartialState)
+                receiver.fetch(first.url, 1, into=into, known=part)
+            num_bytes = part.num_bytes
             # A reset also drops what the receiver had not read yet.
-            assert MIDDLE_BYTES // 8 <= partial.num_bytes < STATE_BYTES
+            assert MIDDLE_BYTES // 8 <= num_bytes < STATE_BYTES
             assert caught.value.destination_touched == is_in_place
-            assert "what had landed is kept" in str(caught.value)
-            received = receiver.fetch(second.url, 1, into=into, resume=partial)
+            assert ("tensors hold part of the state" in str(caught.value)) == is_in_place
+            received = receiver.fetch(second.url, 1, into=into, known=part)
         assert is_state(received.state, 1)
         assert into is None or received.state["a"] is into["a"]
-        assert received.num_bytes_fetched == STATE_BYTES - partial.num_bytes
-        assert second.num_bytes <= STATE_BYTES - partial.num_bytes + HEADS_BYTES
+        assert received.num_bytes_fetched == STATE_BYTES - num_bytes
+        assert second.num_bytes <= STATE_BYTES - num_bytes + HEADS_BYTES
 
 
 def test_all_that_one_connection_brings_is_kept_but_the_chunk_it_broke_in() -> None:
     with network(**FAILING) as net, transport() as other:
-        error = failed_fetch(net, into := blank(), 20 * CHUNK_BYTES + CHUNK_BYTES // 2, keep_partial=True)
-        assert list(error.partial.landed()) == list(range(20))
+        failed_fetch(net, into := blank(), 20 * CHUNK_BYTES + CHUNK_BYTES // 2, known=(part := PartialState()))
+        assert part.landed() == list(range(20))
         assert net.proxy.num_bytes <= 21 * CHUNK_BYTES + HEADS_BYTES
         other.send_checkpoint([], 1, state_of(1), TIMEOUT)
-        assert is_state(net.receiver.fetch(other.metadata(), 1, into=into, resume=error.partial).state, 1)
+        assert is_state(net.receiver.fetch(other.metadata(), 1, into=into, known=part).state, 1)
 
 
-@pytest.mark.parametrize("only_changed", [False, True])
-def test_what_landed_for_tensors_that_are_copied_to_at_the_end_is_kept_too(only_changed: bool) -> None:
-    own = state_of(1)
-    own["b"][-1] += 1
-    into = spread_out(own)
+def test_what_landed_for_tensors_that_are_copied_to_at_the_end_is_kept_too() -> None:
+    into, part = spread_out(blank()), PartialState()
     with network(**FAILING) as net, transport() as other:
-        error = failed_fetch(net, into, 20 * CHUNK_BYTES + CHUNK_BYTES // 2, keep_partial=True)
+        error = failed_fetch(net, into, 20 * CHUNK_BYTES + CHUNK_BYTES // 2, known=part)
         assert not error.destination_touched
-        assert error.partial.num_bytes == 20 * CHUNK_BYTES
+        assert part.num_bytes == 20 * CHUNK_BYTES
         other.send_checkpoint([], 1, state_of(1), TIMEOUT)
-        received = net.receiver.fetch(other.metadata(), 1, into=into, resume=error.partial, only_changed=only_changed)
-        num_left = NUM_CHUNKS - 20
-        if only_changed:  # what ``b`` holds is looked at, but for ``a`` something has landed
-            num_left = NUM_CHUNKS // 2 - 20 + 1
-        assert received.num_bytes_fetched == num_left * CHUNK_BYTES
+        received = net.receiver.fetch(other.metadata(), 1, into=into, known=part)
+        assert received.num_bytes_fetched == (NUM_CHUNKS - 20) * CHUNK_BYTES
         assert is_state(received.state, 1)
         assert holds(into, 1)
 
 
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_what_the_receiver_had_and_what_landed_are_both_used(is_in_place: bool) -> None:
+    own = state_of(1)
+    for chunk in range(NUM_CHUNKS // 4, NUM_CHUNKS // 2):
+        own["a"][(chunk + 1) * CHUNK_BYTES // 4 - 1] += 1
+    into, part = own if is_in_place else spread_out(own), PartialState("into")
+    with network(**FAILING) as net:
+        failed_fetch(net, into, 5 * CHUNK_BYTES + CHUNK_BYTES // 2, known=part)
+        assert len(part.landed()) == NUM_CHUNKS * 3 // 4 + 5
+        received = net.receiver.fetch(net.sender.metadata(), 1, into=into, known=part)
+        assert received.num_bytes_fetched == (NUM_CHUNKS // 4 - 5) * CHUNK_BYTES
+        assert holds(into, 1)
+
+
+def test_where_an_attempt_has_overwritten_what_came_before_all_of_it_is_digested() -> None:
+    with network(**FAILING) as net:
+        whole: Any = net.receiver.fetch(net.sender.metadata(), 1, into=(into := blank()))
+        newer = state_of(1)
+        newer["a"][0] += 1
+        newer["a"][CHUNK_BYTES // 4] += 1
+        net.sender.send_checkpoint([], 2, {**newer, "seed": 2}, TIMEOUT)
+        part = PartialState(whole.but_for(lambda own: False))
+        net.proxy.inject(cut(CHUNK_BYTES // 2))
+        net.proxy.inject(cut(0), times=100)
+        with pytest.raises(FetchFailedError) as caught:
+            net.receiver.fetch(net.proxy.url, 2, into=into, known=part)
+        assert caught.value.destination_touched
+        received = net.receiver.fetch(net.sender.metadata(), 2, into=into, known=part)
+        assert received.num_bytes_fetched == 2 * CHUNK_BYTES
+        assert torch.equal(into["a"], newer["a"])
+        assert not received.differences({**into, "seed": 2})
+
+
 def test_of_another_state_the_chunks_that_differ_are_fetched_too() -> None:
     with network(**FAILING) as net, transport() as other:
-        error = failed_fetch(net, into := blank(), keep_partial=True)
-        landed = set(error.partial.landed())
+        failed_fetch(net, into := blank(), known=(part := PartialState()))
+        landed = set(part.landed())
         newer = state_of(1)
         for chunk in (3, 7, NUM_CHUNKS - 2):
             chunk_of_element = chunk * CHUNK_BYTES // 4
@@ -144,7 +171,7 @@ def test_of_another_state_the_chunks_that_differ_are_fetched_too() -> None:
         assert {3, 7} < landed
         assert NUM_CHUNKS - 2 not in landed
         other.send_checkpoint([], 2, {**newer, "seed": 2}, TIMEOUT)
-        received = net.receiver.fetch(other.metadata(), 2, into=into, resume=error.partial)
+        received = net.receiver.fetch(other.metadata(), 2, into=into, known=part)
         assert received.num_bytes_fetched == (NUM_CHUNKS - len(landed) + 2) * CHUNK_BYTES
         assert received.step == received.state["seed"] == 2
         assert torch.equal(into["a"], newer["a"])
@@ -155,9 +182,9 @@ def test_of_another_state_the_chunks_that_differ_are_fetched_too() -> None:
 def test_a_state_of_other_tensors_begins_anew(is_in_place: bool) -> None:
     with network(**FAILING) as net, transport() as other:
         into = blank() if is_in_place else None
-        error = failed_fetch(net, into, keep_partial=True)
+        failed_fetch(net, into, known=(part := PartialState()))
         other.send_checkpoint([], 2, {"a": state_of(2)["a"], "c": torch.ones(5)}, TIMEOUT)
-        received = net.receiver.fetch(other.metadata(), 2, into=into, resume=error.partial)
+        received = net.receiver.fetch(other.metadata(), 2, into=into, known=part)
         assert torch.equal(received.state["a"], state_of(2)["a"])
         assert torch.equal(received.state["c"], torch.ones(5))
         # It belongs to the receiver and not to what came: no part of another state may be trained on.
@@ -166,34 +193,31 @@ def test_a_state_of_other_tensors_begins_anew(is_in_place: bool) -> None:
 
 def test_whoever_used_the_tensors_all_the_same_loses_bandwidth_alone() -> None:
     with network(**FAILING) as net:
-        error = failed_fetch(net, into := blank(), keep_partial=True)
-        num_landed = len(list(error.partial.landed()))
+        failed_fetch(net, into := blank(), known=(part := PartialState()))
+        num_landed = len(part.landed())
         into["a"][0] += 1
         net.proxy.inject(cut(1 << 40), times=100)
-        received = net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
+        received = net.receiver.fetch(net.sender.metadata(), 1, into=into, known=part)
         assert received.num_bytes_fetched == (NUM_CHUNKS - num_landed + 1) * CHUNK_BYTES
         assert is_state(received.state, 1)
 
 
 def test_it_may_fail_again_and_again() -> None:
-    into, partial = blank(), None
+    into, part = blank(), PartialState()
     with network(**FAILING) as net:
-        for part in range(4):
+        for number in range(1, 5):
             with proxied(port_of(net.sender)) as proxy:
                 proxy.inject(cut(10 * CHUNK_BYTES + CHUNK_BYTES // 2))
                 proxy.inject(cut(0), times=100)
-                with pytest.raises(FetchFailedError) as caught:
-                    net.receiver.fetch(proxy.url, 1, into=into, keep_partial=True, resume=partial)
-                partial = caught.value.partial
-                assert len(list(partial.landed())) == 10 * (part + 1)
-        # Nobody can be asked: what had landed is handed back as it is.
+                with pytest.raises(FetchFailedError):
+                    net.receiver.fetch(proxy.url, 1, into=into, known=part)
+                assert len(part.landed()) == 10 * number
+        # No source answers: what had landed stays as it is.
         with pytest.raises(TransportError) as unreachable:
-            net.receiver.fetch(
-                proxy.url, 1, into=into, keep_partial=True, resume=partial, unreachable_timeout=0 * TIMEOUT
-            )
-        assert unreachable.value.partial is partial
+            net.receiver.fetch(proxy.url, 1, into=into, known=part, unreachable_timeout=0 * TIMEOUT)
+        assert len(part.landed()) == 40
         assert unreachable.value.destination_touched
-        received = net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=partial)
+        received = net.receiver.fetch(net.sender.metadata(), 1, into=into, known=part)
         assert received.num_bytes_fetched == (NUM_CHUNKS - 40) * CHUNK_BYTES
         assert holds(into, 1)
 
@@ -218,7 +242,7 @@ def test_a_snapshot_that_is_replaced_on_the_way_keeps_what_is_the_same() -> None
     one_place = {"max_snapshots": 1, "stall_timeout": timedelta(seconds=5)}
     with network(on_progress=replace, sender=one_place) as net:
         net.proxy.inject(stall(MIDDLE_BYTES))
-        received = net.receiver.fetch(net.proxy.url, into=into, keep_partial=True)
+        received = net.receiver.fetch(net.proxy.url, into=into, known=PartialState())
         assert received.step == received.state["seed"] == 3
         assert received.num_bytes_fetched is not None
         assert MIDDLE_BYTES // 2 < received.num_bytes_fetched <= STATE_BYTES * 3 // 4
@@ -228,54 +252,43 @@ def test_a_snapshot_that_is_replaced_on_the_way_keeps_what_is_the_same() -> None
 def test_without_being_asked_to_nothing_is_kept() -> None:
     with network(**FAILING) as net:
         error = failed_fetch(net, into := blank())
-        assert error.partial is None
+        assert "were overwritten with NaN patterns" in str(error)
         assert is_poisoned(into)
-
-
-@pytest.mark.parametrize("fails", ["before it begins", "on its way"])
-def test_one_that_goes_on_and_fails_leaves_nothing_to_train_on(fails: str) -> None:
-    with network(**FAILING) as net:
-        error = failed_fetch(net, into := blank(), keep_partial=True)
-        assert not into["a"].isnan().any()
-        with proxied(port_of(net.sender)) as proxy:
-            is_early = fails == "before it begins"
-            proxy.inject(cut(0 if is_early else CHUNK_BYTES), on="/metadata" if is_early else "/full", times=100)
-            with pytest.raises(TransportError) as caught:
-                net.receiver.fetch(proxy.url, 1, into=into, resume=error.partial, unreachable_timeout=0 * TIMEOUT)
-        assert caught.value.partial is None
-        assert caught.value.destination_touched
-        assert is_poisoned(into)
-        with pytest.raises(ConfigurationError, match="gone on from"):
-            net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
 
 
 def test_giving_up_leaves_nothing_to_train_on() -> None:
     with network(**FAILING) as net:
-        error = failed_fetch(net, into := blank(), keep_partial=True)
-        error.partial.discard()
+        failed_fetch(net, into := blank(), known=(part := PartialState()))
+        assert not into["a"].isnan().any()
+        part.discard()
         assert is_poisoned(into)
-        error.partial.discard()
+        assert not part.num_bytes
+        into["a"].fill_(1)
+        part.discard()
+        assert into["a"][0] == 1
 
 
-def test_what_another_fetch_has_gone_on_from_is_used_up() -> None:
+def test_a_fetch_that_succeeds_empties_it() -> None:
     with network(**FAILING) as net:
-        error = failed_fetch(net, into := blank(), keep_partial=True)
-        net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
-        error.partial.discard()
+        failed_fetch(net, into := blank(), known=(part := PartialState()))
+        net.receiver.fetch(net.sender.metadata(), 1, into=into, known=part)
+        assert part.landed() == []
+        part.discard()
         assert holds(into, 1)
-        with pytest.raises(ConfigurationError, match="gone on from"):
-            net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
-        assert holds(into, 1)
-        with pytest.raises(ConfigurationError, match="expected a PartialState"):
-            net.receiver.fetch(net.sender.metadata(), 1, resume="yes")  # type: ignore[arg-type]
+        assert net.receiver.fetch(net.sender.metadata(), 1, into=into, known=part).num_bytes_fetched == STATE_BYTES
 
 
-def test_the_error_crosses_a_process_boundary_without_it() -> None:
+def test_another_value_as_known_is_refused() -> None:
+    with network() as net, pytest.raises(ConfigurationError, match=r'"into" or None as known, got str \'yes\''):
+        net.receiver.fetch(net.sender.metadata(), 1, known="yes")  # type: ignore[arg-type]
+
+
+def test_the_error_crosses_a_process_boundary() -> None:
     with network(**FAILING) as net:
-        error = failed_fetch(net, blank(), keep_partial=True)
+        error = failed_fetch(net, blank(), known=PartialState())
         copy = pickle.loads(pickle.dumps(error))
-    assert copy.partial is None
     assert copy.destination_touched
+    assert str(copy) == str(error)
 
 
 class StoppedError(BaseException):
@@ -283,7 +296,7 @@ class StoppedError(BaseException):
 
 
 def test_a_signal_in_the_middle_leaves_no_byte_wrong() -> None:
-    into = blank()
+    into, part = blank(), PartialState()
 
     def stop(_number: int, _frame: object) -> None:
         raise StoppedError
@@ -301,16 +314,15 @@ def test_a_signal_in_the_middle_leaves_no_byte_wrong() -> None:
     previous = signal.signal(signal.SIGUSR1, stop)
     try:
         with network(4, on_progress=interrupt) as net:
-            with pytest.raises(StoppedError) as caught:
-                net.receiver.fetch(net.proxy.url, 1, into=into, keep_partial=True)
+            with pytest.raises(StoppedError):
+                net.receiver.fetch(net.proxy.url, 1, into=into, known=part)
             assert fetching_threads() == []
-            partial = caught.value.partial  # type: ignore[attr-defined]
-            landed = list(partial.landed())
-            assert partial.num_bytes >= MIDDLE_BYTES
+            landed = part.landed()
+            assert part.num_bytes >= MIDDLE_BYTES
             for chunk in landed:
                 assert torch.equal(chunk_of(into, chunk), chunk_of(state_of(1), chunk))
             with transport() as another:
-                received = another.fetch(net.sender.metadata(), 1, into=into, resume=partial)
+                received = another.fetch(net.sender.metadata(), 1, into=into, known=part)
             assert received.num_bytes_fetched == STATE_BYTES - len(landed) * CHUNK_BYTES
     finally:
         signal.signal(signal.SIGUSR1, previous)
@@ -321,15 +333,14 @@ def test_a_signal_in_the_middle_leaves_no_byte_wrong() -> None:
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("at", [*range(1, 2400, 240), *range(2400, 12000, 2000)])
 def test_wherever_it_is_interrupted_it_can_go_on(at: int) -> None:
-    into, partial = blank(), None
+    into, part = blank(), PartialState()
     with network(2) as net:
-        try:
-            with Interruption(at, modules=("ft_transport.",)) as interruption:
-                net.receiver.fetch(net.proxy.url, 1, into=into, keep_partial=True)
-        except (HandlerError, TransportError) as error:
-            partial = getattr(error, "partial", None)
+        with (
+            suppress(HandlerError, TransportError),
+            Interruption(at, modules=("ft_transport.",)) as interruption,
+        ):
+            net.receiver.fetch(net.proxy.url, 1, into=into, known=part)
         assert interruption.num_passed >= min(at, 2000)
         assert fetching_threads() == []
-        assert partial is not None or not into["a"].any() or holds(into, 1)
-        received = net.receiver.fetch(net.proxy.url, 1, into=into, resume=partial)
+        received = net.receiver.fetch(net.proxy.url, 1, into=into, known=part)
         assert is_state(received.state, 1)

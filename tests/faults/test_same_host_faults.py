@@ -100,7 +100,7 @@ def test_only_what_has_changed_is_copied(caplog: pytest.LogCaptureFixture) -> No
     into["b"][-1] += 1
     with transport(same_host=True) as source, transport(same_host=True) as receiver:
         source.send_checkpoint([], 1, state_of(1), TIMEOUT)
-        received = receiver.fetch(source.metadata(), 1, into=into, only_changed=True)
+        received = receiver.fetch(source.metadata(), 1, into=into, known="into")
     assert holds(into, 1)
     assert received.num_bytes_fetched == CHUNK_BYTES
     assert taken_from_memory(caplog) == [(1, 1)]

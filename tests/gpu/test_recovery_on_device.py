@@ -17,7 +17,7 @@ from quorum_threads import LONG_S, Gate, lighthouse, loopback_transport, make_ma
 from state_equality import exact
 from state_tools import on_host
 
-from ft_transport import HTTPTransport, Received, ReceivedBefore
+from ft_transport import HTTPTransport, Received
 from manager.recovery.warm_join import copied_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -59,7 +59,7 @@ def test_of_a_state_on_the_device_only_chunks_that_differ_are_fetched(
     into["03"][0][WIDTH // 2] += 1
     versions = {key: tensors[0]._version for key, tensors in into.items()}
     source.send_checkpoint([], 1, state, TIMEOUT)
-    received = receiver.fetch(source.metadata(), 1, into=into, only_changed=True)
+    received = receiver.fetch(source.metadata(), 1, into=into, known="into")
     assert is_same(into, state)
     assert received.state["03"][0] is into["03"][0]
     assert received.num_bytes_fetched in (CHUNK_BYTES, 2 * CHUNK_BYTES)
@@ -75,8 +75,8 @@ def test_of_a_state_that_came_before_only_adapters_are_fetched(
     whole: Received[Any] = receiver.fetch(source.metadata(), 1, into=into)
     state = layers(2)
     source.send_checkpoint([], 2, state, TIMEOUT)
-    before = ReceivedBefore(received=whole, is_changing=lambda own: own.shape[-1] == RANK)
-    received = receiver.fetch(source.metadata(), 2, into=into, before=before)
+    before = whole.but_for(lambda own: own.shape[-1] == RANK)
+    received = receiver.fetch(source.metadata(), 2, into=into, known=before)
     assert received.num_bytes_fetched == ADAPTER_BYTES
     assert is_same(into, state)
     assert not received.differences(into)

@@ -81,7 +81,7 @@ def test_the_wire_shows_nothing_in_any_route(issued: Issued, route: str, is_encr
         assert (content in tap.content) == (not is_encrypted)
 
 
-@pytest.mark.parametrize("how", ["fetch", "fetch_sharded", "fetch_deltas", "only_changed", "with a token"])
+@pytest.mark.parametrize("how", ["fetch", "fetch_sharded", "fetch_deltas", "known", "with a token"])
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_what_is_received_is_what_was_sent_and_nobody_on_the_way_sees_it(
     issued: Issued, how: str, is_encrypted: bool
@@ -100,10 +100,10 @@ def test_what_is_received_is_what_was_sent_and_nobody_on_the_way_sees_it(
                     got = receiver.fetch(address, 1).state["layer"]
                 case "fetch_sharded":
                     got = receiver.fetch_sharded([address], 1).state["layer"]
-                case "only_changed":
+                case "known":
                     own_layer = STATE["layer"].clone()
                     own_layer[100] += 1
-                    got = receiver.fetch(address, 1, into={"layer": own_layer}, only_changed=True).state["layer"]
+                    got = receiver.fetch(address, 1, into={"layer": own_layer}, known="into").state["layer"]
                 case _:
                     got = STATE["layer"]
                     sender.keep_delta(1, _delta())
