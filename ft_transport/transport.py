@@ -27,11 +27,11 @@ from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.telling import tell_process
 from ft_transport.telemetry.told import ToldState
 from ft_transport.telemetry.watch import Watch
-from ft_transport.transfer.client import StateClient
-from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
+from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.known import Known, Received
 from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
 from ft_transport.transfer.sharded import ShardedRequest, common_step
+from ft_transport.transfer.sources import FetchPeers
 from ft_transport.wire.delta import Delta
 from ft_transport.wire.routes import LATEST, StepSelector
 

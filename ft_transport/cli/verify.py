@@ -125,7 +125,7 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
     """
     from ft_transport.cli.snapshot_files import settings_for_files
     from ft_transport.http.peer_address import PeerAddress
-    from ft_transport.transfer.checked_data import check_data
+    from ft_transport.transfer.file_client import check_data
 
     peer = PeerAddress.from_url(url)
     manifest = check_data(peer, settings_for_files(timeout_s))

@@ -25,8 +25,8 @@ from ft_transport.state.matching import Incoming
 from ft_transport.state.views import extent_bytes, has_own_memory
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import TLSFiles
-from ft_transport.transfer.client import StateClient
-from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
+from ft_transport.transfer.client import FetchRequest, StateClient
+from ft_transport.transfer.sources import FetchPeers
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Generic, TypeVar, cast
 
@@ -29,12 +30,11 @@ from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.tls import Certificates
 from ft_transport.transfer.changed import fetch_ranges
-from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
-from ft_transport.transfer.known import PartialState, Plan, Received
-from ft_transport.transfer.restarts import with_restarts
+from ft_transport.transfer.known import Known, PartialState, Plan, Received
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
-from ft_transport.transfer.sources import AgreedSources, ask_sources
+from ft_transport.transfer.sources import AgreedSources, FetchPeers, ask_sources, with_restarts
 from ft_transport.wire.delta import Delta, decode_delta
+from ft_transport.wire.routes import StepSelector
 
 T = TypeVar("T")
 
@@ -42,6 +42,29 @@ logger = logging.getLogger(__name__)
 
 _GROUP_UNREACHABLE_S: Final = 5.0
 _MAX_SHOWN_PATHS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRequest:
+    """What to receive from peers with the same state, and how; ``HTTPTransport.fetch`` says what each means.
+
+    Attributes:
+        peers: Who has it, and who receives it now.
+        step: A step, or ``latest``.
+        settings: Connections, deadlines and the like.
+        into: The receiver's own state.
+        check: Called with what will come, before any of it does.
+        verify_late: Whether digests that come after the data are compared.
+        known: What need not be fetched.
+    """
+
+    peers: FetchPeers
+    step: StepSelector
+    settings: FetchSettings
+    into: object
+    check: Callable[[Incoming], None] | None
+    verify_late: bool
+    known: Known = None
 
 
 class StateClient(Generic[T]):

@@ -1,4 +1,4 @@
-"""Receives a snapshot into a file, and needs no torch for it."""
+"""Receives a snapshot into a file, or only to compare it with its digests; needs no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder, current, phase
-from ft_transport.transfer.part_file import PartFile
-from ft_transport.transfer.restarts import with_restarts
-from ft_transport.transfer.sources import ask_sources
+from ft_transport.transfer.part_file import PartFile, ThreadBuffers, check_chunk_size
+from ft_transport.transfer.sources import ask_sources, with_restarts
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import StepSelector
+from ft_transport.wire.routes import LATEST, StepSelector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +101,24 @@ def fetch_to_file(
     return FetchedFile(manifest=manifest, plan=plan, record=record)
 
 
+def check_data(peer: PeerAddress, settings: FetchSettings) -> Manifest:
+    """Receives each chunk of a peer's newest snapshot, and compares it with its digest.
+
+    Args:
+        peer: It takes one now if it has none.
+        settings: How to fetch.
+
+    Returns:
+        What it consists of.
+
+    Raises:
+        FetchFailedError: Chunks differ from their digests each time.
+        TransportError: See ``HTTPTransport.fetch``.
+    """
+    with Recorder().begin("fetch", replica=settings.replica, phase="manifest"):
+        return with_restarts(settings, lambda: _check(peer, settings))
+
+
 def _receive(
     sources: Sequence[PeerAddress],
     step: StepSelector,
@@ -154,3 +171,12 @@ def _not_written(part: PartFile, error: OSError) -> FileWriteError:
         f"expected to write what is received, {error.strerror or error}; mend that, and what has come is still there",
         path=str(part.part),
     )
+
+
+def _check(peer: PeerAddress, settings: FetchSettings) -> Manifest:
+    with contextlib.ExitStack() as held:
+        agreed = ask_sources([peer], LATEST, settings, held)
+        check_chunk_size(agreed.manifest)
+        manifest = agreed.manifest_with_digests(settings)
+        fetch_data(agreed.files, manifest, ThreadBuffers(), settings)
+        return manifest

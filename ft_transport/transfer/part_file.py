@@ -33,8 +33,23 @@ _PIECE_BYTES: Final = 1 << 20
 _MAX_CHUNK_BYTES: Final = 256 << 20
 
 
+class ThreadBuffers:
+    """One buffer for each thread, which the next chunk overwrites."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def buffers(self, start: int, end: int) -> Sequence[memoryview]:
+        """The calling thread's buffer, in which it has to receive the whole of a chunk; see ``wire.strided.Memory``."""
+        num_bytes = end - start
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._own.buffer = memoryview(bytearray(num_bytes))
+        return (buffer[:num_bytes],)
+
+
 class PartFile:
-    """Where the data of one snapshot goes. ``buffers`` and `write` are called by any thread, the rest by one.
+    """Where the data of one snapshot goes. `buffers` and `write` are called by any thread, the rest by one.
 
     Args:
         path: Of the file that it becomes; a regular file there is replaced in the end.
@@ -42,6 +57,7 @@ class PartFile:
     Attributes:
         path: As above.
         part: Where the data is until then.
+        buffers: Has the buffer of the calling thread, which `write` writes.
         error: What the disk said when it refused a chunk.
 
     Raises:
@@ -55,7 +71,7 @@ class PartFile:
         self._descriptor = _open_locked(self.part)
         self._table = ChunkTable(data_bytes=0, chunk_bytes=1)
         self._header_bytes = 0
-        self._own = threading.local()
+        self.buffers = ThreadBuffers().buffers
         self.error: OSError | None = None
         self._is_named = False
 
@@ -116,10 +132,6 @@ class PartFile:
         there.difference_update(damaged)
         return [chunk for chunk in chunks if chunk not in there]
 
-    def buffers(self, start: int, end: int) -> Sequence[memoryview]:
-        """The calling thread's buffer, in which it has to receive the whole of a chunk; see ``wire.strided.Memory``."""
-        return (self._buffer(end - start),)
-
     def write(self, chunk: int) -> None:
         """Writes what the calling thread has received, which is this chunk.
 
@@ -127,7 +139,7 @@ class PartFile:
             OSError: It cannot be written.
         """
         start, end = self._table.range_of(chunk, chunk + 1)
-        left, position = self._buffer(end - start), self._header_bytes + start
+        (left,), position = self.buffers(start, end), self._header_bytes + start
         try:
             while left:
                 written = os.pwrite(self._descriptor, left, position)
@@ -173,12 +185,6 @@ class PartFile:
             first, last = start - starts_at, min(position, end) - starts_at
             written.update(range(first // table.chunk_bytes, min(-(-last // table.chunk_bytes), table.num_chunks)))
         return written
-
-    def _buffer(self, num_bytes: int) -> memoryview:
-        buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None or len(buffer) < num_bytes:
-            buffer = self._own.buffer = memoryview(bytearray(num_bytes))
-        return buffer[:num_bytes]
 
     def _stored(self, start: int, end: int) -> Iterator[memoryview]:
         return read_pieces(self._descriptor, self._header_bytes + start, self._header_bytes + end)

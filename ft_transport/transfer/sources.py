@@ -1,4 +1,4 @@
-"""Which of the named peers serve one and the same content: their manifests are compared before a byte comes."""
+"""The peers of a fetch: which of them serve the same content, and a new start where they replace it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,78 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
-from ft_transport.errors import FetchFailedError, PeerUnreachableError, TransportError
+from ft_transport.errors import (
+    ConfigurationError,
+    FetchFailedError,
+    MessageDamagedError,
+    PeerUnreachableError,
+    SnapshotReplacedError,
+    TransportError,
+)
 from ft_transport.http.chunk_client import SourceFile
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.late_digests import fetch_digests
 from ft_transport.http.manifest_client import fetch_manifest
-from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.peer_address import PeerAddress, peer_addresses
 from ft_transport.http.same_host_client import is_on_this_host
 from ft_transport.runtime.handler_safety import SafeThread
 from ft_transport.runtime.threads import start
+from ft_transport.telemetry.recorder import current
 from ft_transport.wire.manifest import ContentId, Manifest, content_id
 from ft_transport.wire.routes import StepSelector
+
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 1.0
 _MORE_PATIENCE: Final = 1.0
 """How much longer the other manifests are waited for once one is there: so many times as long as that one took."""
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPeers:
+    """Who has a state, and who receives it now.
+
+    Attributes:
+        sources: The peers that have it.
+        receivers: Who receives it now, this one too, in an order that is the same for all; empty where nobody else.
+        own: Which of these this one is.
+    """
+
+    sources: Sequence[PeerAddress]
+    receivers: Sequence[PeerAddress] = ()
+    own: int = 0
+
+    @classmethod
+    def of(cls, sources: str | Sequence[str], *, relays: Sequence[str], own: str) -> FetchPeers:
+        """From URLs, as ``HTTPTransport.fetch`` takes them.
+
+        Args:
+            sources: Of one peer, or of several.
+            relays: Of all receivers, in any order.
+            own: Of this one, which need not be among them.
+
+        Raises:
+            ConfigurationError: One of them is none.
+        """
+        having = [PeerAddress.from_url(sources)] if isinstance(sources, str) else peer_addresses(sources)
+        if isinstance(relays, str) or not isinstance(relays, Collection):
+            raise ConfigurationError(f"expected a sequence of addresses as relays, got {relays!r}")
+        this = PeerAddress.from_url(own)
+        others = {PeerAddress.from_url(each) for each in relays} - {this}
+        if not others:
+            return cls(sources=having)
+        receivers = sorted({*others, this}, key=str)
+        return cls(sources=having, receivers=receivers, own=receivers.index(this))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +196,33 @@ def ask_sources(
         connection=agreed[0].connection,
         content=content,
     )
+
+
+def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
+    """Begins again where a newer snapshot has taken the place of the one that a fetch was bound to."""
+    touched = False
+    pause_s = 0.0
+    while True:
+        try:
+            return receive()
+        except Exception as error:
+            if not isinstance(error, TransportError):
+                if touched:
+                    error.destination_touched = True  # type: ignore[attr-defined]
+                raise
+            # What an earlier attempt did to the receiver's tensors holds for the last one as well.
+            error.destination_touched = touched = touched or error.destination_touched
+            last = error.failures[-1] if isinstance(error, FetchFailedError) else error
+            if isinstance(last, MessageDamagedError) and last.refusal is not None:
+                last = last.refusal
+            if not isinstance(last, SnapshotReplacedError):
+                raise
+            recording = current()
+            if recording is not None:
+                recording.retry(last, peer=last.peer or "")
+        # At once the first time, and then ever later, in case the peer says so of all that it serves.
+        time.sleep(max(0.0, min(pause_s, settings.timeouts.end_s() - time.monotonic())))
+        pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
 
 
 def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: FetchSettings) -> list[_Answer]:

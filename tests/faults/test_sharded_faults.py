@@ -30,7 +30,7 @@ from ft_transport import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.transfer.restarts import with_restarts
+from ft_transport.transfer.sources import with_restarts
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

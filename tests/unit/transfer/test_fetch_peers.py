@@ -8,7 +8,7 @@ import pytest
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.transfer.fetch_request import FetchPeers
+from ft_transport.transfer.sources import FetchPeers
 
 OWN = "http://own:1/checkpoint/"
 FIRST, SECOND = "http://first:2/checkpoint/", "http://second:3/checkpoint/"
