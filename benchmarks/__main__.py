@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [NAME|all]`` prints verdicts and writes a picture."""
+"""The command line: ``python -m benchmarks [NAME|all]`` prints verdicts, and ``report`` writes the pages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-try:
-    from rich.console import Console
-except ImportError:
-    sys.exit("the benchmarks need the extra 'bench': pip install -e '.[bench,torchft]'")
+from rich.console import Console
 
 from benchmarks import (
     cap,
@@ -20,6 +17,7 @@ from benchmarks import (
     clone,
     delta,
     fetch,
+    figures,
     fleet,
     fleet_simulation,
     heal,
@@ -37,8 +35,7 @@ from benchmarks import (
 )
 from benchmarks.machine import describe, file_system_of, is_on_disk, wait_until_quiet
 from benchmarks.options import FULL, QUICK, Benchmark, Options
-from benchmarks.report import Group, write_json
-from benchmarks.tables import make_console, print_figures, print_verdicts
+from benchmarks.report import Group
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
@@ -65,40 +62,43 @@ BENCHMARKS = {
     )
 }
 ON_DISK = (checkpoint.BENCHMARK, reading.BENCHMARK, reading_commands.BENCHMARK)
-_RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> None:
     arguments = _parse()
+    if arguments.benchmark == "report":
+        figures.write_pages(BENCHMARKS.values())
+        return
     # SIGTERM takes the way out of an error, so that the receivers are ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     machine = describe()
-    caption = ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None)
-    console = make_console()
     if arguments.full:
-        console.print(caption, style="dim")
-    about: dict[str, object] = {"machine": machine, "arguments": {name: str(v) for name, v in vars(arguments).items()}}
-    groups: list[Group] = []
+        print(", ".join(f"{name} {value}" for name, value in machine.items()))
     for group in _measure(arguments, Console(stderr=True, style="dim", highlight=False)):
-        groups.append(group)
-        if arguments.full:
-            print_figures(console, group)
-        print_verdicts(console, group)
-        # Written after each group: a long run that is broken off keeps what it has.
-        if arguments.json is not None:
-            write_json(arguments.json, groups, about)
-    from benchmarks.picture import draw
+        lines = figures.lines_of(group, machine)
+        print(f"{group.benchmark}: {group.title}")
+        print(figures.table(line for line in lines if arguments.full or line.direction), *_captions(group), sep="\n")
+        if arguments.record:
+            figures.record(lines)
 
-    draw(groups, arguments.picture or _RESULTS / f"{arguments.benchmark}.png", caption=caption)
+
+def _captions(group: Group) -> Iterator[str]:
+    """Targets that could not be measured, with the notes; and how many samples were disturbed."""
+    missing = [f"not measured: {verdict.text}" for verdict in group.verdicts if verdict.figure is None]
+    yield from [*missing, *group.notes] if missing or not group.verdicts else []
+    if num_busy := sum(series.num_busy for series in group.series):
+        num_samples = sum(len(series.samples) for series in group.series)
+        yield f"{num_busy} of {num_samples} samples ran while others used the machine\n"
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures ft_transport beside the machine's ceilings and, if it is installed, torchft. One "
-        "benchmark gives its verdict within two minutes on two cores, and draws its figures.",
+        "benchmark gives its verdict within two minutes on two cores. 'report' makes RESULTS.md and README's table "
+        "from the newest recorded figures.",
     )
-    parser.add_argument("benchmark", nargs="?", choices=[*BENCHMARKS, "all"], default="all")
+    parser.add_argument("benchmark", nargs="?", choices=[*BENCHMARKS, "all", "report"], default="all")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--full", action="store_true", help="whole size, more samples, what no verdict needs, and all figures"
@@ -120,10 +120,7 @@ def _parse() -> argparse.Namespace:
         metavar="DIRECTORY",
         help="where checkpoints are written, and removed again; on a disk (default: the current directory)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw there (default: benchmarks/results/NAME.png)"
-    )
+    parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/figures.jsonl")
     parser.add_argument(
         "--wait-quiet",
         type=float,
@@ -134,6 +131,8 @@ def _parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.samples is not None and arguments.samples < 1:
         parser.error("expected at least one sample")
+    if arguments.record and arguments.quick:
+        parser.error("expected --record without --quick: small states give no figure to keep")
     if arguments.state is not None and not any(states_of(each, arguments.state) for each in chosen(arguments)):
         parser.error(f"expected a state of {arguments.benchmark}, got {', '.join(arguments.state)}")
     arguments.directory = arguments.directory.absolute()

@@ -215,7 +215,9 @@ def judge(group: Group) -> list[Verdict]:
     ]
 
 
-BENCHMARK: Final = Benchmark(name="cap", run=run, default=Size(scale=0.5, num_samples=5))
+BENCHMARK: Final = Benchmark(
+    name="cap", question="What does serving at a cap cost a step?", run=run, default=Size(scale=0.5, num_samples=5)
+)
 
 if __name__ == "__main__":
     _send(int(sys.argv[1]))

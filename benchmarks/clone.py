@@ -149,4 +149,13 @@ def judge(group: Group) -> list[Verdict]:
     return [Verdict.at_least("warm clone under the lock / memory copy", figure, 0.8)]
 
 
-BENCHMARK: Final = Benchmark(name="clone", run=run, states=STATE_NAMES, default=Size(scale=1.0, num_samples=5))
+BENCHMARK: Final = Benchmark(
+    name="clone",
+    question="How fast is a snapshot under the lock?",
+    run=run,
+    states=STATE_NAMES,
+    default=Size(scale=1.0, num_samples=5),
+    misses={
+        "memory copy": "Flattening takes 1.9 µs for each tensor, in Python, before the first byte is copied.",
+    },
+)

@@ -181,4 +181,9 @@ def _link(stack: ExitStack) -> tuple[str, str, list[str]]:
     return here, there, inside
 
 
-BENCHMARK: Final = Benchmark(name="delta", run=run, default=Size(scale=1.0, num_samples=3))
+BENCHMARK: Final = Benchmark(
+    name="delta",
+    question="What does a delta between two versions save?",
+    run=run,
+    default=Size(scale=1.0, num_samples=3),
+)

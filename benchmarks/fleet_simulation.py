@@ -196,5 +196,12 @@ def run(options: Options) -> Iterator[Group]:
 
 
 BENCHMARK: Final = Benchmark(
-    name="fleet-simulation", run=run, states=tuple(_SCENARIOS), default=Size(scale=1.0, num_samples=1)
+    name="fleet-simulation",
+    question="How long until a fleet has the state, on simulated links?",
+    run=run,
+    states=tuple(_SCENARIOS),
+    default=Size(scale=1.0, num_samples=1),
+    misses={
+        "deciding": "This machine is half as fast as the one that the target was set on.",
+    },
 )

@@ -155,5 +155,13 @@ def judge(group: Group, *, is_start_quorum_judged: bool) -> list[Verdict]:
 
 
 BENCHMARK: Final = Benchmark(
-    name="loop", run=run, states=tuple(size.model.name for size in _SIZES), default=Size(scale=1.0, num_samples=3)
+    name="loop",
+    question="What does the manager cost a step?",
+    run=run,
+    states=tuple(size.model.name for size in _SIZES),
+    default=Size(scale=1.0, num_samples=3),
+    misses={
+        "one by one": "A step of 20 large tensors is bound by memory, for either manager.",
+        "one bucket": "One collective for all gradients leaves nothing to save.",
+    },
 )

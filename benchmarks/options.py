@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
@@ -78,12 +78,16 @@ class Benchmark:
 
     Attributes:
         name: Names it on the command line.
+        question: Heads its section of RESULTS.md.
         run: Measures one group after the other.
         states: What it can be asked of; empty where it has one state only.
         default: The size that gives the verdict within two minutes on two cores.
+        misses: Why a target is missed, by a part of the verdict's text.
     """
 
     name: str
+    question: str
     run: Callable[[Options], Iterable[Group]]
     states: tuple[str, ...] = ()
     default: Size
+    misses: Mapping[str, str] = field(default_factory=dict)

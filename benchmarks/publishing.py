@@ -78,4 +78,9 @@ def run(options: Options) -> Iterator[Group]:
     yield group
 
 
-BENCHMARK: Final = Benchmark(name="publishing", run=run, default=Size(scale=1.0, num_samples=3))
+BENCHMARK: Final = Benchmark(
+    name="publishing",
+    question="How long until all engines have a new adapter?",
+    run=run,
+    default=Size(scale=1.0, num_samples=3),
+)

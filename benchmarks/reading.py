@@ -128,4 +128,9 @@ def _load(channel: Channel, rank: int, plan: _Plan) -> None:
     channel.wait_for_end()
 
 
-BENCHMARK: Final = Benchmark(name="reading", run=run, default=Size(scale=1.0, num_samples=7))
+BENCHMARK: Final = Benchmark(
+    name="reading",
+    question="Is a checkpoint read once and passed on, or read by each rank?",
+    run=run,
+    default=Size(scale=1.0, num_samples=7),
+)

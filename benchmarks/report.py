@@ -5,11 +5,9 @@ Everything is computed from the samples of one run; only the targets are known i
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Role = Literal["ours", "peer", "ceiling", "other"]
@@ -206,29 +204,3 @@ class Group:
         """Shows ``variants`` in this order, however the rounds began."""
         names = [variant.name for variant in variants]
         self.series.sort(key=lambda series: names.index(series.variant.name))
-
-
-def write_json(path: Path, groups: Sequence[Group], about: dict[str, object]) -> None:
-    """Writes everything, raw samples included; ``about`` comes first."""
-    content = {**about, "results": [_as_json(group) for group in groups]}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _as_json(group: Group) -> dict[str, object]:
-    return {
-        "benchmark": group.benchmark,
-        "state": group.state,
-        "title": group.title,
-        "series": [
-            {
-                "variant": series.variant.name,
-                "role": series.variant.role,
-                "quantity": series.quantity.name,
-                **asdict(series.figure),
-                "samples": [asdict(sample) for sample in series.samples],
-            }
-            for series in group.series
-        ],
-        "verdicts": [{**asdict(verdict), "met": verdict.met} for verdict in group.verdicts],
-        "notes": group.notes,
-    }

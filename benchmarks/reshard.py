@@ -151,4 +151,6 @@ def _judge(group: Group) -> list[Verdict]:
     return [*verdicts, Verdict.at_most("bytes on the wire, all told, at most", most, 1.02)]
 
 
-BENCHMARK: Final = Benchmark(name="reshard", run=run, default=Size(scale=0.5, num_samples=3))
+BENCHMARK: Final = Benchmark(
+    name="reshard", question="How fast is a fetch into another layout?", run=run, default=Size(scale=0.5, num_samples=3)
+)

@@ -192,4 +192,9 @@ def judge(group: Group) -> list[Verdict]:
     return [Verdict.at_most("longest wait before the optimizer / clone under the lock", worst, 1.0)]
 
 
-BENCHMARK: Final = Benchmark(name="stall", run=run, default=Size(scale=0.5, num_samples=3))
+BENCHMARK: Final = Benchmark(
+    name="stall",
+    question="How long does a slow receiver hold the trainer?",
+    run=run,
+    default=Size(scale=0.5, num_samples=3),
+)

@@ -197,4 +197,10 @@ def _ask(peer: http.client.HTTPConnection) -> None:
         assert (response.status, bool(response.read())) == (200, True)
 
 
-BENCHMARK: Final = Benchmark(name="telemetry", run=run, states=("1000",), default=Size(scale=1.0, num_samples=5))
+BENCHMARK: Final = Benchmark(
+    name="telemetry",
+    question="What does watching cost a step?",
+    run=run,
+    states=("1000",),
+    default=Size(scale=1.0, num_samples=5),
+)

@@ -41,4 +41,10 @@ def run(options: Options) -> Iterator[Group]:
         yield group
 
 
-BENCHMARK: Final = Benchmark(name="token", run=run, states=("big",), default=Size(scale=0.4, num_samples=7))
+BENCHMARK: Final = Benchmark(
+    name="token",
+    question="What does a job token cost a fetch?",
+    run=run,
+    states=("big",),
+    default=Size(scale=0.4, num_samples=7),
+)

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Figure, Group, Named, Quantity, Sample, Series, Verdict, paired_ratios, ratio, write_json
+from benchmarks.report import Figure, Group, Named, Quantity, Sample, Series, Verdict, paired_ratios, ratio
 
 RATE = Quantity("fetch", "GB/s")
 MEMORY = Quantity("memory", "MB")
@@ -116,13 +114,3 @@ class TestGroup:
         assert best is not None
         assert best.variant == SLOW
         assert group.best_of("ceiling", RATE) is None
-
-    def test_json_holds_every_sample_and_the_verdicts(self, group: Group, tmp_path: Path) -> None:
-        group.verdicts.append(Verdict("target", None, 1.0, "at least"))
-        write_json(tmp_path / "figures.json", [group], {"machine": {"cores": 2}})
-        content = json.loads((tmp_path / "figures.json").read_text())
-        (result,) = content["results"]
-        assert [len(entry["samples"]) for entry in result["series"]] == [1, 1, 1, 1]
-        assert result["series"][0]["value"] == 1.0
-        assert result["verdicts"][0]["met"] is None
-        assert content["machine"] == {"cores": 2}
