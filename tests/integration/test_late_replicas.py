@@ -1,4 +1,4 @@
-"""A replica that comes up alone after the others have finished does what docs/quorum-and-checkpoints.md says."""
+"""A replica that restarts after the others have finished does what docs/checkpoints.md says."""
 
 from __future__ import annotations
 

@@ -15,10 +15,7 @@ from manager import LighthouseUnavailableError
 from manager.quorum.lighthouse import embedded_lighthouse
 
 _ROOT = Path(__file__).parents[2]
-_FAQ = _ROOT / "docs" / "faq.md"
-_QUOTED = re.compile(r'^## "(.+)"$', re.MULTILINE)
 _FIELD = "…"
-_STABLE_CHARS = 12
 
 _PUT_TOGETHER = {
     "expected quorum_timeout of at least timeout, got",
@@ -54,23 +51,6 @@ def _said(value: ast.expr) -> str:
     return str(value.value) if isinstance(value, ast.Constant) else _FIELD
 
 
-def _is_said(quotation: str) -> bool:
-    """Whether one string has the quotation's parts in order; a part may also be what a field stands for."""
-    parts = [part.strip() for part in quotation.split(_FIELD) if part.strip()]
-    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
-    return any(pattern.search(text) for text in _texts())
-
-
-def _quotations() -> list[str]:
-    return _QUOTED.findall(_FAQ.read_text())
-
-
-@pytest.mark.parametrize("quotation", _quotations())
-def test_a_message_that_the_faq_explains_is_one_of_ours(quotation: str) -> None:
-    assert max(len(part) for part in quotation.split(_FIELD)) >= _STABLE_CHARS
-    assert _is_said(quotation)
-
-
 def test_messages_on_the_page_of_troubleshooting_are_ours_but_for_a_few_that_are_put_together() -> None:
     page = (_ROOT / "docs" / "troubleshooting.md").read_text()
     quotations = [" ".join(quotation.split()) for quotation in re.findall(r"\*\*`([^`]+)`\*\*", page)]
@@ -80,18 +60,6 @@ def test_messages_on_the_page_of_troubleshooting_are_ours_but_for_a_few_that_are
 
     assert len(quotations) > 200
     assert set(unknown) <= _PUT_TOGETHER, set(unknown) - _PUT_TOGETHER
-
-
-def test_the_faq_has_a_heading_for_each_message_and_an_answer_below() -> None:
-    sections = re.split(r"^## ", _FAQ.read_text(), flags=re.MULTILINE)[1:]
-
-    assert len(sections) == len(_quotations()) > 15
-    for section in sections:
-        assert re.search(r"^\*.+\?\*", section, re.MULTILINE | re.DOTALL), section
-
-
-def test_a_message_that_nobody_says_is_not_found() -> None:
-    assert not _is_said("expected a flux capacitor, got …")
 
 
 def test_versions_on_the_page_of_compatibility_are_those_that_tests_pin() -> None:
@@ -117,5 +85,5 @@ def test_where_torchft_is_missing_message_and_pages_name_the_pythons_that_have_i
         embedded_lighthouse()
 
     assert platform.machine() in str(raised.value)
-    for page in ("README.md", "docs/compatibility.md", "docs/faq.md", "docs/quickstart.md", "docs/troubleshooting.md"):
+    for page in ("README.md", "docs/compatibility.md", "docs/quickstart.md", "docs/troubleshooting.md"):
         assert "Python 3.10 to 3.13" in " ".join((_ROOT / page).read_text().split()), page
