@@ -41,7 +41,13 @@ class TestCommandLine:
         assert states_of(fetch.BENCHMARK, ["nested", "big", "1000"]) == ("big",)
 
     @pytest.mark.parametrize(
-        "words", [("fetch", "--state", "1000"), ("loop", "--full", "--quick"), ("loop", "--samples", "0")]
+        "words",
+        [
+            ("fetch", "--state", "1000"),
+            ("loop", "--full", "--quick"),
+            ("loop", "--samples", "0"),
+            ("loop", "--quick", "--record"),
+        ],
     )
     def test_what_measures_nothing_is_refused(self, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
         with pytest.raises(SystemExit):
