@@ -12,10 +12,9 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.job_watch import ask_state
 from ft_transport.http.pace import paced
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
-from ft_transport.http.rate_probe import connecting
+from ft_transport.http.rate_probe import ask_state, connecting
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_function, check_number
@@ -387,7 +386,7 @@ class HTTPTransport(Generic[T]):
         return common_step(peers, self._client.group_fetch_settings(timeout, unreachable_timeout, None))
 
     def ask_state(self, address: str, timeout: timedelta) -> ToldState:
-        """Asks a peer what it tells of itself to any process that watches it; no snapshot is taken for that.
+        """Asks a peer for its ``/state``; the peer takes no snapshot for that.
 
         Args:
             address: What its ``metadata()`` returned.

@@ -1,4 +1,4 @@
-"""``ft-transport top``: the whole job in a terminal, as it goes on."""
+"""``ft-transport top``: the whole job, live, in a terminal or on a page for browsers."""
 
 from __future__ import annotations
 
@@ -14,37 +14,47 @@ import msgspec
 import typer
 
 from ft_transport.cli.top_screen import is_well, screen
-from ft_transport.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ft_transport.http.job_watch import JobWatch
-    from ft_transport.telemetry.job import JobState, KnownJob
+    from ft_transport.cli.job_state import JobState
+    from ft_transport.cli.job_watch import JobWatch
 
 _PERIOD_S: Final = 1.0
+_STALL_S: Final = 20.0
 _LINES: Final = 24
 _COLUMNS: Final = 80
 
 
 def top_command(
-    lighthouse: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="http://host:port of the job's Lighthouse (TORCHFT_LIGHTHOUSE).")
+    address: Annotated[
+        str,
+        typer.Argument(help="http://host:port of the job's Lighthouse (TORCHFT_LIGHTHOUSE), or the URL of a replica."),
     ],
+    *,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object of JSON for each look, a line each.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the job's page to browsers.")] = False,
+    host: Annotated[str, typer.Option("--host", help="With --serve: the address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="With --serve: the port, 0 for any.")] = 0,
 ) -> None:
     """Watch the whole job in a terminal of 24 lines: replicas, steps, who serves whom, recoveries, errors.
 
-    What needs attention comes first. q or Ctrl-C ends it. The Lighthouse says who is there, and each process is asked
-    for what it tells; the job's token and certificates are taken from the environment. Exits with 1 if, in the last
-    look, the Lighthouse could not be read, nobody was there, or somebody did not answer.
+    The replicas that need attention come first. q or Ctrl-C ends it. The Lighthouse, or a replica, names the replicas,
+    and each process is asked for its state; the job's token and certificates come from the environment. Exits with 1
+    if, in the last look, the Lighthouse could not be read, no replica was found, or a process did not answer.
+
+    With --serve, browsers get the job's page, until Ctrl-C. Where there is a job token, they need the watch token.
     """
+    if serve:
+        _serve(_watch(address), host, port)
+        return
     from rich.console import Console
 
     console = Console(highlight=False)
-    watch = _watch(lighthouse)
-    # Where nothing can be drawn over, each look is printed below the one before.
+    watch = _watch(address)
+    # A pipe or a dumb terminal gets each look below the one before.
     if as_json or once or not console.is_terminal or console.is_dumb_terminal:
         job = watch.look()
         while True:
@@ -66,34 +76,47 @@ def top_command(
         raise typer.Exit(1)
 
 
-def _watch(lighthouse: str) -> JobWatch:
-    from ft_transport.http.job_watch import JobWatch
+def _watch(address: str) -> JobWatch:
+    from ft_transport.cli.job_members import JobFinder
+    from ft_transport.cli.job_watch import JobWatch
     from ft_transport.http.rate_probe import connecting
     from ft_transport.settings import TransportSettings
 
-    address = _checked(lighthouse)
+    settings = TransportSettings()
+    connect = connecting(settings.keys(), settings.certificates())
+    return JobWatch(JobFinder(address, connect), connect)
 
-    def find() -> KnownJob:
-        from manager.quorum.job_members import known_job
 
-        return known_job(address)
+def _serve(watch: JobWatch, host: str, port: int) -> None:
+    """Serves the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
+    from ft_transport.http.server import SnapshotServer
+    from ft_transport.http.snapshot_cache import SnapshotCache
+    from ft_transport.settings import TransportSettings
+    from ft_transport.telemetry.recorder import Recorder
+    from ft_transport.telemetry.watch import Watch
 
     settings = TransportSettings()
-    return JobWatch(find, connecting(settings.keys(), settings.certificates()))
-
-
-def _checked(lighthouse: str) -> str:
-    from urllib.parse import urlsplit
-
-    address = lighthouse if "://" in lighthouse else f"http://{lighthouse}"
-    parts = urlsplit(address)
+    told = Watch(Recorder())
+    told.tell("job", watch.recent)
+    server = SnapshotServer(
+        SnapshotCache(max_snapshots=1, lease_s=0.0, contended_bytes_per_s=1.0, clock=time.monotonic),
+        host=host,
+        port=port,
+        advertise=host,
+        replica="ft-transport top",
+        keys=settings.keys(),
+        certificates=settings.certificates(),
+        max_wait_s=0.0,
+        stall_timeout_s=_STALL_S,
+        watch=told,
+    )
     try:
-        is_whole = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
-    except ValueError:
-        is_whole = False
-    if not is_whole:
-        raise ConfigurationError(f"expected http://host:port of a Lighthouse, got {lighthouse!r}")
-    return address
+        typer.echo(f"the job is at {server.address}/")
+        with _interruptible():
+            while True:
+                time.sleep(_PERIOD_S)
+    finally:
+        server.close(wait=True)
 
 
 def _live(watch: JobWatch, console: Console) -> JobState:

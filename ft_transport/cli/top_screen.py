@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
+from ft_transport.cli.job_state import JobProcess, JobState
 from ft_transport.errors import escape_peer_text
 from ft_transport.telemetry.explain import phase_lengths
-from ft_transport.telemetry.job import JobProcess, JobState
 from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.told import ToldManager, ToldState, ToldStep
 
@@ -49,9 +49,9 @@ class _Row(NamedTuple):
 
 
 def is_well(job: JobState) -> bool:
-    """Whether the Lighthouse could be read, and everybody answers."""
+    """Whether the Lighthouse, if the job has one, could be read, and all processes answer."""
     return (
-        job.is_lighthouse_read
+        not _is_unread(job)
         and bool(job.processes)
         and all(process.presence in ("here", "coming") for process in job.processes)
     )
@@ -193,7 +193,7 @@ def _managers(rows: list[_Row]) -> list[ToldManager]:
 def _headline(job: JobState, rows: list[_Row]) -> Text:
     text = Text()
     text.append("ft-transport top", style="bold").append(f"  {escape_peer_text(job.lighthouse, max_characters=60)}")
-    if not job.is_lighthouse_read and not _is_lighthouse_lost(job, rows):
+    if _is_unread(job) and not _is_lighthouse_lost(job, rows):
         text.append("  its page cannot be read", style="yellow")
     elif not any(row.condition == "training" for row in rows) and job.status:
         text.append(f"  {escape_peer_text(job.status, max_characters=80)}", style="yellow")
@@ -202,11 +202,14 @@ def _headline(job: JobState, rows: list[_Row]) -> Text:
     return text
 
 
+def _is_unread(job: JobState) -> bool:
+    return bool(job.lighthouse) and not job.is_lighthouse_read
+
+
 def _is_lighthouse_lost(job: JobState, rows: list[_Row]) -> bool:
     """Whether a process says so; or its page cannot be read, and no replica trains."""
     is_training = any(row.condition == "training" for row in rows)
-    is_unread = not job.is_lighthouse_read and not is_training
-    return is_unread or any(manager.is_lighthouse_lost for manager in _managers(rows))
+    return (_is_unread(job) and not is_training) or any(manager.is_lighthouse_lost for manager in _managers(rows))
 
 
 def _summary(rows: list[_Row]) -> Text:

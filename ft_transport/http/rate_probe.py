@@ -19,12 +19,14 @@ from ft_transport.http.reachability import interfaces
 from ft_transport.http.transfer_log import interface_of
 from ft_transport.keys import Keys
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.telemetry.told import ToldState, decode_state
 from ft_transport.tls import Certificates
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.nodes import Count
-from ft_transport.wire.routes import FULL_ROUTE, STATUS_ROUTE, bound_path
+from ft_transport.wire.routes import FULL_ROUTE, STATE_ROUTE, STATUS_ROUTE, bound_path
 
 _MAX_STATUS_BYTES: Final = 1 << 20
+_MAX_STATE_BYTES: Final = 512 << 10
 _PIECE_BYTES: Final = 256 << 10
 _MAX_BYTES: Final = 256 << 20
 _MAX_ADDRESSES: Final = 16
@@ -122,6 +124,22 @@ def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerS
         return replace(_status_decoder.decode(body), unix_s=_unix_s(date))
     except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(peer)) from error
+
+
+def ask_state(address: str, connect: Connect, within_s: float) -> ToldState:
+    """Asks a process for its state (``/state``).
+
+    Args:
+        address: The URL of its server.
+        connect: Connects to it.
+        within_s: For all of it, in seconds.
+
+    Raises:
+        TransportError: It does not answer in time, refuses, or is no server of this package.
+    """
+    with connect(PeerAddress.from_url(address), within_s) as connection:
+        response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
+        return decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES))
 
 
 def _unix_s(date: str) -> float:

@@ -32,7 +32,6 @@ from ft_transport.http.own_address import bound_host, is_loopback, listen
 from ft_transport.http.own_names import OwnNames
 from ft_transport.http.peer_protocol import PeerProtocol
 from ft_transport.http.peer_sessions import ServerSessions
-from ft_transport.http.rate_probe import connecting
 from ft_transport.http.reachability import advertised_url
 from ft_transport.http.relays import Relays
 from ft_transport.http.request_guard import RequestGuard
@@ -170,9 +169,7 @@ class SnapshotServer:
                 cache, sends, watch.recorder, server=self.server_id, replica=replica, address=self.address
             )
             watch.tell("transport", telling.told)
-            self._watch_routes = WatchRoutes(
-                watch, connect=connecting(keys, certificates), address=f"{self.address}/checkpoint/", name=replica
-            )
+            self._watch_routes = WatchRoutes(watch)
             started: Future[None] = SafeFuture()
             watch.metrics.collect(self._routes.sent.readings)
             self._thread = SafeThread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)

@@ -1,92 +1,160 @@
-"""The routes for who watches a process: see ``wire.routes`` and ``telemetry.watch``."""
+"""The routes that show a process to people and to Prometheus: a page, ``/state`` and ``/metrics``."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from importlib import resources
 from typing import Final
 
 from aiohttp import web
 
-from ft_transport.http.event_stream import EventStream
-from ft_transport.http.job_watch import JobWatch, alone
-from ft_transport.http.page import WATCH_HEADERS, load_page
-from ft_transport.http.rate_probe import Connect
-from ft_transport.http.scraping import Scrape, Scraping
 from ft_transport.telemetry.encoding import encode_told
 from ft_transport.telemetry.exposition import Exposition, accepted
-from ft_transport.telemetry.job import KnownJob
 from ft_transport.telemetry.watch import Watch
-from ft_transport.wire.routes import (
-    EVENTS_ROUTE,
-    JOB_EVENTS_ROUTE,
-    JOB_ROUTE,
-    METRICS_ROUTE,
-    PAGE_ROUTE,
-    STATE_ROUTE,
-)
+from ft_transport.wire.routes import METRICS_ROUTE, PAGE_ROUTE, STATE_ROUTE
 
 _JSON: Final = "application/json"
+_PAGE: Final = "page.html"
+_TIMEOUT_S: Final = 5.0
+"""Reading a metric waits for nothing; Prometheus gives up after 10 s by default."""
+_WRITE_S: Final = 5.0
+"""How long a client may take for the part of an answer that does not fit into the buffers of its connection."""
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+Scrape = tuple[bytes, str]
+"""A body and its content type."""
 
 
 class WatchRoutes:
-    """Answers those requests. Belongs to the server's event loop.
+    """Answers these requests. Runs on the server's event loop.
 
     Args:
-        watch: What is told.
-        connect: Connects to other processes of the job.
-        address: Where this one is reached.
-        name: How it calls itself.
+        watch: What the process says of itself.
     """
 
-    def __init__(self, watch: Watch, *, connect: Connect, address: str, name: str) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._scraping = Scraping(Exposition(watch.metrics).encode)
-        self._states = Scraping(self._state_in_form)
-        self._address = address
-        self._name = name
-        self._page = load_page()
-        self._job = JobWatch(self._find_job, connect)
-        self._events = EventStream(self._encoded_state, headers=WATCH_HEADERS)
-        self._job_events = EventStream(self._encoded_job, headers=WATCH_HEADERS)
+        self._states = Scraping(lambda form: (encode_told(watch.state()), form))
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Adds all routes."""
         router.add_get(STATE_ROUTE, self._state, allow_head=True)
         router.add_get(METRICS_ROUTE, self._metrics, allow_head=True)
-        router.add_get(PAGE_ROUTE, self._show, allow_head=True)
-        router.add_get(JOB_ROUTE, self._show, allow_head=True)
-        router.add_get(EVENTS_ROUTE, self._events.watch, allow_head=False)
-        router.add_get(JOB_EVENTS_ROUTE, self._job_events.watch, allow_head=False)
+        router.add_get(PAGE_ROUTE, self._page, allow_head=True)
 
-    async def _state(self, _request: web.Request) -> web.StreamResponse:
-        # A part may have to wait for a moment, and the loop waits for nothing; nor do peers for a crowd that watches.
-        body, content_type = await _in_time(self._states, _JSON)
-        return web.Response(body=body, headers={**WATCH_HEADERS, "Content-Type": content_type})
-
-    async def _show(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._page.body, headers=self._page.headers)
-
-    def _state_in_form(self, form: str) -> Scrape:
-        return self._encoded_state(), form
-
-    def _encoded_state(self) -> bytes:
-        return encode_told(self._watch.state())
+    async def _state(self, request: web.Request) -> web.StreamResponse:
+        return await _answer(request, self._states, _JSON)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        body, content_type = await _in_time(self._scraping, accepted(request.headers.get("Accept", "")))
-        return web.Response(body=body, headers={**WATCH_HEADERS, "Content-Type": content_type})
+        return await _answer(request, self._scraping, accepted(request.headers.get("Accept", "")))
 
-    def _encoded_job(self) -> bytes:
-        return encode_told(self._job.look())
-
-    def _find_job(self) -> KnownJob:
-        find = self._watch.find_job
-        job = find() if find is not None else KnownJob()
-        return job if job.members else alone(self._address, self._name)
+    async def _page(self, _request: web.Request) -> web.StreamResponse:
+        body, headers = load_page()
+        return web.Response(body=body, headers=headers)
 
 
-async def _in_time(scraping: Scraping, form: str) -> Scrape:
+class Scraping:
+    """Coalesces concurrent requests: at most one collection runs at a time, on a thread beside the event loop.
+
+    A request that arrives while a collection runs waits for the next one and shares it: a crowd costs two collections.
+
+    Args:
+        produce: Collects in a form; runs on that thread.
+        timeout_s: How long a request may wait.
+    """
+
+    def __init__(self, produce: Callable[[str], Scrape], *, timeout_s: float = _TIMEOUT_S) -> None:
+        self._produce = produce
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+        self._running: asyncio.Future[Scrape] | None = None
+        self._last: dict[str, tuple[float, Scrape]] = {}
+
+    async def scrape(self, form: str) -> Scrape:
+        """Returns a collection that began at this call or later.
+
+        Args:
+            form: One of a few.
+
+        Raises:
+            asyncio.TimeoutError: It takes too long.
+        """
+        return await asyncio.wait_for(self._scrape(form, time.monotonic()), self._timeout_s)
+
+    async def _scrape(self, form: str, asked_s: float) -> Scrape:
+        async with self._turn:
+            began_s, last = self._last.get(form, (float("-inf"), None))
+            if last is not None and began_s >= asked_s:
+                return last
+            if self._running is not None:
+                # A request gave this collection up. A second thread would wait for the same thing.
+                await asyncio.wait({self._running})
+                self._running.exception()
+            began_s = time.monotonic()
+            loop = asyncio.get_running_loop()
+            self._running = loop.run_in_executor(None, self._produce, form)
+            await asyncio.wait({self._running})
+            done, self._running = self._running, None
+            self._last[form] = began_s, done.result()
+            return self._last[form][1]
+
+
+async def _answer(request: web.Request, scraping: Scraping, form: str) -> web.StreamResponse:
     try:
-        return await scraping.scrape(form)
+        body, content_type = await scraping.scrape(form)
     except asyncio.TimeoutError:
-        raise web.HTTPServiceUnavailable(text="what is told could not be found out in time") from None
+        raise web.HTTPServiceUnavailable(text="the process could not collect its state in time") from None
+    response = web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
+    try:
+        await response.prepare(request)
+        await asyncio.wait_for(response.write_eof(), _WRITE_S)
+    except (OSError, asyncio.TimeoutError):  # The client left, or does not read.
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+@functools.cache
+def load_page() -> tuple[bytes, dict[str, str]]:
+    """Reads the page once per process: HTML, and headers that let a browser run the page's own script alone."""
+    body = resources.files(__package__).joinpath(_PAGE).read_bytes()
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src {_hash('style', body)}",
+            f"script-src {_hash('script', body)}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        ]
+    )
+    return body, {
+        **_HEADERS,
+        "Content-Security-Policy": policy,
+        "Content-Type": "text/html; charset=utf-8",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+        "X-Frame-Options": "DENY",
+    }
+
+
+def _hash(element: str, body: bytes) -> str:
+    """The content of the page's one such element, as a policy names it (Content Security Policy 3, section 2.3.1)."""
+    (content,) = re.findall(rf"<{element}>(.*?)</{element}>".encode(), body, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

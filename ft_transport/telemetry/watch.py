@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ft_transport.telemetry.job import FindJob
 from ft_transport.telemetry.last_errors import LastErrors
 from ft_transport.telemetry.metrics import Metrics
 from ft_transport.telemetry.recorder import Recorder
@@ -34,7 +33,6 @@ class Watch:
         recorder: See the argument.
         metrics: What is counted, the records of the recorder among it.
         errors: The last things that went wrong.
-        find_job: Says who belongs to the job; ``None`` where this process knows nobody else.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -42,7 +40,6 @@ class Watch:
         self.metrics = Metrics()
         self.metrics.follow(recorder)
         self.errors = LastErrors()
-        self.find_job: FindJob | None = None
         self._mutex = threading.Lock()
         self._parts: dict[str, Part] = {}
 

@@ -8,12 +8,9 @@ GET       /checkpoint/{step}/memory     a ticket for the memory that it lies in,
 GET       /checkpoint/{step}/delta      what leads from this step to a later one, if it was kept: see ``wire.delta``
 GET       /relay/{content}              chunks that a receiver has, or will have, as they land (``wire.relayed``)
 GET       /status                       JSON: what is served, and to how many
-GET       /state                        JSON: all that this process tells of itself to who watches it
-GET       /metrics                      what this process counts, as Prometheus reads it
-GET       /                             a page for people: what ``/state`` tells, as it changes
-GET       /events                       the same as server-sent events, once a second
-GET       /job                          a page of the whole job
-GET       /job/events                   what it shows, as server-sent events: see ``telemetry.job``
+GET       /state                        JSON: the state of this process, see ``telemetry.told``
+GET       /metrics                      the metrics of this process, as Prometheus reads them
+GET       /                             a page for people, which shows ``/state`` as it changes
 GET       /challenge                    begins a session of peers that know the job token: see ``wire.authentication``
 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
@@ -45,11 +42,8 @@ CHALLENGE_ROUTE: Final = "/challenge"
 STATE_ROUTE: Final = "/state"
 METRICS_ROUTE: Final = "/metrics"
 PAGE_ROUTE: Final = "/"
-EVENTS_ROUTE: Final = "/events"
-JOB_ROUTE: Final = "/job"
-JOB_EVENTS_ROUTE: Final = "/job/events"
-WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE, PAGE_ROUTE, EVENTS_ROUTE, JOB_ROUTE, JOB_EVENTS_ROUTE})
-"""For people and their tools: a watch token is enough for them, see ``http.watch_access``."""
+WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE, PAGE_ROUTE})
+"""The routes for people and their tools, which a watch token opens: see ``http.watch_access``."""
 
 SNAPSHOT_PARAMETER: Final = "snapshot"
 WAIT_PARAMETER: Final = "wait"

@@ -169,7 +169,8 @@ class Demo:
         if event.name == "serving":
             self._write_targets()
             page = sender.metrics.removesuffix("metrics")
-            self._console.print(f"  {who}  watch it at {page} or all at {page}job", style=style, soft_wrap=True)
+            everyone = f"ft-transport top {self._lighthouse} --serve"
+            self._console.print(f"  {who}  watch it at {page}, or all with {everyone}", style=style, soft_wrap=True)
         elif event.name == "healed":
             self._console.print(
                 f"  {who}  healed to step {fields['step']} in {fields['seconds'] * 1e3:.0f} ms from {fields['source']}",

@@ -34,7 +34,6 @@ from manager.quorum.divergence import Claim
 from manager.quorum.forming import QuorumForming
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.hyperparameters import Hyperparameters
-from manager.quorum.job_members import finding_job
 from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
 from manager.quorum.membership_log import MembershipLog
@@ -129,7 +128,6 @@ class QuorumLoop:
         self._errors = transport.watch.errors
         transport.watch.tell("manager", telling_loop(self._participant))
         transport.watch.tell("changes", changes.recent())
-        transport.watch.find_job = finding_job(self.membership)
         self._state.add_observer(CommittedSteps(self._participant, self._comparison))
 
     # ------------------------------------------------------------------------------------------------------ the round

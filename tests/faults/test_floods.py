@@ -85,7 +85,7 @@ def test_where_nobody_proves_anything_small_requests_wait_and_data_does_not() ->
 
 
 @pytest.mark.parametrize("token", [TOKEN, None])
-@pytest.mark.parametrize("path", ["/state", "/metrics", "/job"])
+@pytest.mark.parametrize("path", ["/state", "/metrics", "/"])
 def test_who_watches_is_answered_some_hundred_times_a_second(
     path: str, token: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ import torch
 from quorum_threads import lighthouse, loopback_transport, make_manager, run_replicas
 
 from ft_transport import HTTPTransport
+from ft_transport.cli.job_members import JobFinder
+from ft_transport.http.rate_probe import connecting
 from ft_transport.telemetry.told import ToldManager, ToldState, decode_state
 from manager import Manager, StateManager
 
@@ -66,8 +68,7 @@ def test_a_quorum_its_steps_and_why_one_was_refused(address: str) -> None:
             assert {each.metadata() for each in transports.values()} == {member.addresses[0] for member in part.members}
             assert part.lighthouse == address
             assert told.errors
-            find_job = transports[name].watch.find_job
-            assert find_job is not None
+            find_job = JobFinder(transports[name].metadata(), connecting(None, None))
             assert [member.name for member in find_job().members] == ["a", "b"]
             done.wait()
         finally:

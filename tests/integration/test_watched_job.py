@@ -8,6 +8,7 @@ import os
 import pty
 import queue
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from served_memory import serving
 from typer.testing import CliRunner
 from watching import answer_of, job_of, listening
 
+from ft_transport.cli.job_state import JobState
+from ft_transport.cli.job_watch import JobWatch
 from ft_transport.cli.main import app
-from ft_transport.keys import Keys
-from ft_transport.telemetry.job import JobState
+from ft_transport.http.rate_probe import connecting
+from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.telemetry.record import Phase, Record, Retry, Transfer
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.told import (
@@ -103,6 +106,19 @@ def replicas(torchft_ready: None) -> Iterator[Replicas]:
             started.kill_all()
 
 
+@contextmanager
+def top_serving(address: str) -> Iterator[str]:
+    """The URL of the page of ``ft-transport top --serve``, which runs meanwhile, and ends with Ctrl-C."""
+    command = [sys.executable, "-m", "ft_transport.cli", "top", address, "--serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(LONG_S) == 0
+
+
 def look(lighthouse: str) -> tuple[int, JobState]:
     import msgspec
 
@@ -129,8 +145,9 @@ def test_a_killed_replica_leaves_the_page_heals_and_returns(
     exit_code, job = look(replicas.lighthouse)
     assert exit_code == 0
     address = next(each.address for each in job.processes if each.name == "A").removesuffix("checkpoint/")
-    with browser(tmp_path / "profile") as driver:
-        driver.get(f"{address}job")
+    assert activities(look(address)[1]) == ALL_TRAIN
+    with browser(tmp_path / "profile") as driver, top_serving(replicas.lighthouse) as page:
+        driver.get(page)
         until(lambda: states(driver) == ALL_TRAIN, "three replicas that train, on the page")
         replicas.kill("B")
         until(lambda: states(driver).get("B") in ("silent", "gone"), "B to leave the page")
@@ -199,28 +216,29 @@ def hostile_state() -> ToldState:
     )
 
 
-@pytest.fixture
-def hostile_page(tmp_path: Path) -> Iterator[tuple[Any, str]]:
+@pytest.fixture(params=["process", "job"])
+def hostile_page(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
     import msgspec
 
     body = answer_of(msgspec.json.encode(hostile_state()))
     with ExitStack() as open_:
         peer = open_.enter_context(listening(lambda connected, _ended: connected.sendall(body)))
         watch = Watch(Recorder())
-        watch.find_job = job_of(**{HOSTILE[:300]: peer})
         served = open_.enter_context(serving(watch=watch))
-        for name, part in msgspec.to_builtins(hostile_state()).items():
-            watch.tell(name, lambda part=part: part)  # type: ignore[misc]
+        if request.param == "job":
+            watch.tell("job", JobWatch(job_of(**{HOSTILE[:300]: peer}), connecting(None, None)).recent)
+        else:
+            for name, part in msgspec.to_builtins(hostile_state()).items():
+                watch.tell(name, lambda part=part: part)  # type: ignore[misc]
         driver = open_.enter_context(browser(tmp_path / "profile"))
         yield driver, f"http://127.0.0.1:{served.server.port}/"
 
 
 @needs_chromium
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["", "job"])
-def test_what_peers_say_is_text_and_nothing_else(hostile_page: tuple[Any, str], path: str) -> None:
+def test_what_peers_say_is_text_and_nothing_else(hostile_page: tuple[Any, str]) -> None:
     driver, address = hostile_page
-    driver.get(address + path)
+    driver.get(address)
     until(lambda: len(states(driver)) == 1, "a replica")
     driver.execute_script("document.querySelectorAll('.row').forEach((row) => row.click())")
     assert driver.execute_script("return window.hit") is None
@@ -237,6 +255,7 @@ def test_what_peers_say_is_text_and_nothing_else(hostile_page: tuple[Any, str], 
 
 @needs_chromium
 @pytest.mark.slow
+@pytest.mark.parametrize("hostile_page", ["process"], indirect=True)
 def test_it_is_used_by_keyboard_in_dark_and_light(hostile_page: tuple[Any, str]) -> None:
     driver, address = hostile_page
     driver.get(address)
@@ -269,8 +288,6 @@ def test_it_is_used_by_keyboard_in_dark_and_light(hostile_page: tuple[Any, str])
     until(lambda: states(driver) == {}, "nothing that contains the text")
     press("\ue00c")
     until(lambda: len(states(driver)) == 1, "all of it again")
-    press("v")
-    until(lambda: driver.current_url.endswith("/job"), "the page of the job")
 
 
 @needs_chromium
@@ -320,9 +337,9 @@ def test_it_says_when_it_is_disconnected_and_connects_again(tmp_path: Path) -> N
 def test_top_says_what_is_missing() -> None:
     from quorum_threads import lighthouse
 
-    wrong = CliRunner().invoke(app, ["top", "nowhere"])
+    wrong = CliRunner().invoke(app, ["top", "ftp://nowhere"])
     assert wrong.exit_code == 1
-    assert "expected http://host:port of a Lighthouse" in str(wrong.exception)
+    assert "expected a URL like http(s)://host:port" in str(wrong.exception)
     nobody = CliRunner().invoke(app, ["top", "127.0.0.1:9", "--once"])
     assert nobody.exit_code == 1
     assert "THE LIGHTHOUSE DOES NOT ANSWER" in nobody.stdout
@@ -335,18 +352,24 @@ def test_top_says_what_is_missing() -> None:
 
 @needs_chromium
 @pytest.mark.slow
-def test_a_browser_gets_in_with_the_watch_token(tmp_path: Path) -> None:
+def test_a_browser_gets_in_with_the_watch_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = "a-job-token-of-some-length"
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
     (watch_token,) = Keys.of(token).watch_tokens()
-    with browser(tmp_path / "profile") as driver, serving(token=token) as served:
-        place = f"127.0.0.1:{served.server.port}"
-        driver.get(f"http://{place}/job")
-        assert states(driver) == {}
-        driver.get(f"http://watcher:{watch_token}@{place}/job")
-        until(lambda: texts(driver, "#link") == ["live"], "to be connected")
-        assert states(driver) == {"replica-7": "serving"}
-        driver.get(f"http://{place}/")
-        until(lambda: texts(driver, "#link") == ["live"], "to be connected")
+    with (
+        browser(tmp_path / "profile") as driver,
+        serving(token=token) as served,
+        top_serving(served.server.address) as job,
+    ):
+        for address in (f"http://127.0.0.1:{served.server.port}/", job):
+            place = address.removeprefix("http://")
+            driver.get(f"http://{place}")
+            assert states(driver) == {}
+            driver.get(f"http://watcher:{watch_token}@{place}")
+            until(lambda: texts(driver, "#link") == ["live"], "to be connected")
+            assert states(driver) == {"replica-7": "serving"}
+            driver.get(f"http://{place}")
+            until(lambda: texts(driver, "#link") == ["live"], "to be connected")
 
 
 @pytest.mark.slow

@@ -1,27 +1,17 @@
-"""Servers that are watched, and what reads their events."""
+"""Jobs that are watched, and processes that answer as they like."""
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPResponse
 from typing import Any
 
 import msgspec
 
-from ft_transport.telemetry.job import KnownJob, KnownMember
+from ft_transport.cli.job_state import KnownJob, KnownMember
 from ft_transport.telemetry.told import ToldManager, ToldState
-
-
-def read_event(response: HTTPResponse) -> Any:
-    """The next event of a stream that says something."""
-    while line := response.readline():
-        if line.startswith(b"data: "):
-            return json.loads(line.removeprefix(b"data: "))
-    raise EOFError("the stream has ended")
 
 
 def job_of(**addresses: str) -> Callable[[], KnownJob]:

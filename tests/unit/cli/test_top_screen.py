@@ -6,8 +6,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from ft_transport.cli.job_state import JobError, JobProcess, JobRecord, JobState, Presence
 from ft_transport.cli.top_screen import is_well, screen
-from ft_transport.telemetry.job import JobError, JobProcess, JobRecord, JobState, Presence
 from ft_transport.telemetry.record import Phase, Record
 from ft_transport.telemetry.told import (
     Activity,
@@ -214,7 +214,8 @@ def test_a_process_says_that_the_lighthouse_is_lost() -> None:
         (job(process("a"), process("b", presence="silent")), False),
         (job(process("a"), process("b", presence="gone")), False),
         (job(), False),
-        (JobState(processes=(process("a"),)), False),
+        (JobState(lighthouse="http://lh:1", processes=(process("a"),)), False),
+        (JobState(processes=(process("a"),)), True),
     ],
 )
 def test_what_is_well(state: JobState, expected: bool) -> None:

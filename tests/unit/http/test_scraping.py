@@ -1,9 +1,11 @@
-"""``/metrics`` of a real server: crowds, sources that hang, and the end of the server."""
+"""``/metrics`` and ``/state`` of a real server: crowds, parts that hang, clients that do not read, and the end."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +14,8 @@ from http.client import HTTPException
 import pytest
 from served_memory import Answer, Serving, serving, until
 
-from ft_transport.http.scraping import Scraping
+from ft_transport.http import watch_routes
+from ft_transport.http.watch_routes import Scraping
 from ft_transport.telemetry.exposition import TEXT, Exposition
 from ft_transport.telemetry.metrics import Metrics
 from ft_transport.telemetry.readings import Metric, Reading
@@ -168,7 +171,7 @@ def test_who_asks_meanwhile_is_told_that_it_takes_too_long(watch: Watch, source:
         assert served.ask("/state").status == 200
 
     assert answer.status == 503
-    assert b"could not be found out in time" in answer.body
+    assert b"could not collect its state in time" in answer.body
 
 
 def test_a_server_ends_while_it_is_scraped(watch: Watch, source: Source) -> None:
@@ -185,3 +188,50 @@ def test_a_server_ends_while_it_is_scraped(watch: Watch, source: Source) -> None
         source.may_go_on.set()
         for each in asking:
             each.result(LONG_S)
+
+
+def test_a_part_that_hangs_holds_up_neither_the_server_nor_its_end() -> None:
+    is_asked, may_end = threading.Event(), threading.Event()
+
+    def hanging() -> None:
+        is_asked.set()
+        may_end.wait(LONG_S)
+
+    def ask(served: Serving) -> None:
+        with suppress(OSError, HTTPException):
+            served.ask("/state")
+
+    watch = Watch(Recorder())
+    watch.tell("part", hanging)
+    try:
+        with ThreadPoolExecutor(1) as pool, serving(watch=watch) as served:
+            asking = pool.submit(ask, served)
+            assert is_asked.wait(LONG_S)
+            assert served.ask("/status").status == 200
+            began_s = time.monotonic()
+            served.server.close(wait=True)
+            assert time.monotonic() - began_s < 3.0
+            asking.result(LONG_S)
+    finally:
+        may_end.set()
+
+
+@pytest.mark.parametrize("path", ["/state", "/metrics"])
+def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_routes, "_WRITE_S", 0.2)
+    much = Metric(name="ft_transport_much", kind="gauge", help="x" * (32 << 20))
+    watch = Watch(Recorder())
+    watch.tell("part", lambda: much.help)
+    watch.metrics.collect(lambda: [Reading(metric=much, value=1)])
+    with serving(watch=watch) as served, socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.settimeout(LONG_S)
+        stalled.connect(("127.0.0.1", served.server.port))
+        stalled.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        time.sleep(1.0)
+        assert served.ask("/status").status == 200
+        num_bytes = 0
+        with suppress(ConnectionResetError):
+            while received := stalled.recv(1 << 20):
+                num_bytes += len(received)
+        assert num_bytes < 32 << 20

@@ -1,25 +1,29 @@
-"""A job as one process sees it: who is there, who has left, and peers that answer as they should not."""
+"""A job as `top` sees it: present and departed replicas, and processes that answer as they should not."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 from served_memory import serving
-from watching import answer_of, encoded_state, job_of, listening, read_event
+from watching import answer_of, encoded_state, job_of, listening
 
-from ft_transport.http.job_watch import MAX_PROCESSES, JobWatch
+from ft_transport.cli.job_members import JobFinder
+from ft_transport.cli.job_state import JobState, KnownJob, KnownMember
+from ft_transport.cli.job_watch import MAX_PROCESSES, JobWatch
+from ft_transport.errors import ConfigurationError
 from ft_transport.http.rate_probe import connecting
 from ft_transport.keys import Keys
 from ft_transport.telemetry.encoding import encode_told
-from ft_transport.telemetry.job import JobState, KnownJob, KnownMember
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import ToldChange, ToldManager
+from ft_transport.telemetry.told import ToldChange, ToldManager, ToldMember
 from ft_transport.telemetry.watch import Watch
 
 NOBODY = "http://127.0.0.1:9/checkpoint/"
@@ -180,7 +184,7 @@ def test_a_member_that_tells_too_much_is_told_of_no_further(told: bytes) -> None
     with listening(respond) as bad:
         job = watching(job_of(bad=bad)).look()
     assert presences(job) == {"bad:1": "silent"}
-    assert "expected a process to tell no more than" in job.processes[0].error
+    assert "bytes as the state of a process" in job.processes[0].error
 
 
 def test_what_one_member_makes_all_who_watch_read_is_bounded() -> None:
@@ -260,12 +264,62 @@ def test_no_request_names_who_is_asked() -> None:
     def respond(connected: socket.socket, ended: threading.Event) -> None:
         heard.set()
 
-    with listening(respond) as there, serving() as served, closing(served.connect()) as http:
-        query = f"address={there}&lighthouse={there}&members={there}"
-        headers = {"X-Forwarded-Host": there.split("/")[2], "Forwarded": f"host={there}", "Referer": there}
-        http.request("GET", f"/job/events?{query}", headers=headers)
-        (process,) = read_event(http.getresponse())["processes"]
+    with listening(respond) as there, serving() as member:
+        watch = Watch(Recorder())
+        watch.tell("job", watching(job_of(a=f"{member.server.address}/checkpoint/")).recent)
+        with serving(watch=watch) as served:
+            query = f"address={there}&lighthouse={there}&members={there}"
+            headers = {"X-Forwarded-Host": there.split("/")[2], "Forwarded": f"host={there}", "Referer": there}
+            (process,) = json.loads(served.ask(f"/state?{query}", **headers).body)["job"]["processes"]
 
-    assert process["address"] == f"{served.server.address}/checkpoint/"
+    assert process["address"] == f"{member.server.address}/checkpoint/"
     assert process["presence"] == "here"
     assert not heard.is_set()
+
+
+def test_a_crowd_of_browsers_costs_two_looks_a_second_and_nobody_costs_nothing() -> None:
+    num_looks = 0
+
+    def find() -> KnownJob:
+        nonlocal num_looks
+        num_looks += 1
+        return KnownJob()
+
+    clock = Clock()
+    looking = watching(find, clock)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: looking.recent(), range(50)))
+    assert num_looks == 1
+    clock.now_s += 0.4
+    looking.recent()
+    assert num_looks == 1
+    clock.now_s += 0.2
+    looking.recent()
+    assert num_looks == 2
+
+
+def test_a_process_without_a_quorum_is_a_job_of_one() -> None:
+    with serving() as served:
+        find = JobFinder(served.server.address, connecting(None, None))
+        looking = watching(find)
+        job = looking.look()
+        assert (job.lighthouse, presences(job)) == ("", {"replica-7": "here"})
+    assert presences(looking.look()) == {"replica-7": "silent"}
+
+
+def test_a_process_names_its_lighthouse_and_the_members_also_after_it_has_exited() -> None:
+    member = ToldMember(replica_id="b:1", step=7, addresses=(NOBODY,))
+    watch = Watch(Recorder())
+    watch.tell("manager", lambda: ToldManager(replica_id="a:1", lighthouse="http://127.0.0.1:9", members=(member,)))
+    with serving(watch=watch) as served:
+        find = JobFinder(f"{served.server.address}/checkpoint/", connecting(None, None))
+        job = find()
+    expected = KnownMember(name="b", replica_id="b:1", addresses=(NOBODY,), step=7)
+    assert job == KnownJob(members=(expected,), lighthouse="http://127.0.0.1:9")
+    assert find() == job
+
+
+def test_where_nothing_answers_the_address_is_that_of_a_lighthouse() -> None:
+    assert JobFinder("127.0.0.1:9", connecting(None, None))() == KnownJob(lighthouse="http://127.0.0.1:9")
+    with pytest.raises(ConfigurationError, match="expected a URL"):
+        JobFinder("ftp://host:1", connecting(None, None))

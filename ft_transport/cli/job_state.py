@@ -1,4 +1,4 @@
-"""A job as a whole, as one of its processes or ``ft-transport top`` sees it: values, without a clock or a network."""
+"""A whole job, as ``ft-transport top`` sees it: values, without a clock or a network."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.told import VERSION, ToldChange, ToldError, ToldState
 
 Presence: TypeAlias = Literal["here", "silent", "gone", "coming"]
-"""``here``: it answers. ``silent``: it does not, and is still counted on. ``gone``: it does not, and nobody counts on
-it. ``coming``: the Lighthouse hears it, and nobody has told yet where it is."""
+"""``here``: it answers. ``silent``: it does not answer, and is a member of the quorum or has a heartbeat. ``gone``: it
+does not answer, and is neither. ``coming``: it has a heartbeat, and its address is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +19,11 @@ class KnownMember:
     """A replica that the quorum or the Lighthouse knows.
 
     Attributes:
-        name: What stays when it is started again.
-        replica_id: Unique to one start of it.
+        name: Stays the same when the replica starts again.
+        replica_id: Unique to one start of the replica.
         addresses: Where each of its ranks serves its state; empty where that is not known.
         step: The committed step that it held in the last quorum; ``None`` where it has not been in one.
-        silent_s: For how long the Lighthouse has not heard it, in seconds; ``None`` if it has.
+        silent_s: Seconds since its last heartbeat, where that is too old; else ``None``.
     """
 
     name: str
@@ -51,7 +51,7 @@ class KnownJob:
 
 
 FindJob: TypeAlias = Callable[[], KnownJob]
-"""Finds out who belongs to the job; may take a second."""
+"""Finds the replicas of the job; may take a second or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +64,10 @@ class JobProcess:
         group_rank: Which rank of the replica.
         address: Where it was asked; empty where that is not known.
         presence: Whether it answers.
-        since_s: For how long it has been so, in seconds, as far as anybody has looked.
+        since_s: For how long, in seconds, counted from the first look.
         error: Why it does not answer; empty if it does.
-        step: What is known of its step without an answer.
-        told: What it has told last, without what `JobState` has; ``None`` if it never has.
+        step: Its step in the last quorum.
+        told: Its last answer, without the lists that `JobState` joins; ``None`` before the first one.
     """
 
     name: str
@@ -83,7 +83,7 @@ class JobProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A record, and whose it is; its begin is by the clock of who looks."""
+    """A record of one process; its times are by the clock of this process."""
 
     name: str
     group_rank: int
@@ -92,7 +92,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobError:
-    """An error, and whose it is; its time is by the clock of who looks."""
+    """An error of one process; its time is by the clock of this process."""
 
     name: str
     group_rank: int
@@ -105,16 +105,16 @@ class JobState:
 
     Attributes:
         version: Of this form.
-        unix_s: The clock of who looks.
-        took_s: How long asking all of them has taken, in seconds.
+        unix_s: The clock of this process.
+        took_s: How long the look took, in seconds.
         lighthouse: Its address; empty if there is none.
         status: What it says of the quorum.
         is_lighthouse_read: Whether its page could be read.
         processes: By name and rank.
-        num_left_out: So many more processes were not asked, because there are too many.
-        records: The last ones of all, the newest at the end.
-        errors: The last ones of all, the newest at the end.
-        changes: The last changes of membership, each once, the newest at the end; times are by the clock of who looks.
+        num_left_out: How many more processes were not asked, because there are too many.
+        records: The last ones of all processes, the newest at the end.
+        errors: The last ones of all processes, the newest at the end.
+        changes: The last changes of membership, each once, the newest at the end.
     """
 
     version: int = VERSION

@@ -1,7 +1,7 @@
-"""Asks all processes of a job what they tell (``/state``), at once, and makes one `JobState` of it.
+"""Asks all processes of a job for ``/state``, at once, and makes one `JobState` of the answers.
 
-Only addresses are asked that the quorum or the Lighthouse has of this job, never one of a request. Who has a job token
-asks nobody for more than a proof before it has come.
+It asks only addresses that a quorum or the Lighthouse names, never one of a request. With a job token, each process has
+to prove that it knows the token before it is asked for anything else.
 """
 
 from __future__ import annotations
@@ -14,43 +14,31 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
+from ft_transport.cli.job_state import FindJob, JobError, JobProcess, JobRecord, JobState, KnownJob, Presence
 from ft_transport.errors import PeerProtocolError, TransportError
-from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.rate_probe import Connect
+from ft_transport.http.rate_probe import Connect, ask_state
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.encoding import encode_told
-from ft_transport.telemetry.job import (
-    FindJob,
-    JobError,
-    JobProcess,
-    JobRecord,
-    JobState,
-    KnownJob,
-    KnownMember,
-    Presence,
-)
-from ft_transport.telemetry.told import ToldChange, ToldState, decode_state, short_phases, short_retries, shortened
-from ft_transport.wire.routes import STATE_ROUTE
+from ft_transport.telemetry.told import ToldChange, ToldState, short_phases, short_retries, shortened
+from manager.quorum.lighthouse import name_of
 
 MAX_PROCESSES: Final = 512
 _WITHIN_S: Final = 1.0
 _ROUND_S: Final = 3.0
-"""All answers have come by then, or count as missing in this round."""
+"""How long one look waits for all answers."""
+_FRESH_S: Final = 0.5
 _MAX_AT_ONCE: Final = 32
-_MAX_STATE_BYTES: Final = 512 << 10
 _MAX_KEPT_BYTES: Final = 128 << 10
-"""Of a process, but for its records and errors; several times as much as a real one tells.
+"""The state of one process without its records and errors; several times the size of a real one.
 
-What a member leaves out of what it sends, because it has a default, comes out again here.
+Defaults that a process leaves out of its answer are part of this size.
 """
 _NUM_FLOWS: Final = 64
 _NUM_RUNNING: Final = 8
 _NUM_TRANSFERS: Final = 20
 _NUM_RETRIES: Final = 8
-_NAMELESS: Final = "replica"
-"""Begins the ids of replicas without a name."""
 _FORGET_S: Final = 600.0
-"""How long who is gone is told of, unless it comes back under its name."""
+"""How long a replica that left has a row, unless it comes back under its name."""
 _NUM_RECORDS: Final = 30
 _NUM_ERRORS: Final = 30
 _NUM_CHANGES: Final = 30
@@ -71,17 +59,17 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """What is remembered of one process.
+    """The memory of one process.
 
     Attributes:
         name: See `KnownMember`.
-        address: Where it was last.
-        presence: What it was in the last look.
-        since_s: Since when, by the clock.
-        told: What it has told last.
-        error: Why it has not answered.
-        step: What the quorum had said of it.
-        ahead_s: By how much its clock is behind the one here, in seconds.
+        address: Its last address.
+        presence: Its presence in the last look.
+        since_s: When that began, by the clock.
+        told: Its last answer.
+        error: Why it did not answer.
+        step: Its step in the last quorum.
+        ahead_s: How far its clock is behind this one, in seconds.
     """
 
     name: str
@@ -95,11 +83,11 @@ class _Seen:
 
 
 class JobWatch:
-    """Looks at a job, again and again. Any thread may call it; nothing goes on between two looks.
+    """Looks at a job again and again. Any thread may call it; nothing runs between two looks.
 
     Args:
-        find: Says who belongs to the job.
-        connect: Connects to a peer, and proves what is to be proved.
+        find: Finds the replicas of the job.
+        connect: Connects to a process, with the proof of the job token.
         clock: Monotonic seconds.
     """
 
@@ -109,12 +97,24 @@ class JobWatch:
         self._clock = clock
         self._seen: dict[_Key, _Seen] = {}
         self._num_looks = 0
+        self._last: tuple[float, JobState] | None = None
         self._mutex = threading.Lock()
 
     def look(self) -> JobState:
-        """Asks everybody; takes a few seconds at most, and waits for a look that goes on."""
+        """Asks all processes; takes a few seconds at most, and waits for a look that runs already."""
         with self._mutex:
             return self._look()
+
+    def recent(self) -> JobState:
+        """The last look, for as long as that look took, and at least for half a second; after that a new one.
+
+        So any number of browsers costs at most two looks a second, and at most half of the time.
+        """
+        with self._mutex:
+            if self._last is None or self._clock() - self._last[0] > max(_FRESH_S, self._last[1].took_s):
+                job = self._look()
+                self._last = self._clock(), job
+            return self._last[1]
 
     def _look(self) -> JobState:
         began_s = self._clock()
@@ -131,7 +131,7 @@ class JobWatch:
         return self._state(job, now_s, took_s=now_s - began_s, num_left_out=num_left_out)
 
     def _note_members(self, job: KnownJob) -> int:
-        """Remember who is there; returns how many there are too many."""
+        """Remember the members; returns how many more there are than fit."""
         now_s, num_left_out = self._clock(), 0
         for member in job.members:
             for rank, address in enumerate(member.addresses or ("",)):
@@ -139,7 +139,7 @@ class JobWatch:
                 seen = self._seen.get(key)
                 if seen is None:
                     if member.silent_s is not None and not address:
-                        continue  # It left before anybody looked, and nobody knows where it was.
+                        continue  # It left before the first look, and its address is unknown.
                     if len(self._seen) >= MAX_PROCESSES:
                         num_left_out += 1
                         continue
@@ -152,7 +152,7 @@ class JobWatch:
         keys = [key for key, seen in self._seen.items() if seen.address]
         if not keys:
             return {}
-        # Another one comes first each time: where time is up for the last ones, they are not always the same.
+        # Each look begins with another process, so time does not always run out for the same ones.
         self._num_looks += 1
         first = self._num_looks * _MAX_AT_ONCE % len(keys)
         until_s = self._clock() + _ROUND_S
@@ -173,7 +173,7 @@ class JobWatch:
             return _Asked(None, f"{type(error).__name__}: {error}"[:_MAX_TEXT])
 
     def _forget_the_past(self, now_s: float, known: set[str]) -> None:
-        """Forget who has come back by its name, and who has been gone for long."""
+        """Forget replicas that came back under their name, and replicas that left long ago."""
         there = {
             (seen.name, key.group_rank)
             for key, seen in self._seen.items()
@@ -230,27 +230,6 @@ class JobWatch:
         )
 
 
-def ask_state(address: str, connect: Connect, within_s: float) -> ToldState:
-    """Ask one process what it tells.
-
-    Args:
-        address: Of its server, as a URL.
-        connect: Connects to it, and proves what is to be proved.
-        within_s: For all of it, in seconds.
-
-    Raises:
-        TransportError: It does not answer, or not to this process, or with something else.
-    """
-    with connect(PeerAddress.from_url(address), within_s) as connection:
-        response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
-        return decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES))
-
-
-def alone(address: str, name: str) -> KnownJob:
-    """A job of one process, without a quorum."""
-    return KnownJob(members=(KnownMember(name=name or "this process", replica_id=name, addresses=(address,)),))
-
-
 def _update(seen: _Seen, asked: _Asked | None, now_s: float, *, is_counted_on: bool) -> None:
     presence: Presence
     if asked is None:
@@ -265,7 +244,7 @@ def _update(seen: _Seen, asked: _Asked | None, now_s: float, *, is_counted_on: b
         presence = "silent" if is_counted_on else "gone"
         seen.error = asked.error
     if presence != seen.presence:
-        # Who is gone was silent first, and that is when it began.
+        # A replica that left was silent first: its absence began then.
         if not (presence == "gone" and seen.presence == "silent"):
             seen.since_s = now_s
         seen.presence = presence
@@ -283,7 +262,7 @@ def _errors(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iter
 
 
 def _add_changes(changes: dict[tuple[str, str, float], ToldChange], told: ToldState, ahead_s: float) -> None:
-    """Add what one process tells: all ranks of all survivors tell the same departure, and the first one counts."""
+    """Add the changes that one process reports. All survivors report the same departure; the earliest report counts."""
     for change in told.changes:
         key, shifted = (change.kind, change.replica_id, change.step), replace(change, unix_s=change.unix_s + ahead_s)
         if shifted.unix_s <= changes.setdefault(key, shifted).unix_s:
@@ -291,17 +270,13 @@ def _add_changes(changes: dict[tuple[str, str, float], ToldChange], told: ToldSt
 
 
 def _departed(changes: Iterable[ToldChange], names: set[str]) -> Iterator[JobProcess]:
-    """Replicas that left before anybody looked, as the survivors report them.
+    """Replicas that left before the first look, as the survivors report them.
 
     Args:
         changes: In the order in which they happened.
-        names: Of the replicas that have been seen.
+        names: The names of replicas that were seen.
     """
-    last: dict[str, ToldChange] = {}
-    for change in changes:
-        name, _, start = change.replica_id.rpartition(":")
-        last[change.replica_id if name in ("", _NAMELESS) or not start else name] = change
-    for name, change in last.items():
+    for name, change in {name_of(change.replica_id): change for change in changes}.items():
         since_s = _unix_s() - change.unix_s
         if change.kind == "left" and name not in names and since_s < _FORGET_S:
             yield JobProcess(
@@ -310,10 +285,10 @@ def _departed(changes: Iterable[ToldChange], names: set[str]) -> Iterator[JobPro
 
 
 def _bounded(told: ToldState, peer: str) -> ToldState:
-    """What is kept of it, and told again to all who watch: all of it is encoded at once while nobody else runs Python.
+    """Truncates a state, because every browser gets all states.
 
     Raises:
-        PeerProtocolError: Even so it is more than a process has to tell.
+        PeerProtocolError: The truncated state is still larger than that of any real process.
     """
     manager, transport = told.manager, told.transport
     if manager is not None:
@@ -343,7 +318,7 @@ def _bounded(told: ToldState, peer: str) -> ToldState:
     num_bytes = len(encode_told(replace(kept, records=(), errors=())))
     if num_bytes > _MAX_KEPT_BYTES:
         raise PeerProtocolError(
-            f"expected a process to tell no more than {_MAX_KEPT_BYTES} bytes, it tells {num_bytes}", peer=peer
+            f"expected at most {_MAX_KEPT_BYTES} bytes as the state of a process, got {num_bytes}", peer=peer
         )
     return kept
 
