@@ -14,8 +14,8 @@ from typing import Any, Final
 from aiohttp import web
 
 from ft_transport.http.admission import Admission, Place
-from ft_transport.http.audit import Audit
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
+from ft_transport.http.upload_log import UploadLog
 
 _MAX_LINE_BYTES: Final = 8190
 _MAX_HEADERS: Final = 32
@@ -32,12 +32,12 @@ class PeerProtocol(web.RequestHandler):
         loop: The server's.
         keep_alive_s: How long the connection may be silent between two requests.
         admission: Where it gives its place back.
-        audit: Is told of its end.
+        uploads: Learns when the connection ends; ``None`` for a server that sends no snapshots.
         place: Its own.
         trouble: Is told of malformed requests, and of handlers that failed.
     """
 
-    __slots__ = ("_admission", "_audit", "_trouble", "place")
+    __slots__ = ("_admission", "_trouble", "_uploads", "place")
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class PeerProtocol(web.RequestHandler):
         loop: asyncio.AbstractEventLoop,
         keep_alive_s: float,
         admission: Admission,
-        audit: Audit,
         place: Place,
         trouble: TroubleLog,
+        uploads: UploadLog | None = None,
     ) -> None:
         super().__init__(
             server,
@@ -63,7 +63,7 @@ class PeerProtocol(web.RequestHandler):
             auto_decompress=False,
         )
         self._admission = admission
-        self._audit = audit
+        self._uploads = uploads
         self._trouble = trouble
         self.place = place
 
@@ -76,7 +76,8 @@ class PeerProtocol(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """See ``asyncio.Protocol``."""
         self._admission.leave(self.place)
-        self._audit.left(self.place)
+        if self._uploads is not None:
+            self._uploads.left(self.place)
         super().connection_lost(exc)
 
     def handle_error(

@@ -23,7 +23,6 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ft_transport.http.admission import Admission, Place
-from ft_transport.http.audit import Audit
 from ft_transport.http.client_limit import ClientLimit
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
@@ -37,7 +36,6 @@ from ft_transport.http.relays import Relays
 from ft_transport.http.request_guard import RequestGuard
 from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
-from ft_transport.http.sends import Sends
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
 from ft_transport.http.snapshot_routes import SnapshotRoutes
@@ -45,6 +43,7 @@ from ft_transport.http.strangers import Strangers
 from ft_transport.http.telling import TransportTelling
 from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
+from ft_transport.http.upload_log import UploadLog
 from ft_transport.http.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
@@ -147,16 +146,14 @@ class SnapshotServer:
                 strangers=self._strangers,
                 trouble=self._trouble,
             )
-            sends = Sends(time.monotonic)
-            self._audit = Audit(time.monotonic)
+            self._uploads = UploadLog(time.monotonic)
             self._routes = SnapshotRoutes(
                 cache,
                 self.requests,
                 self.deltas,
                 self.relays,
                 admission=self._admission,
-                audit=self._audit,
-                sends=sends,
+                uploads=self._uploads,
                 keys=keys,
                 names={"replica": replica, "server": self.server_id},
                 is_on_all_addresses=ipaddress.ip_address(self._socket.getsockname()[0]).is_unspecified,
@@ -166,7 +163,7 @@ class SnapshotServer:
                 clients=ClientLimit(max_clients, time.monotonic),
             )
             telling = TransportTelling(
-                cache, sends, watch.recorder, server=self.server_id, replica=replica, address=self.address
+                cache, self._uploads, watch.recorder, server=self.server_id, replica=replica, address=self.address
             )
             watch.tell("transport", telling.told)
             self._watch_routes = WatchRoutes(watch)
@@ -239,9 +236,9 @@ class SnapshotServer:
                 loop=self._loop,
                 keep_alive_s=_KEEP_ALIVE_S,
                 admission=self._admission,
-                audit=self._audit,
                 place=place,
                 trouble=self._trouble,
+                uploads=self._uploads,
             )
 
         def make_encrypted(place: Place) -> TLSProtocol:
@@ -267,7 +264,7 @@ class SnapshotServer:
             self._tls.close()
         await self._guard.cancel_handlers()
         await runner.cleanup()
-        self._audit.close()
+        self._uploads.close()
         # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
         for _ in range(_SETTLING_ROUNDS):
             await asyncio.sleep(0)

@@ -12,7 +12,6 @@ from aiohttp import web
 
 from ft_transport.errors import ConfigurationError, PeerAuthenticationError, StepNotServedError
 from ft_transport.http.admission import Admission
-from ft_transport.http.audit import Audit, FetchKey
 from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.client_limit import ClientLimit
 from ft_transport.http.kept_deltas import KeptDeltas
@@ -22,9 +21,9 @@ from ft_transport.http.relayed_chunks import RelayedChunks
 from ft_transport.http.relays import Follower, Relays
 from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
-from ft_transport.http.sends import Positioned, Sends
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests, asked_follow_s, asked_ranges, asked_wait_s
+from ft_transport.http.upload_log import FetchKey, Positioned, UploadLog
 from ft_transport.keys import Keys
 from ft_transport.telemetry.readings import PREFIX, Counts, Metric
 from ft_transport.wire.authentication import (
@@ -76,8 +75,7 @@ class SnapshotRoutes:
         deltas: Those that are served.
         relays: What is passed on while it is being received.
         admission: Has the places of connections.
-        audit: Is told what was sent to whom.
-        sends: Is told what is being sent to whom.
+        uploads: The log of all that is sent.
         keys: Those of the job, if it has any: what is not digested chunk by chunk is signed then.
         names: What the server says of itself in ``/status``.
         is_on_all_addresses: Whether it can be reached at each of the host's addresses; it tells them then.
@@ -98,8 +96,7 @@ class SnapshotRoutes:
         relays: Relays,
         *,
         admission: Admission,
-        audit: Audit,
-        sends: Sends,
+        uploads: UploadLog,
         keys: Keys | None,
         names: dict[str, str],
         is_on_all_addresses: bool,
@@ -114,8 +111,7 @@ class SnapshotRoutes:
         self._deltas = deltas
         self._relays = relays
         self._admission = admission
-        self._audit = audit
-        self._sends = sends
+        self._uploads = uploads
         self._keys = keys
         self._names = names
         self._is_on_all_addresses = is_on_all_addresses
@@ -203,15 +199,9 @@ class SnapshotRoutes:
             ticket = self._same_host.ticket_for(snapshot) if self._same_host is not None else None
             if ticket is None:
                 raise StepNotServedError("expected a snapshot in memory that is lent to receivers on this host")
-            self._note(
-                request,
-                snapshot.step,
-                snapshot.snapshot_id,
-                num_bytes=ticket.data_bytes,
-                began_s=began_s,
-                outcome="lent",
-                role="same_host",
-            )
+            key = _key_of(request, snapshot.step, snapshot.snapshot_id)
+            num_bytes = ticket.data_bytes
+            self._note(request, key, num_bytes=num_bytes, began_s=began_s, outcome="lent", role="same_host")
             return web.Response(body=encode_ticket(ticket), content_type="application/json")
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
@@ -256,8 +246,8 @@ class SnapshotRoutes:
             return response
         finally:
             # A delta is of no snapshot; the step is the one that it is applied to.
-            step = int(request.match_info["step"])
-            self._note(request, step, "-", num_bytes=num_bytes, began_s=began_s, outcome=outcome)
+            key = _key_of(request, int(request.match_info["step"]), "-")
+            self._note(request, key, num_bytes=num_bytes, began_s=began_s, outcome=outcome)
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         content_id = parse_content_id(request.match_info["content"])
@@ -275,10 +265,10 @@ class SnapshotRoutes:
     async def _send_relayed(self, request: web.Request, follower: Follower, pause_s: float) -> web.StreamResponse:
         headers = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}
         response = web.StreamResponse(headers=headers)
-        relay = follower.relay
+        key = _key_of(request, follower.relay.step, follower.relay.content)
         content, began_s = RelayedChunks(follower, pause_s=pause_s), time.monotonic()
         outcome = "interrupted"
-        self._sends.begun(_key_of(request, relay.step, relay.content), content, role="relay")
+        self._uploads.begun(place_of(request), key, content, role="relay")
         try:
             await send(request, response, content, stall_timeout_s=self._stall_timeout_s, cap=self._cap)
             outcome = "done" if content.position == content.end else "cut short"
@@ -286,8 +276,7 @@ class SnapshotRoutes:
         finally:
             self._note(
                 request,
-                relay.step,
-                relay.content,
+                key,
                 num_bytes=content.position,
                 began_s=began_s,
                 outcome=outcome,
@@ -314,7 +303,8 @@ class SnapshotRoutes:
         response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
         start, began_s = content.position, time.monotonic()
         outcome = "interrupted"
-        self._sends.begun(_key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id), content, role="source")
+        key = _key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id)
+        self._uploads.begun(place_of(request), key, content, role="source")
         try:
             # The kernel holds pages of a memory file until the receiver has read them.
             reading.unread_s = self._stall_timeout_s if request.method != "HEAD" else 0.0
@@ -322,22 +312,13 @@ class SnapshotRoutes:
             outcome = "done" if request.method == "HEAD" or content.position == content.end else "cut short"
             return response
         finally:
-            snapshot, num_bytes = reading.snapshot, content.position - start
-            self._note(
-                request,
-                snapshot.step,
-                snapshot.snapshot_id,
-                num_bytes=num_bytes,
-                began_s=began_s,
-                outcome=outcome,
-                content=content,
-            )
+            num_bytes = content.position - start
+            self._note(request, key, num_bytes=num_bytes, began_s=began_s, outcome=outcome, content=content)
 
     def _note(
         self,
         request: web.Request,
-        step: int,
-        snapshot: str,
+        key: FetchKey,
         *,
         num_bytes: int,
         began_s: float,
@@ -346,15 +327,15 @@ class SnapshotRoutes:
         role: str = "source",
     ) -> None:
         self.sent.add(_route_name(request), by=num_bytes)
-        key = _key_of(request, step, snapshot)
-        self._sends.ended(key, content, num_bytes, role=role)
-        self._audit.note(
+        self._uploads.ended(
             place_of(request),
             key,
             route=_route_name(request),
             num_bytes=num_bytes,
             began_s=began_s,
             outcome=outcome,
+            content=content,
+            role=role,
         )
 
 

@@ -1,12 +1,12 @@
-"""What a transport tells of itself to who watches it: see ``telemetry.told``."""
+"""The state of a transport, as ``/state`` shows it: see ``telemetry.told``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 
-from ft_transport.http.sends import Sends
 from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.http.upload_log import UploadLog
 from ft_transport.telemetry.rates import Rates
 from ft_transport.telemetry.record import KINDS
 from ft_transport.telemetry.recorder import Recorder
@@ -16,22 +16,22 @@ _RECEIVING = frozenset(KINDS) - {"save", "load", "publish"}
 
 
 class TransportTelling:
-    """Looks at what is there when somebody asks. Any thread may.
+    """Reads that state on request. Any thread may ask.
 
     Args:
-        cache: What is served.
-        sends: To whom.
-        recorder: Knows what is being received.
+        cache: The snapshots that the transport serves.
+        uploads: The receivers that they go to.
+        recorder: The records of what the transport receives.
         server: As in `ToldTransport`.
         replica: As in `ToldTransport`.
         address: As in `ToldTransport`.
     """
 
     def __init__(
-        self, cache: SnapshotCache, sends: Sends, recorder: Recorder, *, server: str, replica: str, address: str
+        self, cache: SnapshotCache, uploads: UploadLog, recorder: Recorder, *, server: str, replica: str, address: str
     ) -> None:
         self._cache = cache
-        self._sends = sends
+        self._uploads = uploads
         self._recorder = recorder
         self._server = server
         self._replica = replica
@@ -48,7 +48,7 @@ class TransportTelling:
                 ToldSnapshot(step=step, num_bytes=num_bytes, num_readers=num_readers)
                 for step, num_bytes, num_readers in self._cache.alive()
             ),
-            sends=self._sends.told(),
+            sends=self._uploads.told(),
             receives=tuple(self._receives()),
         )
 

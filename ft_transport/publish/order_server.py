@@ -16,7 +16,6 @@ import msgspec
 from aiohttp import web
 
 from ft_transport.http.admission import Admission, Place
-from ft_transport.http.audit import Audit
 from ft_transport.http.listener import Listener
 from ft_transport.http.own_names import REFUSAL, OwnNames
 from ft_transport.http.peer_protocol import PeerProtocol, place_of
@@ -82,8 +81,6 @@ class OrderServer:
         self._answering = answering
         self._num_orders = 0
         self._admission = Admission(_MAX_CONNECTIONS, time.monotonic)
-        # Nothing is fetched here.
-        self._audit = Audit(time.monotonic)
         self._strangers = Strangers(time.monotonic)
         self._trouble = TroubleLog(logger, time.monotonic)
         self._loop = asyncio.new_event_loop()
@@ -133,7 +130,6 @@ class OrderServer:
                 loop=self._loop,
                 keep_alive_s=_KEEP_ALIVE_S,
                 admission=self._admission,
-                audit=self._audit,
                 place=place,
                 trouble=self._trouble,
             )
