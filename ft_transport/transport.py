@@ -23,7 +23,6 @@ from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
 from ft_transport.telemetry.build_info import build_readings
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.telling import tell_process
 from ft_transport.telemetry.told import ToldState
 from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import FetchRequest, StateClient
@@ -90,7 +89,6 @@ class HTTPTransport(Generic[T]):
         self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
         self.watch = Watch(self.recorder)
         self.watch.metrics.collect(partial(build_readings, settings.replica))
-        tell_process(self.watch)
         certificates = settings.certificates()
         self._connect = connecting(keys, certificates)
         self._server = StateServer(

@@ -1,38 +1,75 @@
-"""What a process tells of itself to who watches it: parts that are asked when somebody looks, and never else.
+"""The state of a process, as ``/state`` shows it: parts that are read on request, and never else.
 
-Nothing is counted twice for it, and a step that nobody watches costs nothing: whoever has something to tell keeps it
-anyway, and says here how to ask for it.
+Nothing is counted twice for it, and a step costs nothing while no request comes: each part reads what its owner has
+anyway.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
 from typing import Final
 
-from ft_transport.telemetry.last_errors import LastErrors
 from ft_transport.telemetry.metrics import Metrics
+from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.told import NUM_RECORDS, VERSION, Running, ToldError, shortened
 
 logger = logging.getLogger(__name__)
 
-Part = Callable[[], object]
-"""Returns what JSON can hold. Called on any thread; takes no lock for long and waits for nothing."""
+_MAX_RUNNING: Final = 20
+_NUM_ERRORS: Final = 30
+_MAX_TEXT: Final = 400
 
-_UNTOLD: Final = None
+Part = Callable[[], object]
+"""Returns a value for JSON. Called on any thread; takes no lock for long and waits for nothing."""
+
+
+class LastErrors:
+    """The last errors of a process; the log has all of them. Any thread may use it, also a signal handler."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()
+        self._kept: deque[ToldError] = deque(maxlen=_NUM_ERRORS)
+
+    def note(self, about: str, text: str) -> None:
+        """Adds an error; the same one again is counted.
+
+        Args:
+            about: A peer's address, or a replica.
+            text: What went wrong, in words of ours.
+        """
+        error = ToldError(unix_s=_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
+        with self._mutex:
+            last = self._kept[-1] if self._kept else None
+            if last is not None and (last.about, last.text) == (error.about, error.text):
+                self._kept[-1] = replace(error, count=last.count + 1)
+            else:
+                self._kept.append(error)
+
+    def recent(self) -> tuple[ToldError, ...]:
+        """The newest at the end."""
+        with self._mutex:
+            return tuple(self._kept)
 
 
 class Watch:
-    """The parts that one process tells, by name. Any thread may use it.
+    """The parts of one process's state, by name. Any thread may use it.
+
+    It begins with the version, the clock, the errors and the records.
 
     Args:
         recorder: Has the last records.
 
     Attributes:
         recorder: See the argument.
-        metrics: What is counted, the records of the recorder among it.
-        errors: The last things that went wrong.
+        metrics: The metrics of the process, with those of the recorder.
+        errors: The last errors.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -41,18 +78,24 @@ class Watch:
         self.metrics.follow(recorder)
         self.errors = LastErrors()
         self._mutex = threading.Lock()
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, Part] = {"version": lambda: VERSION, "unix_s": _unix_s, "errors": self.errors.recent}
+        self.tell_records([recorder])
 
     def tell(self, name: str, part: Part) -> None:
-        """Have ``part`` asked for what is told under ``name``; a later one takes its place.
+        """Sets the part that is read for ``name``; a later one takes its place.
 
-        It is kept for as long as this object: a part of something that may be dropped before holds it weakly.
+        This object owns the part for good: a part that reads a thing which may be dropped before refers to it weakly.
         """
         with self._mutex:
             self._parts[name] = part
 
+    def tell_records(self, recorders: Sequence[Recorder]) -> None:
+        """Sets the recorders whose records, running and ended ones, are parts of the state."""
+        self.tell("records", partial(_records, tuple(recorders)))
+        self.tell("running", partial(_running, tuple(recorders)))
+
     def state(self) -> dict[str, object]:
-        """All that is told now, by name; a part that fails is ``None``, and logged."""
+        """All parts, by name; a part that fails is ``None``, and logged."""
         with self._mutex:
             parts = dict(self._parts)
         return {name: _asked(name, part) for name, part in parts.items()}
@@ -62,5 +105,20 @@ def _asked(name: str, part: Part) -> object:
     try:
         return part()
     except Exception:
-        logger.exception("what is told of %s could not be found out", name)
-        return _UNTOLD
+        logger.exception("the part %s of this process's state could not be read", name)
+        return None
+
+
+def _records(recorders: Sequence[Recorder]) -> list[Record]:
+    records = [record for recorder in recorders for record in recorder.recent()]
+    records.sort(key=lambda record: record.begun_unix_s + record.length_s)
+    return [shortened(record) for record in records[-NUM_RECORDS:]]
+
+
+def _running(recorders: Sequence[Recorder]) -> list[Running]:
+    running = [each for recorder in recorders for each in recorder.running()]
+    return [replace(each, replica=each.replica[:120]) for each in running[-_MAX_RUNNING:]]
+
+
+def _unix_s() -> float:
+    return datetime.now(timezone.utc).timestamp()

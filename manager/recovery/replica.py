@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft_transport import PeerError, TransportError
-from ft_transport.telemetry.telling import tell_records
 from manager.errors import ManagerError, RecoveryFailedError
 from manager.recovery.checkpoints import Checkpoints, ResumeKeys, check_store
 from manager.recovery.peers import PeerRecovery
@@ -86,7 +85,7 @@ class Replica:
             peers = PeerRecovery(state, transport)
             transport.watch.tell("manager", telling_state(state))
             if store is not None:
-                tell_records(transport.watch, [transport.recorder, store.recorder])
+                transport.watch.tell_records([transport.recorder, store.recorder])
         if store is not None:
             lease = snapshots.lease if snapshots is not None else lambda: None
             checkpoints = Checkpoints(state, store, save_every=save_every, lease=lease)

@@ -15,7 +15,6 @@ from served_memory import Serving, serving, until
 
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.telling import tell_process
 from ft_transport.telemetry.told import ToldState, decode_state
 from ft_transport.telemetry.watch import Watch
 
@@ -62,7 +61,6 @@ def test_a_name_that_is_no_text_blinds_nobody() -> None:
 
 def test_an_error_that_quotes_a_path_of_any_bytes_is_told() -> None:
     watch = Watch(Recorder())
-    tell_process(watch)
     watch.errors.note("a disk", os.fsdecode(b"no room for /x/\xff"))
     with serving(watch=watch) as served:
         (error,) = told_by(served).errors

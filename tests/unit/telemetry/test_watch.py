@@ -6,13 +6,11 @@ import msgspec
 import pytest
 
 from ft_transport.errors import PeerProtocolError
-from ft_transport.telemetry.last_errors import LastErrors
 from ft_transport.telemetry.rates import Rates
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.telling import tell_process, tell_records
 from ft_transport.telemetry.told import NUM_RECORDS, ToldState, decode_state
-from ft_transport.telemetry.watch import Watch
+from ft_transport.telemetry.watch import LastErrors, Watch
 
 
 def told_by(watch: Watch) -> ToldState:
@@ -21,7 +19,6 @@ def told_by(watch: Watch) -> ToldState:
 
 def test_what_is_told_is_of_the_form() -> None:
     watch = Watch(Recorder())
-    tell_process(watch)
     watch.errors.note("10.0.0.1", "went away")
     watch.recorder.begin("load", replica="a").end()
     with watch.recorder.begin("heal", replica="a", phase="quorum") as recording:
@@ -49,8 +46,7 @@ def test_what_is_told_is_of_the_form() -> None:
 def test_its_size_is_bounded() -> None:
     first, second = Recorder(), Recorder()
     watch = Watch(first)
-    tell_process(watch)
-    tell_records(watch, [first, second])
+    watch.tell_records([first, second])
     for recorder in (first, second):
         for _ in range(60):
             with recorder.begin("heal", replica="r" * 10_000) as recording:
