@@ -41,13 +41,14 @@ from manager.quorum.round import OwnErrors, Participant, QuorumRequest, QuorumRo
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.step_reductions import StepReductions
 from manager.quorum.structure_watch import StructureWatch
-from manager.quorum.telling import telling_loop
+from manager.quorum.telling import told_loop
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
 from manager.state.guard_marks import warn_of_unguarded
 from manager.state.guarded_memory import parameters_of
 from manager.state.ownership import OwnedExecutor
+from manager.state.telling import telling
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class QuorumLoop:
         self._num_refused_commits = 0
         self._own_errors = OwnErrors()
         self._errors = transport.watch.errors
-        transport.watch.tell("manager", telling_loop(self._participant))
+        transport.watch.tell("manager", telling(self._participant, told_loop))
         transport.watch.tell("changes", changes.recent())
         self._state.add_observer(CommittedSteps(self._participant, self._comparison))
 

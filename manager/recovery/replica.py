@@ -21,7 +21,7 @@ from manager.snapshots.state_snapshots import StateSnapshots
 from manager.state.registration_check import EncodingCheck
 from manager.state.registry import Scope
 from manager.state.replica_state import ReplicaState, checked_step
-from manager.state.telling import telling_state
+from manager.state.telling import telling, told_state
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,7 +83,7 @@ class Replica:
         if transport is not None:
             snapshots = StateSnapshots(state, transport, prefault=prefault)
             peers = PeerRecovery(state, transport)
-            transport.watch.tell("manager", telling_state(state))
+            transport.watch.tell("manager", telling(state, told_state))
             if store is not None:
                 transport.watch.tell_records([transport.recorder, store.recorder])
         if store is not None:

@@ -1,46 +1,48 @@
-"""What a replica tells of its state to who watches it; whoever watches keeps no state alive."""
+"""The state of a replica, as ``/state`` shows it."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 from ft_transport.telemetry.told import ToldHolder, ToldLock, ToldManager
-from manager.state.lock import StateLock
 from manager.state.replica_state import ReplicaState
 
-
-def told_lock(lock: StateLock) -> ToldLock:
-    """The lock, now. Any thread may ask."""
-    waits = lock.costs.contended
-    return ToldLock(
-        holders=tuple(ToldHolder(kind=holder.kind, what=holder.what, age_s=holder.age_s) for holder in lock.holders()),
-        num_waits=waits.num,
-        waited_s=waits.total_s,
-        longest_wait_s=waits.longest_s,
-    )
+T = TypeVar("T")
 
 
-def telling_state(state: ReplicaState) -> Callable[[], ToldManager | None]:
-    """What a manager without a quorum tells: asked by any thread."""
-    found = weakref.ref(state)
+def telling(owner: T, tell: Callable[[T], ToldManager]) -> Callable[[], ToldManager | None]:
+    """Returns ``tell`` of an owner while the owner exists: showing its state keeps no manager alive."""
+    found = weakref.ref(owner)
 
     def told() -> ToldManager | None:
         present = found()
-        if present is None:
-            return None
-        partial = present.partial
-        return ToldManager(
-            activity="training" if present.training_thread is not None else "idle",
-            activity_s=time.monotonic() - present.steps.began_s if present.training_thread is not None else 0.0,
-            step=present.step,
-            batches=present.batches_committed,
-            partial=partial.reason if partial is not None else "",
-            lock=told_lock(present.lock),
-            steps=present.steps.recent(),
-            num_committed=present.steps.num_committed,
-            num_refused=present.steps.num_refused,
-        )
+        return tell(present) if present is not None else None
 
     return told
+
+
+def told_state(state: ReplicaState) -> ToldManager:
+    """The state of a manager without a quorum. Any thread may ask."""
+    partial, waits = state.partial, state.lock.costs.contended
+    is_training = state.training_thread is not None
+    return ToldManager(
+        activity="training" if is_training else "idle",
+        activity_s=time.monotonic() - state.steps.began_s if is_training else 0.0,
+        step=state.step,
+        batches=state.batches_committed,
+        partial=partial.reason if partial is not None else "",
+        lock=ToldLock(
+            holders=tuple(
+                ToldHolder(kind=holder.kind, what=holder.what, age_s=holder.age_s) for holder in state.lock.holders()
+            ),
+            num_waits=waits.num,
+            waited_s=waits.total_s,
+            longest_wait_s=waits.longest_s,
+        ),
+        steps=state.steps.recent(),
+        num_committed=state.steps.num_committed,
+        num_refused=state.steps.num_refused,
+    )

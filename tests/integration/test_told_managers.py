@@ -1,4 +1,4 @@
-"""What managers tell to who watches them."""
+"""The state of managers, as ``/state`` shows it."""
 
 from __future__ import annotations
 
