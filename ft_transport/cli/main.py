@@ -18,10 +18,9 @@ from ft_transport.cli.failures import message_of, remedy_for
 from ft_transport.cli.fetch import fetch_command
 from ft_transport.cli.inspect import inspect_command
 from ft_transport.cli.status import status_command
-from ft_transport.cli.top import top_command
+from ft_transport.cli.top import top_command, watch_token_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.cli.verify import verify_command
-from ft_transport.cli.watch_token import watch_token_command
 from ft_transport.errors import ConfigurationError, TransportError
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""``ft-transport top``: the whole job, live, in a terminal or on a page for browsers."""
+"""``ft-transport top``, the whole job, live, in a terminal or on a page; ``watch-token``, the password of pages."""
 
 from __future__ import annotations
 
@@ -74,6 +74,22 @@ def top_command(
         job = _live(watch, console)
     if not is_well(job):
         raise typer.Exit(1)
+
+
+def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="An object of JSON.")] = False) -> None:
+    """Print the watch token of the job token that the environment names.
+
+    It is the password, with any user name, of pages and metrics, and a bearer token for Prometheus. Whoever has it sees
+    the job, and can neither read a state nor change anything. Exits with 1 if there is no token.
+    """
+    from ft_transport.settings import TransportSettings
+
+    keys = TransportSettings().keys()
+    if keys is None:
+        typer.echo("the environment names no job token (FT_TRANSPORT_TOKEN, FT_TRANSPORT_TOKEN_FILE)", err=True)
+        raise typer.Exit(1)
+    token = keys.watch_tokens()[0]
+    typer.echo(msgspec.json.encode({"watch_token": token}) if as_json else token)
 
 
 def _watch(address: str) -> JobWatch:
