@@ -122,6 +122,7 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
         replica="ft-transport top",
         keys=settings.keys(),
         certificates=settings.certificates(),
+        allow_anyone=settings.allow_anyone,
         max_wait_s=0.0,
         stall_timeout_s=_STALL_S,
         watch=told,
