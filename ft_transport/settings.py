@@ -1,14 +1,13 @@
 """What a transport may be told, its defaults, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from operator import index
-from typing import TYPE_CHECKING, Final, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
 
 ANYONE_VARIABLE: Final = "FT_TRANSPORT_ALLOW_ANYONE"
 """Environment variable: 1 lets servers without a token listen beyond the loopback."""
+
+
+NotNegative: TypeAlias = Annotated[int, 0]
+NotNegativeTime: TypeAlias = Annotated[timedelta, timedelta(0)]
 
 
 def default_num_threads() -> int:
@@ -100,7 +103,7 @@ class TransportSettings:
     """
 
     host: str | None = None
-    port: int = 0
+    port: Annotated[int, 0, 65535] = 0
     advertise: str | None = None
     replica: str = field(default_factory=socket.gethostname)
     token: str | None = field(default=None, repr=False)
@@ -117,51 +120,17 @@ class TransportSettings:
     connect_timeout: timedelta = timedelta(seconds=10)
     stall_timeout: timedelta = timedelta(seconds=30)
     min_bytes_per_s: float = 64 * 1024
-    lease: timedelta = timedelta(seconds=5)
+    lease: NotNegativeTime = timedelta(seconds=5)
     contended_bytes_per_s: float = 4 << 20
     max_clients: int | None = None
     max_send_bytes_per_s: float | None = None
     max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    meshes: Sequence[DeviceMesh] = ()
+    meshes: "Sequence[DeviceMesh]" = ()
     on_progress: Callable[[FetchProgress], None] | None = None
     records: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("host", "advertise"):
-            _check_type(name, getattr(self, name), (str, type(None)), "a str or None")
-        if not isinstance(self.token, (str, type(None))):
-            raise ConfigurationError(f"expected a str or None as token, got {type(self.token).__name__}")
-        _check_type("records", self.records, (str, os.PathLike, type(None)), "a path or None")
-        _check_type("tls", self.tls, (TLSFiles, type(None)), "TLSFiles or None")
-        if isinstance(self.reached_at, str) or not all(isinstance(each, str) for each in self.reached_at):
-            raise ConfigurationError(f"expected a sequence of 'host:port' as reached_at, got {_shown(self.reached_at)}")
-        _check_type("replica", self.replica, (str,), "a str")
-        if self.keyed_digests not in get_args(DigestKind):
-            raise ConfigurationError(
-                f"expected one of {get_args(DigestKind)} as keyed_digests, got {_shown(self.keyed_digests)}"
-            )
-        for name in ("verify", "same_host", "allow_anyone"):
-            _check_type(name, getattr(self, name), (bool,), "a bool")
-        at_least = dict.fromkeys(
-            ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"), 1
-        )
-        for name, least in {**at_least, "port": 0}.items():
-            object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=least))
-        if self.max_clients is not None:
-            object.__setattr__(self, "max_clients", check_number("max_clients", self.max_clients, at_least=1))
-        if self.port > 65535:
-            raise ConfigurationError(f"expected a port from 0 to 65535, got {self.port}")
-        check_duration("lease", self.lease, at_least=timedelta(0))
-        for name in ("connect_timeout", "stall_timeout"):
-            check_duration(name, getattr(self, name), at_least=timedelta.resolution)
-        for name in ("min_bytes_per_s", "contended_bytes_per_s", "max_send_bytes_per_s"):
-            if name == "max_send_bytes_per_s" and self.max_send_bytes_per_s is None:
-                continue
-            _check_type(name, getattr(self, name), (int, float), "a number")
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"expected a positive {name}, got {getattr(self, name)}")
-        if self.on_progress is not None and not callable(self.on_progress):
-            raise ConfigurationError(f"expected a function as on_progress, got {_shown(self.on_progress)}")
+        check_fields(self)
 
     def keys(self) -> Keys | None:
         """The keys of the job token, if there is one.
@@ -181,8 +150,45 @@ class TransportSettings:
         return Certificates(files) if files is not None else None
 
 
-def check_duration(name: str, value: object, *, at_least: timedelta) -> None:
-    """Refuses what is no ``timedelta`` of at least ``at_least``.
+def check_fields(settings: Any) -> None:
+    """Checks each field of a dataclass against its type, and converts the integers of numpy and torch.
+
+    An ``int`` is at least 1 and a ``timedelta`` positive, unless the type is ``Annotated`` with the least value and the
+    greatest. A type in quotes is not checked, and an error does not show a field without ``repr``.
+
+    Raises:
+        ConfigurationError: Names the field, and says what was expected and what came.
+    """
+    for each in fields(settings):
+        if not isinstance(each.type, str):
+            value = getattr(settings, each.name)
+            object.__setattr__(settings, each.name, _checked(each.name, value, each.type, is_shown=each.repr))
+
+
+def _checked(name: str, value: object, kind: Any, *, is_shown: bool) -> object:
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if value is None and NoneType in kinds:
+        return value
+    first, *bounds = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
+    cls, parameters = get_origin(first) or first, get_args(first)
+    if cls in _CHECKS:
+        return _CHECKS[cls](name, value, *bounds)
+    if cls is Literal:
+        is_right, expected = value in parameters, f"one of {parameters}"
+    elif cls is Sequence:
+        is_right = isinstance(value, Sequence) and all(isinstance(item, parameters) for item in value)
+        is_right, expected = is_right and not isinstance(value, str), f"a sequence of {parameters[0].__name__}"
+    else:
+        is_right = isinstance(value, tuple(get_origin(each) or each for each in kinds))
+        expected = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
+    if not is_right:
+        shown = _shown(value) if is_shown else type(value).__name__
+        raise ConfigurationError(f"expected {expected} as {name}, got {shown}")
+    return value
+
+
+def check_duration(name: str, value: object, at_least: timedelta = timedelta.resolution) -> timedelta:
+    """Refuses anything but a ``timedelta`` of at least ``at_least``.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
@@ -192,10 +198,11 @@ def check_duration(name: str, value: object, *, at_least: timedelta) -> None:
     if value < at_least:
         kind = "positive" if at_least else "not negative"
         raise ConfigurationError(f"expected a {name} that is {kind}, got {value}")
+    return value
 
 
-def check_number(name: str, value: object, *, at_least: int) -> int:
-    """Refuses what is no whole number of at least ``at_least``, and returns it as an ``int``.
+def check_number(name: str, value: object, at_least: int = 1, at_most: int | None = None) -> int:
+    """Refuses anything but a whole number within the bounds, and returns it as an ``int``.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
@@ -209,32 +216,39 @@ def check_number(name: str, value: object, *, at_least: int) -> int:
         raise ConfigurationError(f"expected a whole number as {name}, got {_shown(value)}")
     if number < at_least:
         raise ConfigurationError(f"expected {name} of at least {at_least}, got {number}")
+    if at_most is not None and number > at_most:
+        raise ConfigurationError(f"expected {name} of at most {at_most}, got {number}")
     return number
 
 
-def check_rate(name: str, value: object) -> None:
-    """Refuses what is no positive number; infinity is one.
+def check_rate(name: str, value: object) -> float:
+    """Refuses anything but a positive number; infinity is one.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise ConfigurationError(f"expected a positive number as {name}, got {_shown(value)}")
+    return value
 
 
-def check_function(name: str, value: object) -> None:
-    """Refuses what cannot be called.
+def check_function(name: str, value: object) -> object:
+    """Refuses anything that cannot be called.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
     """
     if not callable(value):
         raise ConfigurationError(f"expected a function as {name}, got {_shown(value)}")
+    return value
 
 
-def _check_type(name: str, value: object, types: tuple[type, ...], expected: str) -> None:
-    if not isinstance(value, types):
-        raise ConfigurationError(f"expected {expected} as {name}, got {_shown(value)}")
+_CHECKS: Final[Mapping[Any, Callable[..., object]]] = {
+    int: check_number,
+    float: check_rate,
+    timedelta: check_duration,
+    Callable: check_function,
+}
 
 
 def _shown(value: object) -> str:

@@ -1,17 +1,16 @@
 """What a manager that takes part in a quorum may be told, its defaults, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, Final, TypedDict
+from typing import Annotated, Any, Final, TypedDict
 from urllib.parse import urlsplit
 
-from ft_transport import ConfigurationError
+from ft_transport.errors import ConfigurationError
+from ft_transport.settings import NotNegative, check_duration, check_fields
 from manager.quorum.decision import WorldSizeMode
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,6 @@ _CONNECT_SHARE: Final = 1 / 3
 """Where one follows from the other, ``quorum_timeout`` is so many times as long as ``timeout``, and ``connect_timeout``
 at most the share that is left."""
 _DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
-_DURATIONS: Final = ("timeout", "quorum_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout")
 
 
 _TORCHFT_ORDER: Final = (
@@ -157,7 +155,7 @@ class ManagerConfig:
     timeout: timedelta = _DEFAULT_TIMEOUT
     quorum_timeout: timedelta = _DEFAULT_QUORUM_TIMEOUT
     connect_timeout: timedelta = _DEFAULT_CONNECT_TIMEOUT
-    rank: int | None = None
+    rank: NotNegative | None = None
     world_size: int | None = None
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     store_addr: str | None = None
@@ -168,42 +166,31 @@ class ManagerConfig:
     heartbeat_interval: timedelta = timedelta(milliseconds=100)
     heartbeat_timeout: timedelta = timedelta(seconds=5)
     init_sync: bool = True
-    max_retries: int | None = None
-    quorum_retries: int = 0
+    max_retries: NotNegative | None = None
+    quorum_retries: NotNegative = 0
     max_heal_attempts: int = 3
     verify_heal: bool = True
     warm_join: bool = True
-    warm_join_bytes_per_s: int = 400_000_000
+    warm_join_bytes_per_s: Annotated[int, 1_000_000] = 400_000_000
     compare_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _DURATIONS:
-            _check_duration(name, getattr(self, name))
-        _check_number("min_replica_size", self.min_replica_size, 1)
-        _check_number("quorum_retries", self.quorum_retries, 0)
-        _check_number("max_heal_attempts", self.max_heal_attempts, 1)
-        _check_number("warm_join_bytes_per_s", self.warm_join_bytes_per_s, 1_000_000)
-        for name in ("rank", "max_retries", "world_size", "store_port", "compare_every"):
-            if getattr(self, name) is not None:
-                at_least = 1 if name in {"world_size", "store_port", "compare_every"} else 0
-                _check_number(name, getattr(self, name), at_least)
-        mode = str(getattr(self.world_size_mode, "name", None))
-        if mode not in WorldSizeMode.__members__:
-            raise ConfigurationError(f"expected a WorldSizeMode as world_size_mode, got {self.world_size_mode!r}")
         # torchft's own enumeration is as good.
-        object.__setattr__(self, "world_size_mode", WorldSizeMode[mode])
+        mode = WorldSizeMode.__members__.get(getattr(self.world_size_mode, "name", ""), self.world_size_mode)
+        object.__setattr__(self, "world_size_mode", mode)
+        check_fields(self)
         self._check_ladder()
 
     @classmethod
-    def from_keywords(cls, keywords: TorchftKeywords, *, timeout: timedelta | None) -> ManagerConfig:
+    def from_keywords(cls, keywords: TorchftKeywords, *, timeout: timedelta | None) -> "ManagerConfig":
         """Make one from torchft's keywords; timeouts that were not given are fitted to those that were.
 
         Raises:
             ConfigurationError: They cannot work.
         """
-        for name in _DURATIONS:
-            _check_duration(name, keywords.get(name, _DEFAULT_TIMEOUT))
-        _check_duration("timeout", timeout if timeout is not None else _DEFAULT_TIMEOUT)
+        for name in ("quorum_timeout", "connect_timeout"):
+            check_duration(name, keywords.get(name, _DEFAULT_TIMEOUT))
+        check_duration("timeout", timeout if timeout is not None else _DEFAULT_TIMEOUT)
         given: dict[str, Any] = {name: value for name, value in keywords.items() if name != "port"}
         quorum_timeout = given.get("quorum_timeout", _DEFAULT_QUORUM_TIMEOUT)
         if timeout is None:
@@ -212,7 +199,7 @@ class ManagerConfig:
         given.setdefault("connect_timeout", min(_DEFAULT_CONNECT_TIMEOUT, given["quorum_timeout"] * _CONNECT_SHARE))
         return cls(timeout=timeout, **given)
 
-    def with_environment(self, environment: Mapping[str, str] = os.environ) -> ManagerConfig:
+    def with_environment(self, environment: Mapping[str, str] = os.environ) -> "ManagerConfig":
         """Return this with everything filled in that the environment says or has the last word on.
 
         Raises:
@@ -304,18 +291,6 @@ class ManagerConfig:
                     f"expected {outer} of at least {least}{inner}, got {outer_value.total_seconds():g} s and "
                     f"{inner_value.total_seconds():g} s: otherwise {reason}"
                 )
-
-
-def _check_duration(name: str, value: object) -> None:
-    if not isinstance(value, timedelta) or value <= timedelta(0):
-        raise ConfigurationError(
-            f"expected a positive datetime.timedelta as {name}, got {type(value).__name__} {str(value)[:100]}"
-        )
-
-
-def _check_number(name: str, value: object, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigurationError(f"expected a whole number of at least {at_least} as {name}, got {value!r}")
 
 
 def _number_from(environment: Mapping[str, str], variable: str) -> int:

@@ -1,7 +1,5 @@
 """What a checkpoint store may be told: defaults, what is refused, and what is compared between ranks first."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from ft_transport.checkpoint.signing import Trust
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
-from ft_transport.settings import check_duration, check_number, default_num_threads
+from ft_transport.settings import NotNegative, NotNegativeTime, check_fields, check_number, default_num_threads
 
 BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
 Existing: TypeAlias = Literal["keep", "clear", "refuse"]
@@ -59,9 +57,9 @@ class StoreSettings:
     timeout: timedelta = timedelta(minutes=10)
     visible_timeout: timedelta = timedelta(seconds=30)
     claim_timeout: timedelta = timedelta(seconds=10)
-    retry_timeout: timedelta = timedelta(seconds=10)
+    retry_timeout: NotNegativeTime = timedelta(seconds=10)
     max_attempts: int = 3
-    max_failed_saves: int = 3
+    max_failed_saves: NotNegative = 3
     busy: BusyPolicy = "wait"
     read: Literal["once", "each"] = "once"
     private: bool = False
@@ -73,28 +71,7 @@ class StoreSettings:
     meshes: Sequence[DeviceMesh] = ()
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "visible_timeout", "claim_timeout"):
-            check_duration(name, getattr(self, name), at_least=timedelta.resolution)
-        check_duration("retry_timeout", self.retry_timeout, at_least=timedelta(0))
-        for name, least in {
-            "max_attempts": 1,
-            "max_failed_saves": 0,
-            "num_copy_threads": 1,
-            "max_load_bytes": 1,
-        }.items():
-            object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=least))
-        for name in ("private", "accept_unsigned"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"expected True or False as {name}, got {getattr(self, name)!r}")
-        for name, types in {"token": (str, type(None)), "job": (str,)}.items():
-            if not isinstance(getattr(self, name), types):
-                raise ConfigurationError(f"expected text as {name}, got {type(getattr(self, name)).__name__}")
-        meshes: object = self.meshes
-        if not isinstance(meshes, Sequence) or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
-            raise ConfigurationError(f"expected a sequence of DeviceMesh as meshes, got {meshes!r}")
-        for name, known in {"busy": ("wait", "skip", "error"), "read": ("once", "each")}.items():
-            if getattr(self, name) not in known:
-                raise ConfigurationError(f"expected one of {known} as {name}, got {getattr(self, name)!r}")
+        check_fields(self)
 
     @property
     def retry_s(self) -> float:
@@ -168,10 +145,7 @@ def checked_directory_number(name: str, number: object) -> int:
     Raises:
         ConfigurationError: It is none.
     """
-    checked = check_number(name, number, at_least=0)
-    if checked > MAX_NUMBER:
-        raise ConfigurationError(f"expected {name} of at most {MAX_NUMBER}, got one of {len(str(checked))} digits")
-    return checked
+    return check_number(name, number, at_least=0, at_most=MAX_NUMBER)
 
 
 def checked_store_arguments(

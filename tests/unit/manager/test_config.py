@@ -35,11 +35,11 @@ def test_it_is_frozen_and_has_torchfts_defaults_but_for_one() -> None:
         ({"connect_timeout": 91 * S}, r"quorum_timeout of at least connect_timeout"),
         ({"heartbeat_interval": 3 * S}, r"heartbeat_timeout of at least twice heartbeat_interval, got 5 s and 3 s"),
         ({"timeout": 5}, r"datetime\.timedelta as timeout, got int 5"),
-        ({"quorum_timeout": 0 * S}, r"positive datetime\.timedelta as quorum_timeout"),
-        ({"min_replica_size": 0}, "at least 1 as min_replica_size, got 0"),
+        ({"quorum_timeout": 0 * S}, r"quorum_timeout that is positive, got 0:00:00"),
+        ({"min_replica_size": 0}, "min_replica_size of at least 1, got 0"),
         ({"min_replica_size": True}, "whole number"),
-        ({"max_retries": -1}, "at least 0 as max_retries"),
-        ({"world_size_mode": "dynamic"}, "WorldSizeMode as world_size_mode, got 'dynamic'"),
+        ({"max_retries": -1}, "max_retries of at least 0, got -1"),
+        ({"world_size_mode": "dynamic"}, "WorldSizeMode as world_size_mode, got str 'dynamic'"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(settings: dict[str, Any], pattern: str) -> None:
