@@ -1,16 +1,19 @@
 """What surrounds every test: a leak check, and the settings of hypothesis.
 
 A test must leave nothing behind: no live thread, no child process, no open descriptor. What is still there after a
-short grace fails it, with a list. Where there is no ``/proc``, only threads are checked. A library that opens
-something on first use and keeps it for good is used once before anything is counted: see the fixtures at the end.
+short grace fails it, with a list, and its processes are killed: the next test starts without them. Where there is no
+``/proc``, only threads are checked. A library that opens something on first use and keeps it for good is used once
+before anything is counted: see the fixtures at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -65,7 +68,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Puts temporary directories into memory if there is room, where a sync costs nothing; a death loses no more."""
+    """Puts temporary directories into memory if there is room, where a sync costs nothing; a death loses no more.
+
+    A shell's ``&`` and ``nohup`` start pytest with Ctrl-C ignored, which programs that tests start would inherit.
+    """
+    for ignored, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, usual)
     if _MEMORY_DIRECTORY.is_dir() and shutil.disk_usage(_MEMORY_DIRECTORY).free > _MEMORY_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY_DIRECTORY))
 
@@ -78,18 +87,27 @@ def _threads() -> Iterator[str]:
         yield f"thread {thread.name!r} (native id {thread.native_id}{', daemon' if thread.daemon else ''})"
 
 
+def _children(parent: int) -> set[int]:
+    """Reads until two answers agree: the kernel may leave one out while another ends."""
+    found: set[int] | None = None
+    while True:
+        seen = set()
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                seen.update(map(int, path.read_text().split()))
+        if seen == found:
+            return seen
+        found = seen
+
+
 def _processes() -> Iterator[str]:
     # What the server of programs has forked is this process's as well; the server stays.
-    server = str(SERVER.process.pid) if SERVER.process is not None else None
-    parents = {str(os.getpid()), server}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            head, _, tail = entry.read_text(errors="replace").rpartition(")")
-        except OSError:  # gone in the meantime
-            continue
-        _state, parent, *_ = tail.split()
-        if parent in parents and not head.startswith(f"{server} "):
-            yield f"process {head})"
+    server = {SERVER.process.pid} if SERVER.process is not None else set()
+    for parent in {os.getpid()} | server:
+        for child in _children(parent) - server:
+            with contextlib.suppress(OSError):  # it has ended in the meantime
+                head = Path(f"/proc/{child}/stat").read_text(errors="replace").rpartition(")")[0]
+                yield f"process {head})"
 
 
 def _descriptors() -> Iterator[str]:
@@ -100,6 +118,16 @@ def _descriptors() -> Iterator[str]:
             continue
         if not target.startswith(_TOLERATED_FILES) and target != SERVER.descriptor():
             yield f"descriptor {target}"
+
+
+def _kill(leaked: Counter[str]) -> None:
+    for what in leaked:
+        kind, number, *_ = what.split()
+        if kind == "process":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(number), signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # the server of programs waits for its own
+                os.waitpid(int(number), 0)
 
 
 def _alive() -> Counter[str]:
@@ -179,6 +207,7 @@ def _leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     while (leaked := _alive() - before) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if leaked:
+        _kill(leaked)
         lines = [f"  {what}" + (f" ×{count}" if count > 1 else "") for what, count in sorted(leaked.items())]
         pytest.fail("\n".join(["left behind by the test:", *lines]), pytrace=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 LEAKY = """
-    import os, socket, subprocess, threading
+    import os, signal, socket, subprocess, sys, threading
     import pytest
 
     kept = []
@@ -31,8 +32,14 @@ LEAKY = """
         kept.append(lambda: os.close(fd))
 
     def test_process():
-        child = subprocess.Popen(["sleep", "60"])
-        kept.extend([child.kill, child.wait])
+        kept.append(subprocess.Popen(["sleep", "60"]).poll)
+
+    def test_the_process_is_gone():
+        assert kept[-1]() is not None
+
+    def test_a_program_ends_by_ctrl_c():
+        program = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+        assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGINT
 
     def test_recording():
         from ft_transport.telemetry.recorder import Recorder
@@ -51,14 +58,18 @@ LEAKY = """
 """
 
 
-def test_it_names_what_a_test_leaves_behind(pytester: pytest.Pytester) -> None:
+def test_it_names_what_a_test_leaves_behind_also_where_ctrl_c_is_ignored(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\nleak_grace_s = 0.3\n")
     pytester.makepyfile(LEAKY)
 
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
-    result.assert_outcomes(passed=6, errors=4)
+    result.assert_outcomes(passed=8, errors=4)
     result.stdout.fnmatch_lines_random(
         [
             "*ERROR at teardown of test_thread *",

@@ -167,14 +167,15 @@ def test_ctrl_c_keeps_what_has_come(tmp_path: Path) -> None:
     source, path = serving(max_send_bytes_per_s=8e6), tmp_path / "m"
     command = [sys.executable, "-c", "from ft_transport.cli.main import main; main()"]
     command += ["fetch", source.metadata(), "-o", str(path), "--json"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert running.stderr is not None
         assert "step 8 from 127.0.0.1" in running.stderr.readline()
         until(lambda: (tmp_path / "m.part").stat().st_blocks * 512 >= 4 << 20)
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate(timeout=30)
     finally:
+        running.kill()
         source.shutdown()
     assert running.returncode == 130
     assert "Traceback" not in errors
@@ -192,12 +193,13 @@ def test_ctrl_c_before_anything_comes_is_one_line(tmp_path: Path) -> None:
     source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
     source.serve_fresh(lambda _step: 0)
     command = [sys.executable, "-m", "ft_transport.cli", "fetch", source.metadata(), "-o", str(tmp_path / "m")]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         until((tmp_path / "m.part").exists)
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate(timeout=30)
     finally:
+        running.kill()
         source.shutdown()
     assert (running.returncode, output, errors) == (130, "", "interrupted; nothing had come\n")
     assert not list(tmp_path.iterdir())
