@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.cli.contents import UnreadableError
-from ft_transport.cli.coverage import Box, intersections
+from ft_transport.cli.coverage import Box, intersections, row_major
 from ft_transport.cli.stored_state import StoredPiece, StoredTensor
 from ft_transport.runtime.handler_safety import SafeExecutor
 
-BLOCK_BYTES: Final = 1 << 20
+_BLOCK_BYTES: Final = 1 << 20
 """Of each side, read and compared at once."""
 
 _SPAN_BYTES: Final = 8 << 20
@@ -108,32 +108,35 @@ class _Comparer:
     """Of one thread, with its buffers."""
 
     def __init__(self) -> None:
-        buffers = [bytearray(BLOCK_BYTES) for _ in range(2)]
+        buffers = [bytearray(_BLOCK_BYTES) for _ in range(2)]
         self._one, self._other = (memoryview(buffer) for buffer in buffers)
         # They keep the buffers where they are.
-        self._in_place = [(ctypes.c_char * BLOCK_BYTES).from_buffer(buffer) for buffer in buffers]
+        self._in_place = [(ctypes.c_char * _BLOCK_BYTES).from_buffer(buffer) for buffer in buffers]
         self._compare = ctypes.CDLL(None).memcmp
 
     def compare(self, span: _Run | _Boxes) -> Tally:
         if isinstance(span, _Run):
             return self._runs(span)
-        from ft_transport.cli.compared_arrays import tally_of_boxes
+        from ft_transport.cli.compared_arrays import compare_boxes
 
-        return tally_of_boxes(span.one, span.other, span.box, span.pair.one)
+        tally = Tally()
+        for counts in compare_boxes(span.one, span.other, span.box, span.pair.one, block_bytes=_BLOCK_BYTES):
+            tally.add(Tally(*counts))
+        return tally
 
     def _runs(self, run: _Run) -> Tally:
         tally = Tally()
         one_file, other_file = run.one.file.descriptor, run.other.file.descriptor
-        for at in range(0, run.num_bytes, BLOCK_BYTES):
-            num_bytes = min(BLOCK_BYTES, run.num_bytes - at)
+        for at in range(0, run.num_bytes, _BLOCK_BYTES):
+            num_bytes = min(_BLOCK_BYTES, run.num_bytes - at)
             one, other = self._one[:num_bytes], self._other[:num_bytes]
             _read(one_file, run.one_start + at, one)
             _read(other_file, run.other_start + at, other)
             # It holds no lock of the interpreter's meanwhile, and writes nothing.
             if self._compare(*self._in_place, ctypes.c_size_t(num_bytes)):
-                from ft_transport.cli.compared_arrays import tally_of
+                from ft_transport.cli.compared_arrays import compare_bytes
 
-                tally.add(tally_of(one, other, run.pair.one))
+                tally.add(Tally(*compare_bytes(one, other, run.pair.one)))
         return tally
 
 
@@ -160,15 +163,6 @@ def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
         return None
     before = (box[0][0] - piece.box[0][0]) * math.prod(sizes[1:]) if sizes else 0
     return piece.start + before * item_bytes
-
-
-def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements."""
-    strides, stride = [], 1
-    for size in reversed(sizes):
-        strides.append(stride)
-        stride *= max(1, size)
-    return tuple(reversed(strides))
 
 
 def _read(descriptor: int, start: int, into: memoryview) -> None:

@@ -7,29 +7,34 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ft_transport.cli.compare import BLOCK_BYTES, Tally, row_major
-from ft_transport.cli.coverage import Box
+from ft_transport.cli.coverage import Box, row_major
 from ft_transport.cli.stored_state import StoredPiece, StoredTensor
 
+Counts: TypeAlias = tuple[int, int, float | None]
+"""Elements that differ, bytes that differ, and the largest absolute difference: see ``compare.Tally``."""
 _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _FLOATS: Final = {"float16": "f2", "float32": "f4", "float64": "f8"}
 _UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
 
 
-def tally_of_boxes(one: StoredPiece, other: StoredPiece, box: Box, tensor: StoredTensor) -> Tally:
-    """Compares a box of a tensor that two pieces have, wherever in them it lies."""
-    tally = Tally()
-    arrays = (_array(piece, box, tensor.item_bytes) for piece in (one, other))
-    for first, second in _blocks(*arrays):
+def compare_boxes(
+    one: StoredPiece, other: StoredPiece, box: Box, tensor: StoredTensor, *, block_bytes: int
+) -> Iterator[Counts]:
+    """Compares a box of a tensor that two pieces have, wherever in them it lies, block by block."""
+    ones, others = (_array(piece, box, tensor.item_bytes) for piece in (one, other))
+    for first, second in _blocks(ones, others, block_bytes):
         if not np.array_equal(first, second):
-            tally.add(tally_of(_flat(first).data, _flat(second).data, tensor))
-    return tally
+            yield compare_bytes(_flat(first), _flat(second), tensor)
 
 
-def tally_of(one: memoryview, other: memoryview, tensor: StoredTensor) -> Tally:
-    """How two runs of bytes of a tensor differ, which begin and end with an element."""
-    return _tally(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8), tensor)
+def compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor: StoredTensor) -> Counts:
+    """Compares two runs of bytes of a tensor, which begin and end with an element."""
+    ones, others = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
+    num_bytes = int(np.count_nonzero(ones != others))
+    unit = min(8, tensor.item_bytes)
+    differs = (ones.view(f"u{unit}") != others.view(f"u{unit}")).reshape(-1, tensor.item_bytes // unit).any(axis=1)
+    return int(np.count_nonzero(differs)), num_bytes, _largest(ones, others, tensor.dtype, differs)
 
 
 def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
@@ -51,28 +56,21 @@ def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
     ]
 
 
-def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
+def _blocks(one: _Array, other: _Array, block_bytes: int) -> Iterator[tuple[_Array, _Array]]:
     """Halves of halves along the first dimension that can be halved, until they are small."""
-    if one.nbytes <= BLOCK_BYTES:
+    if one.nbytes <= block_bytes:
         yield one, other
         return
     dim = next(dim for dim, size in enumerate(one.shape) if size > 1)
     middle = one.shape[dim] // 2
     for half in (slice(None, middle), slice(middle, None)):
         where = (*(slice(None) for _ in range(dim)), half)
-        yield from _blocks(one[where], other[where])
+        yield from _blocks(one[where], other[where], block_bytes)
 
 
 def _flat(array: _Array) -> _Array:
     flat: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return flat
-
-
-def _tally(one: _Array, other: _Array, tensor: StoredTensor) -> Tally:
-    num_bytes = int(np.count_nonzero(one != other))
-    unit = min(8, tensor.item_bytes)
-    differs = (one.view(f"u{unit}") != other.view(f"u{unit}")).reshape(-1, tensor.item_bytes // unit).any(axis=1)
-    return Tally(int(np.count_nonzero(differs)), num_bytes, _largest(one, other, tensor.dtype, differs))
 
 
 def _largest(one: _Array, other: _Array, dtype: str, differs: _Array) -> float | None:
