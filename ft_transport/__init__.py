@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.load import LoadedCheckpoint
     from ft_transport.checkpoint.settings import StoreSettings
     from ft_transport.checkpoint.store import CheckpointStore
+    from ft_transport.http.fetch_settings import FetchTimeout
     from ft_transport.http.fork_safety import close_in_children, delaying_forks
     from ft_transport.publish.adapter import LoRAAdapter
     from ft_transport.publish.delta_directory import DeltaDirectory
@@ -110,6 +111,7 @@ else:
             "ft_transport.publish.publisher": ("Publisher",),
             "ft_transport.transfer.known": ("PartialState", "Received"),
             "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
+            "ft_transport.http.fetch_settings": ("FetchTimeout",),
             "ft_transport.settings": ("FetchProgress", "TransportSettings"),
             "ft_transport.tls": ("TLSFiles",),
             "ft_transport.checkpoint.background_saver": ("SaveHandle",),
@@ -153,6 +155,7 @@ __all__ = [
     "EngineUnreachableError",
     "FetchFailedError",
     "FetchProgress",
+    "FetchTimeout",
     "FileWriteError",
     "HTTPTransport",
     "HeldState",

@@ -12,6 +12,7 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.http.fetch_settings import FetchTimeout
 from ft_transport.http.pace import paced
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
 from ft_transport.http.rate_probe import ask_state, connecting
@@ -208,12 +209,10 @@ class HTTPTransport(Generic[T]):
         step: StepSelector = "latest",
         *,
         relays: Sequence[str] = (),
-        timeout: timedelta | None = None,
-        unreachable_timeout: timedelta | None = None,
-        progress_timeout: timedelta | None = None,
+        timeout: timedelta | FetchTimeout | None = None,
         into: object = None,
         check: Callable[[Incoming], None] | None = None,
-        verify_late: bool = True,
+        is_comparable: bool = False,
         known: Known = None,
         max_bytes_per_s: float | None = None,
     ) -> Received[T]:
@@ -228,18 +227,16 @@ class HTTPTransport(Generic[T]):
                 all of them. Each passes on to the others what it has verified, so that every byte leaves the sources
                 about once. This one goes on with that for seconds after the end, until its memory is about to change
                 (`materialize`) or it fetches again; what has changed all the same is found out by its digest.
-            timeout: For everything; the transport's own by default.
-            unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
-                that a receiver can start before its source.
-            progress_timeout: Give up where no data comes for so long, at the start or in the middle, however much of
-                ``timeout`` is left; by default only ``timeout`` ends it.
+            timeout: For everything; the transport's own by default. A peer may be out of reach for as long, so that a
+                receiver can start before its source; `FetchTimeout` sets a shorter time for that, and for a transfer
+                in which no data arrives.
             into: The receiver's own state to receive into; its tensors must not be used until this returns, and what is
                 queued for them on a device is on this thread's stream, or has ended. One of another dtype or shape than
                 what comes is left alone, and a warning names it once.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
-            verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
-                by `Received.differences` anyway.
+            is_comparable: Whether `Received.differences` will be called, which compares digests that come after the
+                data; else the fetch does.
             known: What the receiver has of the state, so that only the rest is fetched. ``"into"``: every byte of
                 ``into`` is digested first, and chunks whose digests differ are fetched: for weights of which little
                 changes from version to version. A `PartialState`: what has landed where fetches failed. It is digested
@@ -264,12 +261,10 @@ class HTTPTransport(Generic[T]):
             FetchRequest(
                 peers=peers,
                 step=_checked_step(step),
-                settings=paced(
-                    self._client.fetch_settings(timeout, unreachable_timeout, progress_timeout), max_bytes_per_s
-                ),
+                settings=paced(self._client.fetch_settings(timeout), max_bytes_per_s),
                 into=into,
                 check=check,
-                verify_late=verify_late,
+                is_comparable=is_comparable,
                 known=known,
             )
         )
@@ -297,7 +292,7 @@ class HTTPTransport(Generic[T]):
         Raises:
             TransportError: The peer cannot be reached or refuses, or what it sent is no delta.
         """
-        settings = self._client.fetch_settings(timeout, None, None)
+        settings = self._client.fetch_settings(timeout)
         return self._client.fetch_deltas(
             PeerAddress.from_url(metadata), base, step, max_bytes=max_bytes, settings=settings
         )
@@ -309,9 +304,7 @@ class HTTPTransport(Generic[T]):
         *,
         into: object = None,
         group_rank: int = 0,
-        timeout: timedelta | None = None,
-        unreachable_timeout: timedelta | None = None,
-        progress_timeout: timedelta | None = None,
+        timeout: timedelta | FetchTimeout | None = None,
         check: Callable[[Incoming], None] | None = None,
         like: LikeFunction | None = None,
         is_comparable: bool = False,
@@ -334,11 +327,9 @@ class HTTPTransport(Generic[T]):
                 ``like``, all tensors come whole: what a consolidated checkpoint or an inference engine needs.
             group_rank: This rank's number in its group. What is not sharded comes from the source of that number
                 (modulo their number), so that the ranks of a group do not all ask one source for it.
-            timeout: For everything; the transport's own by default.
-            unreachable_timeout: How long a source may be out of reach before the first byte; by default 5 seconds, or
-                a quarter of ``timeout`` if that is less. Then the others are asked alone, if they have all that is
+            timeout: As for `fetch`. A source may be out of reach for 5 seconds, or a quarter of ``timeout`` if that is
+                less, unless `FetchTimeout` says how long. Then the others are asked alone, if they have all that is
                 needed; so they are if one hangs.
-            progress_timeout: As for `fetch`.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
             like: Returns, for the path of a tensor that ``into`` does not have, one of this rank's that is divided in
@@ -358,7 +349,7 @@ class HTTPTransport(Generic[T]):
             ShardedRequest(
                 sources=peers[first:] + peers[:first],
                 step=_checked_step(step),
-                settings=self._client.group_fetch_settings(timeout, unreachable_timeout, progress_timeout),
+                settings=self._client.group_fetch_settings(timeout),
                 into=into,
                 like=like,
                 check=check,
@@ -366,13 +357,7 @@ class HTTPTransport(Generic[T]):
             )
         )
 
-    def common_step(
-        self,
-        sources: Sequence[str],
-        *,
-        timeout: timedelta | None = None,
-        unreachable_timeout: timedelta | None = None,
-    ) -> int:
+    def common_step(self, sources: Sequence[str], *, timeout: timedelta | FetchTimeout | None = None) -> int:
         """Has all sources take a snapshot of one step, and says which; it is served until newer ones take its place.
 
         For receivers that have to end up at one step: one of them calls this and tells the others, and all of them call
@@ -381,7 +366,7 @@ class HTTPTransport(Generic[T]):
         The arguments and errors are those of `fetch_sharded`.
         """
         peers = peer_addresses(sources)
-        return common_step(peers, self._client.group_fetch_settings(timeout, unreachable_timeout, None))
+        return common_step(peers, self._client.group_fetch_settings(timeout))
 
     def ask_state(self, address: str, timeout: timedelta) -> ToldState:
         """Asks a peer for its ``/state``; the peer takes no snapshot for that.

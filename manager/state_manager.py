@@ -317,12 +317,8 @@ class StateManager:
         step: int | Literal["latest"] = "latest",
         timeout: timedelta | None = None,
         *,
-        unreachable_timeout: timedelta | None = None,
-        progress_timeout: timedelta | None = None,
-        is_fresh: bool = False,
         verify: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        from_checkpoints: bool = True,
     ) -> Recovery:
         """Receive the state of a peer into this replica's own tensors, and load it.
 
@@ -336,14 +332,10 @@ class StateManager:
                 (``HTTPTransport.fetch_sharded``).
             step: The step to receive, or the peer's latest.
             timeout: For all of it.
-            unreachable_timeout: How long the peer may be out of reach before the first byte; default: ``timeout``.
-            progress_timeout: How long it may go without a byte of the state, from the start on; default: ``timeout``.
-            is_fresh: Accept ``step`` only as the peer's present state, not as it was at an earlier attempt at it.
             verify: Whether every bit of the loaded state is compared with the peer's. Turn it off where a load function
                 changes what it takes on purpose.
             process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
                 same for all then, and if one of them fails all do. They agree through its store; no collective runs.
-            from_checkpoints: Whether a checkpoint will do if no peer has a state.
 
         Raises:
             RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.
@@ -356,16 +348,8 @@ class StateManager:
                 training thread, or several ranks would each recover a latest step of their own.
         """
         self._usability.require()
-        options = PeerOptions(
-            timeout=timeout if timeout is not None else self._state.timeout,
-            unreachable_timeout=unreachable_timeout,
-            progress_timeout=progress_timeout,
-            is_fresh=is_fresh,
-            verify=verify,
-        )
-        return self._replica.recover(
-            metadata, step, options, process_group=process_group, from_checkpoints=from_checkpoints
-        )
+        options = PeerOptions(timeout=timeout if timeout is not None else self._state.timeout, verify=verify)
+        return self._replica.recover(metadata, step, options, process_group=process_group)
 
     def save(self, *, wait: bool = False, overwrite: bool = False) -> SaveHandle:
         """Save a durable checkpoint of the present step, behind the training; all ranks call this.

@@ -12,7 +12,7 @@ from typing import Final
 from ft_transport.cli.differences import UnequalChunks
 from ft_transport.cli.same_step import asked_for_one_step
 from ft_transport.errors import SnapshotReplacedError, StepNotServedError
-from ft_transport.http.fetch_settings import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.settings import FetchProgress, TransportSettings
 from ft_transport.telemetry.recorder import Recorder
@@ -45,9 +45,7 @@ def settings_for_files(
         keys=settings.keys(),
         certificates=settings.certificates(),
         num_connections=_NUM_CONNECTIONS,
-        timeout=_WHOLE,
-        unreachable_timeout=_UNREACHABLE,
-        progress_timeout=timedelta(seconds=progress_timeout_s),
+        timeout=FetchTimeout(total=_WHOLE, unreachable=_UNREACHABLE, progress=timedelta(seconds=progress_timeout_s)),
     )
 
 

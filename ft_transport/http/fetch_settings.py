@@ -16,6 +16,31 @@ from ft_transport.tls import Certificates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchTimeout:
+    """How long a fetch may take, where one duration for all of it is too coarse.
+
+    Attributes:
+        total: For everything.
+        unreachable: How long a peer may be out of reach before the first byte; ``None`` for the default of the call.
+        progress: How long no data may arrive, at the start or in the middle; ``None`` for ``total``.
+
+    Raises:
+        ConfigurationError: One of them is no duration, or ``progress`` is negative.
+    """
+
+    total: timedelta
+    unreachable: timedelta | None = None
+    progress: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        check_duration("timeout", self.total, at_least=timedelta.min)
+        if self.unreachable is not None:
+            check_duration("unreachable timeout", self.unreachable, at_least=timedelta.min)
+        if self.progress is not None:
+            check_duration("progress timeout", self.progress, at_least=timedelta(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchSettings:
     """How to fetch.
 
@@ -49,33 +74,23 @@ class FetchSettings:
         keys: Keys | None,
         certificates: Certificates | None,
         num_connections: int,
-        timeout: timedelta,
-        unreachable_timeout: timedelta | None,
-        progress_timeout: timedelta | None,
+        timeout: FetchTimeout,
     ) -> FetchSettings:
-        """The settings of a transport as those of one fetch; the deadlines begin now.
-
-        Raises:
-            ConfigurationError: One of them is no duration, or there is to be progress in less than no time.
-        """
-        check_duration("timeout", timeout, at_least=timedelta.min)
-        if unreachable_timeout is not None:
-            check_duration("unreachable_timeout", unreachable_timeout, at_least=timedelta.min)
-        if progress_timeout is not None:
-            check_duration("progress_timeout", progress_timeout, at_least=timedelta(0))
+        """The settings of a transport as those of one fetch; the deadlines begin now."""
+        unreachable = timeout.total if timeout.unreachable is None else timeout.unreachable
         return cls(
             num_connections=num_connections,
             verify=settings.verify,
             max_failures=settings.max_failures,
             keys=keys,
             certificates=certificates,
-            unreachable_s=(timeout if unreachable_timeout is None else unreachable_timeout).total_seconds(),
+            unreachable_s=unreachable.total_seconds(),
             timeouts=Timeouts(
-                deadline_s=time.monotonic() + timeout.total_seconds(),
+                deadline_s=time.monotonic() + timeout.total.total_seconds(),
                 connect_timeout_s=settings.connect_timeout.total_seconds(),
                 stall_timeout_s=settings.stall_timeout.total_seconds(),
                 min_bytes_per_s=settings.min_bytes_per_s,
-                progress=Progress(progress_timeout.total_seconds()) if progress_timeout is not None else None,
+                progress=Progress(timeout.progress.total_seconds()) if timeout.progress is not None else None,
             ),
             on_progress=settings.on_progress,
             replica=settings.replica,

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ft_transport.errors import RestoreError, TransportError
-from ft_transport.http.fetch_settings import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.fetch_timeouts import FetchHandle
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
@@ -121,7 +121,6 @@ class ReceivedWeights:
                         settings=self._settings(handle),
                         into=into,
                         check=check,
-                        verify_late=True,
                         known="into",
                     )
                 )
@@ -135,7 +134,7 @@ class ReceivedWeights:
             self.num_bytes_fetched = num_delta_bytes + (received.num_bytes_fetched or 0)
 
     def _settings(self, handle: FetchHandle) -> FetchSettings:
-        settings = self._client.fetch_settings(self._timeout, _UNREACHABLE_TIMEOUT, None)
+        settings = self._client.fetch_settings(FetchTimeout(total=self._timeout, unreachable=_UNREACHABLE_TIMEOUT))
         return dataclasses.replace(settings, timeouts=dataclasses.replace(settings.timeouts, handle=handle))
 
     def _deltas(

@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar, cast
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.chunk_client import Receivers, fetch_data
 from ft_transport.http.delta_client import fetch_delta
-from ft_transport.http.fetch_settings import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.late_digests import digest_chunks, find_damaged
 from ft_transport.http.manifest_client import fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
@@ -54,7 +54,7 @@ class FetchRequest:
         settings: Connections, deadlines and the like.
         into: The receiver's own state.
         check: Called with what will come, before any of it does.
-        verify_late: Whether digests that come after the data are compared.
+        is_comparable: Whether the caller compares the state, so that late digests need no comparison here.
         known: What need not be fetched.
     """
 
@@ -63,7 +63,7 @@ class FetchRequest:
     settings: FetchSettings
     into: object
     check: Callable[[Incoming], None] | None
-    verify_late: bool
+    is_comparable: bool = False
     known: Known = None
 
 
@@ -105,30 +105,28 @@ class StateClient(Generic[T]):
         self._warned_paths: set[str] = set()
         self._warned_mutex = threading.Lock()
 
-    def fetch_settings(
-        self, timeout: timedelta | None, unreachable_timeout: timedelta | None, progress_timeout: timedelta | None
-    ) -> FetchSettings:
-        """All that a fetch is told of time, verification and retries, as one value; the deadlines begin now.
+    def fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
+        """How one fetch goes about it; the deadlines begin now.
+
+        Args:
+            timeout: The transport's own where it is ``None``.
 
         Raises:
             ConfigurationError: ``timeout`` is no duration.
         """
+        timeout = self._timeout if timeout is None else timeout
         return FetchSettings.of(
             self._settings,
             keys=self._keys,
             certificates=self._certificates,
             num_connections=self._num_connections,
-            timeout=self._timeout if timeout is None else timeout,
-            unreachable_timeout=unreachable_timeout,
-            progress_timeout=progress_timeout,
+            timeout=timeout if isinstance(timeout, FetchTimeout) else FetchTimeout(total=timeout),
         )
 
-    def group_fetch_settings(
-        self, timeout: timedelta | None, unreachable_timeout: timedelta | None, progress_timeout: timedelta | None
-    ) -> FetchSettings:
-        """As `fetch_settings`; a source out of reach is given up earlier, because others may stand in for it."""
-        settings = self.fetch_settings(timeout, unreachable_timeout, progress_timeout)
-        if unreachable_timeout is not None:
+    def group_fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
+        """As `fetch_settings`, but with less patience with a source out of reach, because others may replace it."""
+        settings = self.fetch_settings(timeout)
+        if isinstance(timeout, FetchTimeout) and timeout.unreachable is not None:
             return settings
         return dataclasses.replace(settings, unreachable_s=min(settings.unreachable_s / 4, _GROUP_UNREACHABLE_S))
 
@@ -144,7 +142,7 @@ class StateClient(Generic[T]):
             ConfigurationError: It leads nowhere, or to somebody else.
         """
         try:
-            settings = self.fetch_settings(timeout, None, None)
+            settings = self.fetch_settings(timeout)
             with settings.connection_to(PeerAddress.from_url(address)) as connection:
                 found = fetch_server_id(connection)
         except TransportError as error:
@@ -272,7 +270,7 @@ class StateClient(Generic[T]):
             manifest = plan.manifest
             if manifest.digests is None:
                 manifest = agreed.manifest_with_digests(settings)
-                if settings.verify and request.verify_late:
+                if settings.verify and not request.is_comparable:
                     damaged = find_damaged(manifest, restore.present, num_threads=default_num_threads())
                     settings.timeouts.note_progress()
                     fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)

@@ -103,12 +103,7 @@ class PeerRecovery:
         start_s = time.monotonic()
         ranks = RecoveringRanks(RankGroup.of(process_group, keys=self._transport.keys), options.timeout)
         if step == "latest":
-            step = ranks.agree_on_step(
-                self._transport,
-                addresses,
-                timeout=options.timeout,
-                unreachable_timeout=options.unreachable_timeout,
-            )
+            step = ranks.agree_on_step(self._transport, addresses, timeout=options.timeout)
         return self._recover_on_all_ranks(
             ranks, source, step, replace(options, timeout=_left(options.timeout, start_s))
         )
@@ -219,9 +214,11 @@ class PeerRecovery:
         asked = "latest" if options.is_fresh else step
         keywords: Any = {
             "into": into,
-            "timeout": options.timeout,
-            "unreachable_timeout": options.unreachable_timeout,
-            "progress_timeout": options.progress_timeout,
+            "timeout": ft_transport.FetchTimeout(
+                total=options.timeout, unreachable=options.unreachable_timeout, progress=options.progress_timeout
+            ),
+            # It compares every byte after loading.
+            "is_comparable": options.verify,
             "check": partial(self._check_incoming, into=into, step=step),
         }
         if isinstance(source, str):
@@ -231,9 +228,6 @@ class PeerRecovery:
             if options.others or options.relays:
                 keywords["relays"] = options.relays
                 sources = (source, *options.others)
-            else:
-                # `verify` compares every byte after loading, so the transfer need not verify late digests as well.
-                keywords["verify_late"] = not options.verify
             known = self._but_for_steps(before) if before is not None and options.verify else None
             if not options.keep_partial:
                 self._part.discard()
@@ -247,7 +241,6 @@ class PeerRecovery:
             asked,
             group_rank=group_rank,
             like=self._state.registry.parameter_finder(),
-            is_comparable=options.verify,
             **keywords,
         )
 

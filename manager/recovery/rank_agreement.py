@@ -36,21 +36,13 @@ class RecoveringRanks:
         self._timeout_s = timeout.total_seconds()
         self._agreement = Agreement(group, "recover", timeout)
 
-    def agree_on_step(
-        self,
-        transport: HTTPTransport[Any],
-        addresses: Sequence[str],
-        *,
-        timeout: timedelta,
-        unreachable_timeout: timedelta | None,
-    ) -> int:
+    def agree_on_step(self, transport: HTTPTransport[Any], addresses: Sequence[str], *, timeout: timedelta) -> int:
         """Have all sources take a snapshot of one step, and return it on every rank.
 
         Args:
             transport: Asks, on the first rank.
             addresses: Those that this rank will recover from; they need not be the same on all.
             timeout: For asking.
-            unreachable_timeout: How long a source may be out of reach.
 
         Raises:
             TransportError: It failed, with the same error on all ranks; or a rank is gone.
@@ -60,9 +52,7 @@ class RecoveringRanks:
         def ask() -> bytes:
             everywhere = [address for each in named for address in from_json(each, _addresses_decoder)]
             try:
-                step = transport.common_step(
-                    list(dict.fromkeys(everywhere)), timeout=timeout, unreachable_timeout=unreachable_timeout
-                )
+                step = transport.common_step(list(dict.fromkeys(everywhere)), timeout=timeout)
             except TransportError as error:
                 return msgspec.json.encode(_StepReply(failure=describe(error)))
             return msgspec.json.encode(_StepReply(step=step))

@@ -156,11 +156,10 @@ class Replica:
         options: PeerOptions,
         *,
         process_group: dist.ProcessGroup | None = None,
-        from_checkpoints: bool = True,
     ) -> Recovery:
         """See `StateManager.recover`."""
         receive = partial(self._receive, metadata, step, options, process_group)
-        if self.checkpoints is None or not from_checkpoints:
+        if self.checkpoints is None:
             return receive()
         return self._recover_from_anywhere(receive, self.checkpoints, options.timeout)
 

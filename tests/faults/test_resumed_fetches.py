@@ -38,6 +38,7 @@ from ft_transport import (
     ConfigurationError,
     FetchFailedError,
     FetchProgress,
+    FetchTimeout,
     PartialState,
     SnapshotLimitError,
     TransportError,
@@ -214,7 +215,9 @@ def test_it_may_fail_again_and_again() -> None:
                 assert len(part.landed()) == 10 * number
         # No source answers: what had landed stays as it is.
         with pytest.raises(TransportError) as unreachable:
-            net.receiver.fetch(proxy.url, 1, into=into, known=part, unreachable_timeout=0 * TIMEOUT)
+            net.receiver.fetch(
+                proxy.url, 1, into=into, known=part, timeout=FetchTimeout(total=TIMEOUT, unreachable=0 * TIMEOUT)
+            )
         assert len(part.landed()) == 40
         assert unreachable.value.destination_touched
         received = net.receiver.fetch(net.sender.metadata(), 1, into=into, known=part)

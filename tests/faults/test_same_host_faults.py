@@ -37,6 +37,7 @@ from same_host import listen_to, open_snapshots, taken_from_memory
 from ft_transport import (
     DeadlineExceededError,
     FetchProgress,
+    FetchTimeout,
     SnapshotLimitError,
     TransportError,
 )
@@ -383,7 +384,7 @@ def test_a_source_that_leaves_children_is_missed_at_once() -> None:
 
         with transport(same_host=True, verify=False, on_progress=fork_and_kill, num_copy_threads=1) as receiver:
             with pytest.raises(TransportError):
-                receiver.fetch(address, 1, unreachable_timeout=timedelta(seconds=1))
+                receiver.fetch(address, 1, timeout=FetchTimeout(total=TIMEOUT, unreachable=timedelta(seconds=1)))
             assert time.monotonic() - lost[0] < 10
         source.stdin.close()
         source.wait(20)

@@ -22,6 +22,7 @@ from ft_transport import (
     ConfigurationError,
     FetchFailedError,
     FetchProgress,
+    FetchTimeout,
     HTTPTransport,
     IntegrityError,
     PeerUnreachableError,
@@ -178,7 +179,11 @@ def test_a_source_that_is_out_of_reach_is_not_needed_if_another_has_its_part() -
             sources = [gone if rank == missing else url for rank, url in enumerate(ranks.urls)]
             into = ranks.own(Shard(1))
             received = ranks.receiver.fetch_sharded(
-                sources, 1, into=into, group_rank=1, unreachable_timeout=timedelta(seconds=0.3)
+                sources,
+                1,
+                into=into,
+                group_rank=1,
+                timeout=FetchTimeout(total=TIMEOUT, unreachable=timedelta(seconds=0.3)),
             )
             assert is_received(received.state, Shard(1))
 
@@ -240,7 +245,7 @@ def test_what_an_earlier_attempt_did_is_told_by_whatever_ends_the_last_one() -> 
 
     with transport() as receiver:
         with pytest.raises(KeyError) as caught:
-            with_restarts(receiver._client.group_fetch_settings(None, None, None), receive)
+            with_restarts(receiver._client.group_fetch_settings(None), receive)
         assert caught.value.destination_touched  # type: ignore[attr-defined]
 
 

@@ -27,6 +27,7 @@ from ft_transport import (
     ConfigurationError,
     DeadlineExceededError,
     FetchFailedError,
+    FetchTimeout,
     HTTPTransport,
     PeerUnreachableError,
     SnapshotError,
@@ -377,7 +378,7 @@ def test_a_peer_that_is_out_of_reach_is_given_up_before_the_deadline(sender: HTT
         address = gone.metadata()
     started_s = time.monotonic()
     with pytest.raises(PeerUnreachableError):
-        sender.fetch(address, 3, timeout=TIMEOUT, unreachable_timeout=timedelta(seconds=0.3))
+        sender.fetch(address, 3, timeout=FetchTimeout(total=TIMEOUT, unreachable=timedelta(seconds=0.3)))
     assert time.monotonic() - started_s < TIMEOUT.total_seconds() / 2
 
 

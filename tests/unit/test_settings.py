@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
+from ft_transport import ConfigurationError, FetchTimeout, HTTPTransport, TransportSettings
 from ft_transport import settings as module
 from ft_transport.keys import TOKEN_VARIABLE
 
@@ -80,9 +80,7 @@ def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str)
         ({"max_bytes_per_s": 0}, "a positive number as max_bytes_per_s, got int 0"),
         ({"max_bytes_per_s": float("nan")}, "a positive number as max_bytes_per_s"),
         ({"max_bytes_per_s": "5"}, "a positive number as max_bytes_per_s, got str '5'"),
-        ({"progress_timeout": 3}, r"datetime\.timedelta as progress_timeout, got int 3"),
-        ({"progress_timeout": NEGATIVE}, "progress_timeout that is not negative"),
-        ({"unreachable_timeout": 3}, r"datetime\.timedelta as unreachable_timeout"),
+        ({"timeout": 3}, r"datetime\.timedelta as timeout, got int 3"),
         ({"relays": None}, "addresses as relays, got None"),
         ({"check": 5}, "a function as check, got int 5"),
     ],
@@ -94,6 +92,19 @@ def test_an_argument_of_a_fetch_out_of_range_is_named(arguments: dict[str, Any],
             transport.fetch("http://127.0.0.1:9/checkpoint/", 1, **arguments)
     finally:
         transport.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"progress": 3}, r"datetime\.timedelta as progress timeout, got int 3"),
+        ({"progress": NEGATIVE}, "progress timeout that is not negative"),
+        ({"unreachable": 3}, r"datetime\.timedelta as unreachable timeout"),
+    ],
+)
+def test_a_timeout_of_a_fetch_out_of_range_is_named(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        FetchTimeout(total=timedelta(seconds=1), **arguments)
 
 
 @pytest.mark.parametrize("token", ["", "three words here", "ü"])

@@ -14,7 +14,7 @@ from ft_transport.errors import PeerNotReadyError
 from ft_transport.http import fetch_pool
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool
-from ft_transport.http.fetch_settings import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.fetch import FetchMachine, Instruction, MayTake, Request, SourceIndex, Wait, Work, WorkerIndex
 
@@ -25,9 +25,7 @@ def _settings(timeout_s: float, progress_timeout: timedelta | None = None) -> Fe
         keys=None,
         certificates=None,
         num_connections=2,
-        timeout=timedelta(seconds=timeout_s),
-        unreachable_timeout=None,
-        progress_timeout=progress_timeout,
+        timeout=FetchTimeout(total=timedelta(seconds=timeout_s), progress=progress_timeout),
     )
 
 

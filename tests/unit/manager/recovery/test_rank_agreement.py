@@ -41,7 +41,7 @@ def on_all(num_ranks: int, act: Callable[[RecoveringRanks], T], timeout: timedel
 
 def agree(ranks: RecoveringRanks, transport: Transport) -> int:
     addresses = ["http://a", f"http://{ranks.rank}"]
-    return ranks.agree_on_step(transport, addresses, timeout=LONG, unreachable_timeout=None)  # type: ignore[arg-type]
+    return ranks.agree_on_step(transport, addresses, timeout=LONG)  # type: ignore[arg-type]
 
 
 def test_the_first_rank_asks_all_sources_and_every_rank_has_the_step() -> None:

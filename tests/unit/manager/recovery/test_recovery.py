@@ -23,6 +23,7 @@ from state_tools import file_of_state, manifest_of
 from ft_transport import (
     FetchFailedError,
     FetchProgress,
+    FetchTimeout,
     HTTPTransport,
     StateNotServedError,
     TransportError,
@@ -413,8 +414,8 @@ def test_the_wait_for_the_lock_counts_against_the_deadline(
     left: list[timedelta] = []
     fetch = ours.transport.fetch
 
-    def note(*args: Any, timeout: timedelta, **kwargs: Any) -> Any:
-        left.append(timeout)
+    def note(*args: Any, timeout: FetchTimeout, **kwargs: Any) -> Any:
+        left.append(timeout.total)
         return fetch(*args, timeout=timeout, **kwargs)
 
     monkeypatch.setattr(ours.transport, "fetch", note)
