@@ -59,7 +59,7 @@ class HTTPTransport(Generic[T]):
 
     Attributes:
         recorder: See the argument.
-        watch: What this process tells to who watches it, at the server's ``/state`` and ``/metrics``. Others add to it.
+        watch: The state of this process, for the server's ``/state`` and ``/metrics``. Its owners add parts.
 
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.

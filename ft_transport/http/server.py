@@ -77,7 +77,7 @@ class SnapshotServer:
         same_host: Whether receivers on this host are lent the memory that snapshots lie in, where the system can.
         max_clients: How many receivers are sent data at once; ``None`` for any number.
         max_send_bytes_per_s: How fast all bodies together are sent; ``None`` for no bound.
-        watch: What this process tells to who watches it.
+        watch: The state of this process, for ``/state`` and ``/metrics``.
 
     Attributes:
         requests: Finds what requests are for; its ``fresh_snapshot`` may be exchanged at any time.

@@ -1,8 +1,8 @@
-"""Who may watch: peers of the job, and whoever shows its watch token, which opens nothing else.
+"""Access to the page, ``/state`` and ``/metrics``: for peers of the job, and for clients with its watch token.
 
 Browsers and Prometheus cannot answer a challenge. They send the watch token (`Keys.watch_tokens`) as it is, as the
-password of any user (RFC 7617) or as a bearer token (RFC 6750). Whoever hears it may watch, too, so networks that
-others listen on need TLS.
+password of any user (RFC 7617) or as a bearer token (RFC 6750); it opens nothing else. An eavesdropper gets the token,
+so a network with eavesdroppers needs TLS.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LONGEST_CREDENTIALS: Final = 1024
 
 
 class WatchAccess:
-    """Lets watchers in. Belongs to the server's event loop.
+    """Checks requests for these routes. Runs on the server's event loop.
 
     Args:
-        keys: Of the job, if it has any; without them whoever reaches the server may watch.
-        sessions: Of peers that have proved that they know the token.
+        keys: The keys of the job, if it has any; without them every client has access.
+        sessions: The sessions of peers that proved the job token.
     """
 
     def __init__(self, keys: Keys | None, sessions: ServerSessions | None) -> None:
@@ -37,10 +37,10 @@ class WatchAccess:
         self._sessions = sessions
 
     def admit(self, request: web.Request) -> bool:
-        """Lets a request through; whether it comes from a peer, which has proved that it belongs to the job.
+        """Checks a request; returns whether it comes from a peer that proved the job token.
 
         Raises:
-            PeerAuthenticationError: It shows no watch token, and is none of a session.
+            PeerAuthenticationError: The request has neither the watch token nor a session.
         """
         if self._keys is None:
             return False
@@ -58,11 +58,11 @@ class WatchAccess:
 
 
 def is_asked_by_another_site(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that a page of another site asks, not to be left for what it asks for.
+    """Whether a browser says that a page of another site makes the request, other than by a link to this page.
 
-    Such a page learns nothing by it. But with the password that the browser has, or where none is needed, each
-    ``<img>`` on it would have a job looked at, and take the place of somebody who watches. Browsers say who asks to
-    servers on the loopback and by TLS (https://www.w3.org/TR/fetch-metadata/).
+    Such a page could not read the answer. But with the password that the browser has stored, or where none is needed,
+    each ``<img>`` on it would cost this process an answer. Browsers send these headers to servers on the loopback and
+    over TLS (https://www.w3.org/TR/fetch-metadata/).
     """
     if headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
         return False

@@ -1,7 +1,7 @@
-"""What a process tells of itself to who watches it, as `Watch.state` returns and ``/state`` sends it: a JSON object.
+"""The state of a process, as `Watch.state` returns and ``/state`` sends it: a JSON object.
 
-Its keys are the attributes below; ``version`` grows when one of them gets another meaning. What reads it ignores keys
-that it does not know, and does without those that are missing: a process of an older version tells less.
+Its keys are the attributes of `ToldState`; ``version`` grows when one of them gets another meaning. Readers ignore
+unknown keys and do without missing ones: a process of an older version sends fewer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_REPLICA: Final = 120
 
 Activity: TypeAlias = Literal["training", "healing", "waiting", "idle"]
 """``training``: it takes part in the present step. ``healing``: it receives the state first. ``waiting``: for a quorum,
-or for others. ``idle``: it has not begun, or has no quorum to be in."""
+or for other replicas. ``idle``: it has not begun, or has no quorum."""
 
 Change: TypeAlias = Literal["left", "joined", "healed"]
 """``left`` and ``joined``: another replica. ``healed``: the replica that reports the change."""
@@ -33,7 +33,7 @@ Change: TypeAlias = Literal["left", "joined", "healed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldSnapshot:
-    """A snapshot that is served.
+    """A snapshot that the transport serves.
 
     Attributes:
         step: The committed step that it shows.
@@ -48,16 +48,16 @@ class ToldSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldFlow:
-    """What goes from one process to another, or went a moment ago.
+    """A transfer between two processes, running or just ended.
 
     Attributes:
-        peer: The other one's address, as the system or the job names it.
-        replica: What the other one calls itself; empty if it does not.
-        role: What the sender is: a ``source``, a ``relay``, or one on the ``same_host``, whose memory is read.
+        peer: The address of the other process, as the system or the job names it.
+        replica: The name that the other process gives itself; may be empty.
+        role: The sender is a ``source``, a ``relay``, or on the ``same_host``, where the receiver reads its memory.
         step: Of the state; ``None`` where it is not known.
         num_bytes: So far.
         length_s: Since the first request, or until the last one ended, in seconds.
-        bytes_per_s: Over the last second or so; over the whole of it where nobody has watched before.
+        bytes_per_s: Over the last second or so; at the first look over the whole transfer.
         is_running: Whether a request is under way.
     """
 
@@ -73,15 +73,15 @@ class ToldFlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldTransport:
-    """What a transport serves and receives.
+    """The snapshots and transfers of a transport.
 
     Attributes:
         server: Drawn at random when it started.
-        replica: How it calls itself.
-        address: Where peers reach it, as a URL.
-        snapshots: Those that are served, oldest first.
-        sends: To whom they go.
-        receives: What this process receives, by peer.
+        replica: The name of the replica.
+        address: The URL for peers.
+        snapshots: The ones that it serves, oldest first.
+        sends: Transfers to receivers.
+        receives: Transfers to this process, by peer.
     """
 
     server: str = ""
@@ -109,11 +109,11 @@ class ToldMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldHolder:
-    """Somebody who holds the lock over the state.
+    """A holder of the lock over the state.
 
     Attributes:
         kind: ``read`` or ``write``.
-        what: What for.
+        what: The purpose.
         age_s: For how long, in seconds.
     """
 
@@ -127,10 +127,10 @@ class ToldLock:
     """The lock over the state.
 
     Attributes:
-        holders: Now, the oldest first.
-        num_waits: How often somebody has had to wait for it so far.
-        waited_s: All of that together, in seconds.
-        longest_wait_s: The longest one.
+        holders: The oldest first.
+        num_waits: How often a thread had to wait for it.
+        waited_s: The sum of those waits, in seconds.
+        longest_wait_s: The longest wait, in seconds.
     """
 
     holders: tuple[ToldHolder, ...] = ()
@@ -141,15 +141,15 @@ class ToldLock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldStep:
-    """A step that was tried.
+    """An attempted step.
 
     Attributes:
         step: The committed step that it began with.
         length_s: From its boundary to its commit, or to its refusal, in seconds.
         period_s: From its boundary to the next one, in seconds; 0 before that.
-        is_committed: Whether it was.
+        is_committed: Whether the step was committed.
         num_participants: How many replicas took part.
-        cause: Why it was not committed; empty if it was.
+        cause: Why the step was not committed; else empty.
     """
 
     step: Number
@@ -162,16 +162,16 @@ class ToldStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldManager:
-    """What a manager tells.
+    """The state of a manager.
 
     Attributes:
         replica_id: Unique to this start of the replica; empty without a quorum.
         group_rank: Of this process in its replica.
-        activity: What it does now.
+        activity: Its present activity.
         activity_s: For how long, in seconds; 0 where it is not known.
         step: The committed step that the state shows.
-        batches: How many batches went into it, over all replicas.
-        partial: Why the state is not that of any one step; empty if it is.
+        batches: How many batches went into that state, over all replicas.
+        partial: Why the state is a mix of steps; else empty.
         quorum: Names the last quorum's process group.
         members: Of the last quorum.
         num_participants: How many of them contribute.
@@ -179,11 +179,11 @@ class ToldManager:
         is_lighthouse_lost: Whether the Lighthouse could not be reached since the last quorum; rank 0 alone knows.
         lock: Over the state.
         steps: The last ones, the newest at the end.
-        num_committed: How many steps were, since the start.
-        num_refused: How many were not.
+        num_committed: How many steps were committed since the start.
+        num_refused: How many attempted steps were not.
         rules: The settings that all replicas share; empty before the first quorum, and on other ranks than the first.
-        structure: Digests of what the replica's state looks like, by part; as ``rules``.
-        store_address: Of the store where the replica describes its state; as ``rules``.
+        structure: Digests of the structure of the replica's state, by part; as ``rules``.
+        store_address: The address of the store where the replica describes its state; as ``rules``.
     """
 
     replica_id: str = ""
@@ -213,7 +213,7 @@ class ToldChange:
 
     Attributes:
         unix_s: When, in seconds since 1970.
-        kind: What happened.
+        kind: Which change.
         replica_id: The replica that left, joined or healed.
         step: The committed step of the quorum that found the change.
         length_s: How long no step was committed before a departure was found, or how long a heal took; else 0.
@@ -230,12 +230,12 @@ class ToldChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldError:
-    """Something that went wrong.
+    """An error.
 
     Attributes:
         unix_s: When, in seconds since 1970.
-        about: Whom it is about: a peer, or a replica and its step.
-        text: What.
+        about: A peer, or a replica and its step.
+        text: The message.
         count: How often in a row.
     """
 
@@ -247,7 +247,7 @@ class ToldError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A record that is being made; attributes as in `Record`."""
+    """A record that has not ended; attributes as in `Record`."""
 
     kind: Kind
     begun_unix_s: float
@@ -267,11 +267,11 @@ class ToldState:
 
     Attributes:
         version: Of this form.
-        unix_s: The clock of the process that tells.
-        transport: What is served and received.
-        manager: Of the replica; ``None`` where there is none.
-        records: The last ones to have ended, the newest at the end.
-        running: Those that are being made.
+        unix_s: The clock of the process.
+        transport: The state of its transport.
+        manager: The state of its manager, if it has one.
+        records: The last ones that ended, the newest at the end.
+        running: Records that have not ended.
         errors: The last ones, the newest at the end.
         changes: The last changes of membership, the newest at the end.
     """
@@ -290,17 +290,15 @@ _state_decoder: Final = msgspec.json.Decoder(ToldState)
 
 
 def decode_state(body: bytes | bytearray) -> ToldState:
-    """What a process has told.
+    """Decodes the answer of ``/state``.
 
     Raises:
-        PeerProtocolError: It is not of this form.
+        PeerProtocolError: It is of another form.
     """
     try:
         return _state_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerProtocolError(
-            f"expected what a process tells to who watches it, got something else: {error}"
-        ) from error
+        raise PeerProtocolError(f"expected the state of a process, got something else: {error}") from error
 
 
 def shortened(record: Record) -> Record:
@@ -317,7 +315,7 @@ def shortened(record: Record) -> Record:
 
 
 def short_phases(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """The first ones, and one for all that are left out."""
+    """The first ones, and one that sums up the rest."""
     if len(phases) <= _MAX_PHASES:
         return phases
     rest = phases[_MAX_PHASES:]

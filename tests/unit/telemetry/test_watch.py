@@ -1,4 +1,4 @@
-"""What a process tells of itself: its form, its bounds, and what of it is live."""
+"""The state of a process: its form, its bounds, and its live parts."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def test_a_rate_is_that_of_the_last_second_or_so_however_many_ask() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"manager": 7}', b"\xff", b'{"records": [{}]}'])
 def test_what_is_not_of_the_form_is_refused(body: bytes) -> None:
-    with pytest.raises(PeerProtocolError, match="expected what a process tells"):
+    with pytest.raises(PeerProtocolError, match="expected the state of a process"):
         decode_state(body)
