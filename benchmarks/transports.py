@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import torch
 
 from benchmarks.states import State, StateSpec, build_destination
-from ft_transport import HTTPTransport, SnapshotInProgress, TransportSettings
+from ft_transport import HTTPTransport, SnapshotInProgress, Taking, TransportSettings
 from ft_transport.cli.ceilings import bare_receiver, bare_sender
 
 TIMEOUT: Final = timedelta(seconds=60)
@@ -69,7 +69,7 @@ def our_transport(
 
 def clone(transport: HTTPTransport[Any], state: State) -> SnapshotInProgress:
     """What ``HTTPTransport.send_checkpoint`` does under the read lock."""
-    snapshot = transport.begin_snapshot(STEP, state)
+    snapshot = transport.server.take(Taking(step=STEP, state=state))
     snapshot.copy_deferred()
     return snapshot
 

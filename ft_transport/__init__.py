@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from ft_transport.state.flatten import check_encodable
     from ft_transport.state.matching import Incoming, Mismatch
     from ft_transport.state.placements import spans_ranks
-    from ft_transport.state.snapshot import HeldState
+    from ft_transport.state.snapshot import HeldState, Taking
     from ft_transport.state.state_digest import TensorDigests, state_digest
     from ft_transport.tls import TLSFiles
     from ft_transport.transfer.known import PartialState, Received
@@ -125,7 +125,7 @@ else:
             "ft_transport.state.flatten": ("check_encodable",),
             "ft_transport.state.matching": ("Incoming", "Mismatch"),
             "ft_transport.state.placements": ("spans_ranks",),
-            "ft_transport.state.snapshot": ("HeldState",),
+            "ft_transport.state.snapshot": ("HeldState", "Taking"),
             "ft_transport.state.state_digest": ("TensorDigests", "state_digest"),
             "ft_transport.transport": ("HTTPTransport",),
             "ft_transport.publish.receiver": ("WeightReceiver",),
@@ -201,6 +201,7 @@ __all__ = [
     "StoreHealth",
     "StoreSettings",
     "TLSFiles",
+    "Taking",
     "TensorDigests",
     "TransportError",
     "TransportSettings",

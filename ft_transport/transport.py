@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Final, Generic, TypeVar
-
-import torch
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.fetch_settings import FetchTimeout
@@ -21,14 +19,14 @@ from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_function, check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
-from ft_transport.state.snapshot import HeldState, nothing_moved
+from ft_transport.state.snapshot import Taking
 from ft_transport.telemetry.build_info import build_readings
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.told import ToldState
 from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.known import Known, Received
-from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
+from ft_transport.transfer.server import StateServer
 from ft_transport.transfer.sharded import ShardedRequest, common_step
 from ft_transport.transfer.sources import FetchPeers
 from ft_transport.wire.delta import Delta
@@ -59,6 +57,7 @@ class HTTPTransport(Generic[T]):
 
     Attributes:
         recorder: See the argument.
+        server: Takes snapshots of this process's state and serves them.
         watch: The state of this process, for the server's ``/state`` and ``/metrics``. Its owners add parts.
 
     Raises:
@@ -92,7 +91,7 @@ class HTTPTransport(Generic[T]):
         self.watch.metrics.collect(partial(build_readings, settings.replica))
         certificates = settings.certificates()
         self._connect = connecting(keys, certificates)
-        self._server = StateServer(
+        self.server = StateServer(
             settings,
             keys=self._keys,
             certificates=certificates,
@@ -105,13 +104,13 @@ class HTTPTransport(Generic[T]):
             num_connections=num_chunks or _DEFAULT_NUM_CONNECTIONS,
             keys=self._keys,
             certificates=certificates,
-            relays=self._server.http.relays,
+            relays=self.server.http.relays,
             recorder=self.recorder,
         )
 
     def metadata(self) -> str:
         """What a receiver needs to find this transport: ``http://host:port/checkpoint/``, or ``https://`` with TLS."""
-        return f"{self._server.http.address}/checkpoint/"
+        return f"{self.server.http.address}/checkpoint/"
 
     def address(self) -> str:
         """The same as ``metadata`` (torchft's name)."""
@@ -127,7 +126,7 @@ class HTTPTransport(Generic[T]):
             ConfigurationError: It leads nowhere, or to somebody else.
         """
         check_duration("timeout", timeout, at_least=timedelta.min)
-        self._client.check_own_address(self.metadata(), self._server.http.server_id, timeout)
+        self._client.check_own_address(self.metadata(), self.server.http.server_id, timeout)
 
     @property
     def keys(self) -> Keys | None:
@@ -149,10 +148,11 @@ class HTTPTransport(Generic[T]):
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
         """
         del dst_ranks
+        step = check_number("step", step, at_least=0)
         check_duration("timeout", timeout, at_least=timedelta.min)
         with self._read_lock(timeout) if self._read_lock is not None else contextlib.nullcontext():
             state = state_dict() if callable(state_dict) else state_dict
-            in_progress = self.begin_snapshot(step, state)
+            in_progress = self.server.take(Taking(step=step, state=state))
         in_progress.publish()
 
     def allow_checkpoint(self, step: int) -> None:
@@ -166,21 +166,22 @@ class HTTPTransport(Generic[T]):
 
         Args:
             fresh_snapshot: Asks the owner of the state for a snapshot, of the step that it is given if that is not
-                ``None``, and returns at once: the number (``newest_sequence``) after which a snapshot is new enough,
-                or ``None`` if that step is past and no snapshot of it is on its way: one that is being taken is still
-                to come until it is published, or has failed. Without such a function, whatever is there is served.
+                ``None``, and returns at once: the number (``server.newest_sequence()``) after which a snapshot is new
+                enough, or ``None`` if that step is past and no snapshot of it is on its way: one that is being taken is
+                still to come until it is published, or has failed. Without such a function, whatever is there is
+                served.
 
         Raises:
             ConfigurationError: Another owner was set before; two would replace each other's snapshots.
         """
-        if fresh_snapshot is not None and self._server.http.requests.fresh_snapshot is not None:
+        if fresh_snapshot is not None and self.server.http.requests.fresh_snapshot is not None:
             raise ConfigurationError("expected a transport that serves nobody's snapshots yet, got one with an owner")
-        self._server.http.requests.fresh_snapshot = fresh_snapshot
+        self.server.http.requests.fresh_snapshot = fresh_snapshot
 
     @property
     def is_owned(self) -> bool:
         """Whether somebody's state is served (`serve_fresh`)."""
-        return self._server.http.requests.fresh_snapshot is not None
+        return self.server.http.requests.fresh_snapshot is not None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receives the state of ``step`` from the peer that ``metadata`` names.
@@ -226,7 +227,8 @@ class HTTPTransport(Generic[T]):
             relays: What the ``metadata()`` of each receiver returned that receives this state now, the same list for
                 all of them. Each passes on to the others what it has verified, so that every byte leaves the sources
                 about once. This one goes on with that for seconds after the end, until its memory is about to change
-                (`materialize`) or it fetches again; what has changed all the same is found out by its digest.
+                (`StateServer.materialize`) or it fetches again; what has changed all the same is found out by its
+                digest.
             timeout: For everything; the transport's own by default. A peer may be out of reach for as long, so that a
                 receiver can start before its source; `FetchTimeout` sets a shorter time for that, and for a transfer
                 in which no data arrives.
@@ -271,7 +273,7 @@ class HTTPTransport(Generic[T]):
 
     def keep_delta(self, base: int, delta: bytes) -> None:
         """Serves a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; keeps the latest 4."""
-        self._server.http.deltas.keep(base, delta)
+        self.server.http.deltas.keep(base, delta)
 
     def fetch_deltas(
         self, metadata: str, base: int, step: int, *, max_bytes: int, timeout: timedelta | None = None
@@ -401,79 +403,11 @@ class HTTPTransport(Generic[T]):
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        self._server.prefault(state)
-
-    def begin_snapshot(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool] | None = None,
-        shareable: Callable[[torch.Tensor], bool] | None = None,
-        check_deferred: Callable[[], None] = nothing_moved,
-        check_shared: Callable[[], None] = nothing_moved,
-    ) -> SnapshotInProgress:
-        """Begins a snapshot on the state's own thread, under the read lock; see `StateServer.begin_snapshot`."""
-        return self._server.begin_snapshot(
-            step,
-            state,
-            deferrable=deferrable,
-            shareable=shareable,
-            check_deferred=check_deferred,
-            check_shared=check_shared,
-        )
-
-    def hold_state(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool],
-        max_bytes: int,
-        check: Callable[[], None] = nothing_moved,
-        lasts: Callable[[torch.Tensor], bool] | None = None,
-    ) -> HeldState | None:
-        """Copies what is not ``deferrable``, for a snapshot that may be begun later; see `StateServer.hold_state`."""
-        return self._server.hold_state(
-            step, state, deferrable=deferrable, max_bytes=max_bytes, check=check, lasts=lasts
-        )
-
-    def begin_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins the snapshot of a held state by a copy of it; see `StateServer.begin_held`."""
-        return self._server.begin_held(held)
-
-    def share_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins a snapshot that is served from where the state lies; see `StateServer.share_held`."""
-        return self._server.share_held(held)
-
-    def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
-        """Ends the sharing of live memory that is about to change; see `StateServer.materialize`."""
-        self._server.http.relays.end_all()
-        self._server.materialize(changing)
-
-    def lease(self, step: int) -> SnapshotLease:
-        """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.
-
-        Raises:
-            SnapshotError: There is none, or it is served from live memory.
-        """
-        return self._server.lease(step)
-
-    def newest_sequence(self) -> int:
-        """How many snapshots have been published so far."""
-        return self._server.newest_sequence()
-
-    def newest_step(self) -> int | None:
-        """The step of the newest snapshot, ``None`` before the first."""
-        return self._server.newest_step()
-
-    def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
-        """Tells receivers that wait for a snapshot why none has come; see `StateServer.snapshot_failed`."""
-        self._server.snapshot_failed(step, error, is_final=is_final)
+        self.server.prefault(state)
 
     def shutdown(self, wait: bool = True) -> None:
         """Stops serving and frees the snapshots; waits for the server's thread if told so. May be called twice."""
-        self._server.close(wait=wait)
+        self.server.close(wait=wait)
 
 
 def _checked_step(step: StepSelector) -> StepSelector:

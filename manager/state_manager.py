@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ft_transport.runtime.handler_safety import SafeEnd
+from manager.errors import ManagerError
 from manager.recovery.checkpoints import ResumeKeys
 from manager.recovery.replica import Replica
 from manager.recovery.values import PeerOptions, Recovery
@@ -95,7 +96,10 @@ class StateManager:
 
     def metadata(self) -> str:
         """Return the address that peers recover from; raises ``ManagerError`` where there is no transport."""
-        return self._replica.address()
+        transport = self._replica.transport
+        if transport is None:
+            raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
+        return transport.metadata()
 
     # ------------------------------------------------------------------------------------------------------- the lock
 
@@ -291,7 +295,8 @@ class StateManager:
         """
         self._refuse_start_step()
         self._state.steps.boundary(self._state.step, step)
-        return self._replica.start_step(step, hold=hold)
+        self._replica.encodings.check()
+        return self._replica.begin_step(step, hold=hold)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot now; the training thread calls this between two steps.
@@ -309,7 +314,10 @@ class StateManager:
             TransportError: The state cannot be captured.
         """
         self._usability.require()
-        return self._replica.snapshot(step)
+        snapshots = self._replica.snapshots
+        if snapshots is None:
+            raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
+        return snapshots.take(step)
 
     def recover(
         self,
@@ -368,7 +376,7 @@ class StateManager:
             TransportError: As for ``CheckpointStore.save``.
         """
         self._usability.require()
-        return self._replica.save(wait=wait, overwrite=overwrite)
+        return self._replica.required_checkpoints().save(wait=wait, overwrite=overwrite)
 
     def resume(self, *, keys: ResumeKeys = "same") -> Recovery | None:
         """Load the newest durable checkpoint that is what was written; all ranks call this, before the first step.
@@ -395,7 +403,7 @@ class StateManager:
             TransportError: All checkpoints are damaged, or loading failed; the same on all ranks.
         """
         self._usability.require()
-        return self._replica.resume(keys)
+        return self._replica.required_checkpoints().resume(keys)
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, end the threads and the transport. May be called twice, and from a signal handler.

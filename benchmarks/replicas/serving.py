@@ -37,14 +37,17 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
-class _TimedTransport(HTTPTransport[Any]):
+class _TimedClones:
     """Notes how long the parts of a snapshot take that the lock is held for."""
 
-    last_clone_s: float | None = None
+    def __init__(self, transport: HTTPTransport[Any]) -> None:
+        self._take = transport.server.take
+        self.last_clone_s: float | None = None
+        transport.server.take = self.take  # type: ignore[method-assign]
 
-    def begin_snapshot(self, step: int, state: object, **options: Any) -> SnapshotInProgress:
+    def take(self, wanted: Any, **options: Any) -> SnapshotInProgress:
         started_s = time.monotonic()
-        in_progress = super().begin_snapshot(step, state, **options)
+        in_progress = self._take(wanted, **options)
         begin_s = time.monotonic() - started_s
         copy_deferred = in_progress.copy_deferred
 
@@ -62,7 +65,8 @@ class Ours:
     role: Role = "ours"
 
     def __init__(self, training: Training) -> None:
-        self._transport = _TimedTransport(settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+        self._transport = HTTPTransport[Any](settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+        self._clones = _TimedClones(self._transport)
         self._manager = Manager(checkpoint_transport=self._transport)
         self._manager.register("model", training.model)
         self._manager.register("optimizer", training.optimizer)
@@ -78,7 +82,7 @@ class Ours:
         return f"{self._transport.metadata()}latest/full"
 
     def clone_s(self) -> float | None:
-        return self._transport.last_clone_s
+        return self._clones.last_clone_s
 
     def prefault(self) -> None:
         # The last step has ended.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from ft_transport.errors import CheckpointError, SnapshotError
-from ft_transport.state.snapshot import PendingSnapshot
+from ft_transport.state.snapshot import PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
 from ft_transport.wire.chunks import CHUNK_BYTES
@@ -106,7 +106,7 @@ class StateStager:
         with staged.noting_failure():
             shared, own = self._split(_called(state))
             own.update(_called(local) if local is not None else {})
-            staged.add(self._shared.begin(step, shared))
+            staged.add(self._shared.begin(Taking(step=step, state=shared)))
             self._stage_local(staged, step, own)
         return staged
 
@@ -133,7 +133,7 @@ class StateStager:
                 )
         if state:
             staged.local_keys = tuple(state)
-            staged.add(self._local.begin(step, dict(state)))
+            staged.add(self._local.begin(Taking(step=step, state=dict(state))))
 
     def _split(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
         """What all ranks share, and what each has for itself."""

@@ -116,6 +116,7 @@ def measure(num_bytes: int, num_rounds: int) -> list[Rate]:
 def _clone_rates(transport: HTTPTransport[Any], state: dict[str, Any], num_bytes: int, num_rounds: int) -> list[Rate]:
     import statistics
 
+    from ft_transport import Taking
     from ft_transport.cli.ceilings import MemoryCopy
 
     samples: dict[str, list[float]] = {"copy_": [], "memmove": [], _CLONE: []}
@@ -128,7 +129,7 @@ def _clone_rates(transport: HTTPTransport[Any], state: dict[str, Any], num_bytes
                 break
             seconds = {"copy_": _seconds(plain.torch_copy), "memmove": _seconds(plain.memmove)}
             began_s = time.perf_counter()
-            snapshot = transport.begin_snapshot(0, state)
+            snapshot = transport.server.take(Taking(step=0, state=state))
             snapshot.copy_deferred()
             seconds[_CLONE] = time.perf_counter() - began_s
             snapshot.abandon()

@@ -34,6 +34,7 @@ from ft_transport.publish.names import Renamed, check_engine_names, shown
 from ft_transport.publish.peft_config import CONFIG_NAME, features_of
 from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.runtime.regular_files import make_read_only, open_regular
+from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
 from ft_transport.wire.manifest import Manifest, decode_header
@@ -152,7 +153,8 @@ class Exporter:
         if self._agreement.is_first:
             self._files = request.files()
         state = {_ROOT: own.tensors}
-        self._snapshot = self._stager.begin(request.version, state, float_dtype=self._format.dtype).finish()
+        taking = Taking(step=request.version, state=state, float_dtype=self._format.dtype)
+        self._snapshot = self._stager.begin(taking).finish()
         files = {name: digest(data) for name, data in sorted(own.files.items())}
         return {"version": request.version, "kind": own.kind, "files": files, "missing_ok": request.is_missing_ok}
 

@@ -56,7 +56,7 @@ class VersionServer:
 
     def _is_served(self, version: int) -> bool:
         try:
-            self._transport.lease(version).release()
+            self._transport.server.lease(version).release()
         except SnapshotError:
             return False
         return True

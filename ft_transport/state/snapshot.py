@@ -42,24 +42,50 @@ def nothing_moved() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldState:
-    """A state at a step of which a snapshot may still be taken, as long as its large tensors stay as they are.
-
-    What is small, or something else may change, has been copied already. It takes no arena.
+class Taking:
+    """A state to take a snapshot of, and when each of its tensors is copied: at once if no attribute says otherwise.
 
     Attributes:
-        step: The committed step.
-        flat: The state.
-        marks: After what has been queued on devices by now.
-        check: Raises if what was not copied has changed.
-        lasts: Says of a tensor that nothing changes it without a `LastingDigests.forget`; ``None`` for none.
+        step: The committed step that the state shows.
+        state: Any nesting of supported kinds.
+        deferrable: Says of a live tensor that nothing changes it while the read lock is held: it is copied later, in
+            ``copy_deferred``.
+        lasting: Says of a live tensor that its owner seldom changes it, and calls ``StateServer.materialize`` before.
+            It is not copied but served from where it lies, if that is host memory and as the file has it. Later
+            snapshots reuse its digests, until ``Stager.forget_lasting``.
+        check_deferred: Raises a `SnapshotError` if a deferred tensor has changed; called after its copy. The snapshot
+            fails then.
+        check_shared: Raises one if a shared tensor has changed without ``materialize``; called before a receiver may
+            rely on what was sent. The snapshot is lost then.
+        max_held_bytes: ``Stager.hold`` copies no more than this.
+        float_dtype: Of all floating-point tensors in the snapshot; ``None`` leaves each as it is.
     """
 
     step: int
+    state: object
+    deferrable: Callable[[torch.Tensor], bool] | None = None
+    lasting: Callable[[torch.Tensor], bool] | None = None
+    check_deferred: Callable[[], None] = nothing_moved
+    check_shared: Callable[[], None] = nothing_moved
+    max_held_bytes: int = 0
+    float_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldState:
+    """A flattened state at a step. Its snapshot can be begun as long as its deferrable tensors stay as they are.
+
+    It takes no arena.
+
+    Attributes:
+        taking: How the snapshot is taken.
+        flat: The state; all that is not deferrable has been copied, unless the snapshot begins at once.
+        marks: Follow the work that was queued on devices before.
+    """
+
+    taking: Taking
     flat: FlatState
     marks: Marks
-    check: Callable[[], None]
-    lasts: Callable[[torch.Tensor], bool] | None = None
 
     @property
     def is_shareable(self) -> bool:
@@ -99,20 +125,19 @@ class PendingSnapshot:
     """A snapshot whose bytes are still being copied. Used by one thread at a time.
 
     Args:
-        held: The state, and what says that none of it has changed before it was copied.
+        held: The state.
         workshop: What to make the snapshot with.
         arena: Where copies go; ``None`` if nothing is to be copied.
-        check_shared: Raises if what is shared has changed without being materialized.
 
     Attributes:
         step: The committed step.
         shared: The memory of a snapshot that is shared in part; ``None`` if all of it is copied.
     """
 
-    def __init__(
-        self, held: HeldState, workshop: Workshop, *, arena: Arena | None, check_shared: Callable[[], None]
-    ) -> None:
-        self.step = held.step
+    def __init__(self, held: HeldState, workshop: Workshop, *, arena: Arena | None) -> None:
+        # Without ``held.taking.state``: live tensors must not outlive the copy.
+        taking = held.taking
+        self.step = taking.step
         self.shared: CopyOnWriteMemory | None = None
         self._flat = flat = held.flat
         self._starts = _lay_out(flat)
@@ -127,18 +152,13 @@ class PendingSnapshot:
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
         self._marks = held.marks
-        self._check_deferred = held.check
-        self._lasts = held.lasts
-        self._check_shared = check_shared
+        self._deferrable, self._lasting = taking.deferrable, taking.lasting
+        self._check_deferred, self._check_shared = taking.check_deferred, taking.check_shared
 
-    def copy_now(
-        self,
-        deferrable: Callable[[torch.Tensor], bool] | None,
-        shareable: Callable[[torch.Tensor], bool] | None = None,
-    ) -> None:
+    def copy_now(self) -> None:
         """Copies every block that is neither deferrable nor shared, and notes the others."""
-        is_shared = self._which(shareable) & (self._addresses != 0)
-        is_deferred = self._which(deferrable) & ~is_shared
+        is_shared = self._which(self._lasting) & (self._addresses != 0)
+        is_deferred = self._which(self._deferrable) & ~is_shared
         self._deferred = np.flatnonzero(is_deferred)
         self._copy(np.flatnonzero(~(is_deferred | is_shared)))
         if is_shared.any():
@@ -150,7 +170,7 @@ class PendingSnapshot:
 
     def share_all(self) -> None:
         """Leaves every block where it is."""
-        self._share(np.arange(len(self._flat.blocks.sources)), self._which(self._lasts))
+        self._share(np.arange(len(self._flat.blocks.sources)), self._which(self._lasting))
 
     def copy_deferred(self) -> None:
         """Copies the rest. The caller still holds the read lock and releases it afterwards."""

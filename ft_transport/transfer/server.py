@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import Reader, SnapshotCache
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place, SafeEnd, SafeEvent
-from ft_transport.settings import TransportSettings, check_number
+from ft_transport.settings import TransportSettings
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.snapshot import HeldState, PendingSnapshot
+from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.telemetry.metrics import weakly
 from ft_transport.telemetry.readings import PREFIX, Metric, Reading
@@ -87,7 +85,7 @@ class SnapshotInProgress:
         self._sharing = sharing
 
     def copy_deferred(self) -> None:
-        """Copies what ``begin_snapshot`` left for later; the read lock may be released afterwards."""
+        """Copies what was deferred; the read lock may be released afterwards."""
         try:
             self._pending.copy_deferred()
         except BaseException:
@@ -186,121 +184,63 @@ class StateServer:
         """Makes memory for snapshots of ``state`` ready; see ``HTTPTransport.prefault``."""
         self._stager.prefault(state)
 
-    def begin_snapshot(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool] | None,
-        shareable: Callable[[torch.Tensor], bool] | None,
-        check_deferred: Callable[[], None],
-        check_shared: Callable[[], None],
-    ) -> SnapshotInProgress:
-        """Begins a snapshot on the thread that owns the state; the caller holds the read lock.
+    def take(self, wanted: Taking | HeldState, *, share: bool = False) -> SnapshotInProgress:
+        """Begins a snapshot of a state, under the read lock on the thread that owns it; or, once, of a held state.
 
         Args:
-            step: The committed step that the state shows.
-            state: Any nesting of supported kinds.
-            deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
-                ``SnapshotInProgress.copy_deferred`` may copy it later.
-            shareable: Says of a live tensor that the owner calls `materialize` before changing it. It is served from
-                where it lies, without a copy.
-            check_deferred: Raises a ``SnapshotError`` if what was deferred has changed all the same; asked when it has
-                been copied. The snapshot fails then.
-            check_shared: Raises one if what is shared has changed without a `materialize`; asked before any receiver
-                can rely on what was sent. The snapshot is gone then.
+            wanted: A held state may come from any thread.
+            share: Serves a held state that ``is_shareable`` from where it lies, without a copy. The owner calls
+                `materialize` before anything of it changes, an optimizer's step included. The read lock may be
+                released as soon as this has returned.
 
         Raises:
-            SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
+            SnapshotError: The state cannot be captured, memory for it is missing, or receivers still fetch as many
+                snapshots as may be alive.
         """
-        step = check_number("step", step, at_least=0)
         try:
-            return self._begin(
-                lambda: self._stager.begin(
-                    step,
-                    state,
-                    deferrable=deferrable,
-                    shareable=shareable,
-                    check_deferred=check_deferred,
-                    check_shared=check_shared,
-                )
-            )
+            place = self._cache.reserve()
+            try:
+                pending = self._stager.begin(wanted, share=share)
+                sharing = None
+                if pending.shared is not None:
+                    sharing = _Sharing(pending.shared)
+                    with self._sharings_mutex:
+                        self._sharings[:] = [earlier for earlier in self._sharings if earlier.memory.is_shared]
+                        self._sharings.append(sharing)
+                return SnapshotInProgress(pending, self._cache, place, sharing)
+            except BaseException:
+                place.give_back()
+                raise
         except TransportError as error:
             if error.step is None:
-                error.step = step
+                error.step = wanted.taking.step if isinstance(wanted, HeldState) else wanted.step
             raise
 
-    def hold_state(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool],
-        max_bytes: int,
-        check: Callable[[], None],
-        lasts: Callable[[torch.Tensor], bool] | None = None,
-    ) -> HeldState | None:
-        """Copies what is not ``deferrable``, so that a snapshot of this step can be begun by ``begin_held``.
+    def hold(self, taking: Taking) -> HeldState | None:
+        """Copies what is not deferrable, so that `take` can begin a snapshot of this step later.
 
         For an owner who learns only after the step boundary that somebody needs a snapshot. Takes no memory but for
         the copies, and no place among ``max_snapshots``. Called on the thread that owns the state; the caller holds
         the read lock from here until ``SnapshotInProgress.copy_deferred`` has returned.
 
-        Args:
-            step: The committed step that the state shows.
-            state: Any nesting of supported kinds.
-            deferrable: Says of a live tensor that it stays as it is while the read lock is held.
-            max_bytes: Copy no more than this.
-            check: Raises a ``SnapshotError`` if what was not copied here has changed since.
-            lasts: Says of a tensor that nothing changes it before the next call of `materialize` without arguments, so
-                that its digests are kept from one snapshot to the next until then.
-
         Returns:
-            What to begin the snapshot with; ``None`` if more would have to be copied.
+            The held state; ``None`` if more than ``max_held_bytes`` would have to be copied.
 
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        return self._stager.hold(
-            check_number("step", step, at_least=0),
-            state,
-            deferrable=deferrable,
-            max_bytes=max_bytes,
-            check=check,
-            lasts=lasts,
-        )
-
-    def begin_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins the snapshot of a held state, once. On any thread.
-
-        Raises:
-            SnapshotError: There is no memory for it, or too many snapshots are still being fetched.
-        """
-        return self._begin(lambda: self._stager.begin_held(held))
-
-    def share_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins a snapshot that shares the memory of a held state, without a copy, once. On any thread.
-
-        The owner calls `materialize` before anything of the state changes, an optimizer's step included. The read lock
-        may be released as soon as this has returned.
-
-        Args:
-            held: One that ``is_shareable``.
-
-        Raises:
-            SnapshotError: Too many snapshots are still being fetched.
-        """
-        return self._begin(lambda: self._stager.share_held(held))
+        return self._stager.hold(taking)
 
     def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
         """Ends the sharing of live memory that the caller is about to change.
 
-        A snapshot that is being read, or has been asked for, is copied first. Any other is no longer served.
+        Copies a snapshot first that is being read or was asked for; retires any other. Relays stop serving that memory.
 
         Args:
             changing: Returns the addresses of the storages that will change; called only while memory is shared.
                 ``None`` stands for all.
         """
+        self.http.relays.end_all()
         if changing is None:
             self._stager.forget_lasting()
         if not self._sharings:
@@ -321,21 +261,6 @@ class StateServer:
                 self._cache.retire(sharing.snapshot_id, even_if_needed=True)
             with self._sharings_mutex, contextlib.suppress(ValueError):
                 self._sharings.remove(sharing)
-
-    def _begin(self, begin: Callable[[], PendingSnapshot]) -> SnapshotInProgress:
-        place = self._cache.reserve()
-        try:
-            pending = begin()
-            sharing = None
-            if pending.shared is not None:
-                sharing = _Sharing(pending.shared)
-                with self._sharings_mutex:
-                    self._sharings[:] = [earlier for earlier in self._sharings if earlier.memory.is_shared]
-                    self._sharings.append(sharing)
-            return SnapshotInProgress(pending, self._cache, place, sharing)
-        except BaseException:
-            place.give_back()
-            raise
 
     def lease(self, step: int) -> SnapshotLease:
         """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.

@@ -27,7 +27,7 @@ from manager.quorum.telemetry import span, spanned
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
-from manager.snapshots.state_snapshots import StateSnapshots
+from manager.snapshots.scheduler import SnapshotScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class QuorumForming:
         participant: Participant,
         replica: Replica,
         *,
-        snapshots: StateSnapshots,
+        snapshots: SnapshotScheduler,
         executor: SafeExecutor,
         structures: StructureWatch,
         comparison: StateComparison,
@@ -113,7 +113,7 @@ class QuorumForming:
                 if isinstance(decision.role, UpToDate):
                     self._request_snapshot(decision.role)
             finally:
-                self._snapshots.scheduler.settle()
+                self._snapshots.settle()
             current.decision = decision
             if isinstance(decision.role, UpToDate):
                 self._check_serving(decision.role)
@@ -347,11 +347,11 @@ class QuorumForming:
         logger.info("%s: serves %s now, %s next", self._participant.name, role.serves_now, role.serves_next)
         # Shared memory is safe: no optimizer steps before the newcomer has healed.
         with span("_checkpoint_transport::send_checkpoint"):
-            self._snapshots.scheduler.request(share=True)
+            self._snapshots.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
         """Report an error if no snapshot can be taken, so that the step is repeated instead of waited for."""
-        if role.serves_now and not self._snapshots.scheduler.shows_present_state():
+        if role.serves_now and not self._snapshots.shows_present_state():
             self._participant.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
 
     def _heal(self, decision: Decision, role: Heals) -> bool:

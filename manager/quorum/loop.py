@@ -171,7 +171,7 @@ class QuorumLoop:
             else:
                 self._forming.form_and_heal(current, request)
         except BaseException as error:
-            self._snapshots.scheduler.settle()
+            self._snapshots.settle()
             # The round refers to the error, and its frames may hold sections of the lock, so they are cleared. This
             # frame must not refer to the round, or error and frame would form a cycle.
             traceback.clear_frames(error.__traceback__)

@@ -10,11 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import ft_transport
-from ft_transport import ConfigurationError, TransportError
+from ft_transport import ConfigurationError, SnapshotLimitError, TransportError
+from ft_transport.runtime.handler_safety import SafeFuture
 from manager.errors import ManagerError, RegistryError
 from manager.quorum.decision import next_lineage
 from manager.recovery.replica_metrics import resumes
 from manager.recovery.values import Recovery, shown
+from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.compatibility import check_fit
 from manager.state.parameter_order import (
     MANAGER_KEY,
@@ -55,7 +57,7 @@ class Checkpoints:
         state: The state.
         store: Where checkpoints go. This object closes it.
         save_every: Save at the beginning of every step whose number this divides.
-        lease: Begins a snapshot of the present step, and returns what waits for it; ``None`` where there is none.
+        snapshots: Takes the snapshot that is saved and served; ``None`` without a transport.
 
     Attributes:
         store: See above.
@@ -70,12 +72,12 @@ class Checkpoints:
         store: CheckpointStore,
         *,
         save_every: int | None,
-        lease: Callable[[], Callable[[], SnapshotLease] | None],
+        snapshots: SnapshotScheduler | None,
     ) -> None:
         self._state = state
         self.store = store
         self._save_every = save_every
-        self._lease = lease
+        self._snapshots = snapshots
         self._saved_step: int | None = None
         self._resumed_step: int | None = None
         self.counts = resumes()
@@ -111,7 +113,7 @@ class Checkpoints:
             try:
                 # What is refused here is told to the other ranks, who wait for no checkpoint that does not come.
                 self._refuse_to_save()
-                lease = self._lease()
+                lease = self._lease(self._snapshots) if self._snapshots is not None else None
             except ManagerError as error:
                 store.save(step, partial(_raise, error))
                 raise
@@ -122,6 +124,28 @@ class Checkpoints:
         if wait:
             handle.result()
         return handle
+
+    def _lease(self, snapshots: SnapshotScheduler) -> Callable[[], SnapshotLease] | None:
+        """Begin a snapshot of the present step, and return a function that waits for it and leases it.
+
+        ``None`` where receivers read as many snapshots as the transport may hold.
+        """
+        step, timeout_s = self._state.step, self._state.timeout.total_seconds()
+        leased: SafeFuture[SnapshotLease] = SafeFuture()
+
+        def await_lease() -> SnapshotLease:
+            taken.result(timeout_s)
+            return leased.result(timeout_s)
+
+        try:
+            taken = snapshots.take_leased(leased)
+        except SnapshotLimitError as error:
+            logger.debug("step %d: receivers read all snapshots, it is copied once more to be saved: %s", step, error)
+            return None
+        except TransportError as error:
+            taken = SafeFuture()
+            taken.set_exception(error)
+        return await_lease
 
     def resume(self, keys: ResumeKeys = "same") -> Recovery | None:
         """See `StateManager.resume`."""

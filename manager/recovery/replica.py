@@ -1,23 +1,21 @@
-"""One replica: its state, the snapshots of it, and the ways in which it comes back."""
+"""The parts of one replica: its state, its snapshots, and the two ways to recover it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft_transport import PeerError, TransportError
 from manager.errors import ManagerError, RecoveryFailedError
-from manager.recovery.checkpoints import Checkpoints, ResumeKeys, check_store
+from manager.recovery.checkpoints import Checkpoints, check_store
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.replica_metrics import collect_metrics
 from manager.recovery.values import PeerOptions, Recovery
-from manager.snapshots.state_snapshots import StateSnapshots
+from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.registration_check import EncodingCheck
 from manager.state.registry import Scope
 from manager.state.replica_state import ReplicaState, checked_step
@@ -26,7 +24,7 @@ from manager.state.telling import telling, told_state
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ft_transport import CheckpointStore, HTTPTransport, SaveHandle
+    from ft_transport import CheckpointStore, HTTPTransport
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ class Replica:
 
     state: ReplicaState
     transport: HTTPTransport[Any] | None
-    snapshots: StateSnapshots | None
+    snapshots: SnapshotScheduler | None
     peers: PeerRecovery | None
     checkpoints: Checkpoints | None
     encodings: EncodingCheck
@@ -81,14 +79,13 @@ class Replica:
         state = ReplicaState(timeout)
         snapshots = peers = checkpoints = None
         if transport is not None:
-            snapshots = StateSnapshots(state, transport, prefault=prefault)
+            snapshots = SnapshotScheduler(state, transport, prefault=prefault)
             peers = PeerRecovery(state, transport)
             transport.watch.tell("manager", telling(state, told_state))
             if store is not None:
                 transport.watch.tell_records([transport.recorder, store.recorder])
         if store is not None:
-            lease = snapshots.lease if snapshots is not None else lambda: None
-            checkpoints = Checkpoints(state, store, save_every=save_every, lease=lease)
+            checkpoints = Checkpoints(state, store, save_every=save_every, snapshots=snapshots)
         if transport is not None:
             counts = [each.counts for each in (peers, checkpoints) if each is not None]
             collect_metrics(transport, state, store, *counts)
@@ -101,17 +98,6 @@ class Replica:
             checkpoints=checkpoints,
             encodings=EncodingCheck(state.registry, state.optimizers, [*scopes, "local"] if store else scopes),
         )
-
-    def address(self) -> str:
-        """See `StateManager.metadata`."""
-        if self.transport is None:
-            raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
-        return self.transport.metadata()
-
-    def start_step(self, step: int, *, hold: bool = False) -> bool:
-        """See `StateManager.start_step`."""
-        self.encodings.check()
-        return self.begin_step(step, hold=hold)
 
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
         """The step boundary, of a state that `encodings` has checked."""
@@ -132,23 +118,6 @@ class Replica:
         """Refuse a loop that draws its batches in the wrong place; see `LoaderOrder`."""
         self.state.registry.loaders.check(is_saved=self.checkpoints is not None)
 
-    def snapshot(self, step: int | None = None) -> Future[None]:
-        """See `StateManager.snapshot`."""
-        state = self.state
-        state.refuse_partial()
-        if self.snapshots is None:
-            raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
-        state.assume_training_thread()
-        if step is not None:
-            state.step = checked_step(step)
-            state.is_past_step = False
-        if state.is_past_step:
-            raise ManagerError(
-                f"expected the number of committed steps: an optimizer has stepped since step {state.step} began; call "
-                "start_step first, or pass the step"
-            )
-        return self.snapshots.take()
-
     def recover(
         self,
         metadata: str | Sequence[str],
@@ -158,18 +127,55 @@ class Replica:
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
         """See `StateManager.recover`."""
-        receive = partial(self._receive, metadata, step, options, process_group)
-        if self.checkpoints is None:
+        checkpoints = self.checkpoints
+        recoveries: list[Recovery] = []
+        own_errors: list[Exception] = []
+
+        def receive() -> Recovery:
+            if self.peers is None:
+                raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
+            return self.peers.recover(metadata, step, options, process_group=process_group)
+
+        def receive_with_others() -> None:
+            try:
+                recoveries.append(receive())
+            except TransportError as error:
+                raise PeerError(f"{type(error).__name__}: {error}") from error
+            except Exception as error:
+                own_errors.append(error)
+                raise
+
+        if checkpoints is None:
             return receive()
-        return self._recover_from_anywhere(receive, self.checkpoints, options.timeout)
+        try:
+            checkpoints.store.run_on_all_ranks(
+                "recover from live peers", receive_with_others, timeout=2 * options.timeout
+            )
+        except PeerError as error:
+            logger.warning("no live peer could be recovered from, checkpoints are tried: %s", error)
+            self._note_alone(recoveries, error)
+            resumed = checkpoints.resume()
+            if resumed is None:
+                root = checkpoints.store.root
+                raise RecoveryFailedError(
+                    f"expected a live peer or a checkpoint in {root}, there is none; from peers: {error}"
+                ) from error
+            return resumed
+        except TransportError as error:
+            self._note_alone(recoveries, error)
+            # Another rank's trouble is the store's error, one's own is as it would be without a store.
+            raise own_errors[0] if own_errors else error from None
+        return recoveries[0]
 
-    def save(self, *, wait: bool = False, overwrite: bool = False) -> SaveHandle:
-        """See `StateManager.save`."""
-        return self._required_checkpoints().save(wait=wait, overwrite=overwrite)
+    def required_checkpoints(self) -> Checkpoints:
+        """Return `checkpoints`.
 
-    def resume(self, keys: ResumeKeys) -> Recovery | None:
-        """See `StateManager.resume`."""
-        return self._required_checkpoints().resume(keys)
+        Raises:
+            ManagerError: This replica has no store.
+        """
+        if self.checkpoints is None:
+            raise ManagerError("expected a checkpoint_store to save to and to load from, and there is none")
+        return self.checkpoints
 
     def closers(self) -> list[Callable[[], object]]:
         """Return what ends a replica that nobody closes, the last first. Refers to none of its state."""
@@ -193,68 +199,9 @@ class Replica:
             if self.snapshots is not None:
                 closing.callback(self.snapshots.close)
 
-    def _receive(
-        self,
-        metadata: str | Sequence[str],
-        step: int | Literal["latest"],
-        options: PeerOptions,
-        process_group: dist.ProcessGroup | None,
-    ) -> Recovery:
-        if self.peers is None:
-            raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
-        return self.peers.recover(metadata, step, options, process_group=process_group)
-
-    def _recover_from_anywhere(
-        self, receive: Callable[[], Recovery], checkpoints: Checkpoints, timeout: timedelta
-    ) -> Recovery:
-        """Have all ranks take the state of their peers, or all that of the newest good checkpoint.
-
-        Args:
-            receive: Receives a peer's state on this rank.
-            checkpoints: Of this replica.
-            timeout: For receiving.
-
-        Raises:
-            RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.
-        """
-        recoveries: list[Recovery] = []
-        own_errors: list[Exception] = []
-
-        def recover() -> None:
-            try:
-                recoveries.append(receive())
-            except TransportError as error:
-                raise PeerError(f"{type(error).__name__}: {error}") from error
-            except Exception as error:
-                own_errors.append(error)
-                raise
-
-        try:
-            checkpoints.store.run_on_all_ranks("recover from live peers", recover, timeout=2 * timeout)
-        except PeerError as error:
-            logger.warning("no live peer could be recovered from, checkpoints are tried: %s", error)
-            self._note_alone(recoveries, error)
-            resumed = checkpoints.resume()
-            if resumed is None:
-                root = checkpoints.store.root
-                raise RecoveryFailedError(
-                    f"expected a live peer or a checkpoint in {root}, there is none; from peers: {error}"
-                ) from error
-            return resumed
-        except TransportError as error:
-            self._note_alone(recoveries, error)
-            # Another rank's trouble is the store's error, one's own is as it would be without a store.
-            raise own_errors[0] if own_errors else error from None
-        return recoveries[0]
-
     def _note_alone(self, recoveries: Sequence[Recovery], error: TransportError) -> None:
         """Where this rank has recovered and another has not, it must not step."""
         for recovery in recoveries:
             self.state.mark_partial(
                 recovery.step, f"this rank has received it, another of this replica has not: {error}"
             )
-
-    def _required_checkpoints(self) -> Checkpoints:
-        if self.checkpoints is None:
-            raise ManagerError("expected a checkpoint_store to save to and to load from, and there is none")
-        return self.checkpoints

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ft_transport import CollectiveRefusedError
 from manager.snapshots.run import BOUNDARY_TIMEOUT
-from manager.snapshots.sink import SnapshotSink
-from manager.state.lock import StateLock
+from manager.state.replica_state import ReplicaState
+
+if TYPE_CHECKING:
+    from ft_transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +22,14 @@ class FirstSteps:
     """See the module. Belongs to the training thread.
 
     Args:
-        lock: The lock around the state.
-        sink: Makes memory for snapshots ready.
-        state: Calls the state functions.
+        state: The state.
+        transport: Makes memory for snapshots ready.
         prefault: Whether that is wanted.
     """
 
-    def __init__(self, lock: StateLock, sink: SnapshotSink, state: Callable[[], object], *, prefault: bool) -> None:
-        self._lock = lock
-        self._sink = sink
+    def __init__(self, state: ReplicaState, transport: HTTPTransport[Any], *, prefault: bool) -> None:
         self._state = state
+        self._transport = transport
         self._is_called = False
         self._is_prefaulted = not prefault
         self._num_boundaries = 0
@@ -47,7 +46,7 @@ class FirstSteps:
         if self._is_called:
             return
         try:
-            self._state()
+            self._state.content()
         except Exception as error:
             self._is_called = True
             if isinstance(error.__cause__, CollectiveRefusedError):
@@ -67,8 +66,8 @@ class FirstSteps:
         if self._is_prefaulted or not first <= self._num_boundaries <= last:
             return
         try:
-            with self._lock.read("size of snapshots", BOUNDARY_TIMEOUT):
-                self._sink.prefault(self._state())
+            with self._state.lock.read("size of snapshots", BOUNDARY_TIMEOUT):
+                self._transport.prefault(self._state.content())
             self._is_prefaulted = True
         except Exception as error:
             if isinstance(error.__cause__, CollectiveRefusedError):

@@ -1,21 +1,25 @@
-"""One snapshot on its way: from its beginning at a step boundary until it can be fetched, or has failed."""
+"""One snapshot on its way, from its beginning at a step boundary until it can be fetched, and the log of failures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ft_transport import HeldState
+from ft_transport import UnsupportedLeafError
 from ft_transport.runtime.handler_safety import SafeFuture
-from manager.errors import LockTimeoutError
+from manager.errors import LockTimeoutError, RegistryError
 from manager.snapshots.boundary_keeper import KeptBoundary
-from manager.snapshots.sink import SnapshotInProgress
 from manager.state.lock import Section, StateLock
+
+if TYPE_CHECKING:
+    from ft_transport import HeldState, SnapshotInProgress, SnapshotLease
+
+logger = logging.getLogger(__name__)
 
 BOUNDARY_TIMEOUT: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
@@ -29,15 +33,15 @@ class Run:
         step: The committed step that it shows.
         epoch: The step boundary at which it was begun.
         num_before: How many snapshots had been published before it.
-        when_published: Called on the thread that publishes it, before anything can take its place; set under the
-            scheduler's mutex.
+        leased: Gets a lease of the snapshot on the thread that publishes it, before anything can take its place; set
+            under the scheduler's mutex.
         future: Done with it. It cannot be cancelled: what holds the lock has to be carried through.
     """
 
     step: int
     epoch: int
     num_before: int
-    when_published: Callable[[], None] | None = None
+    leased: SafeFuture[SnapshotLease] | None = None
     future: SafeFuture[None] = field(default_factory=SafeFuture)
 
     def __post_init__(self) -> None:
@@ -77,8 +81,8 @@ def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | No
     """Copy the rest, open the lock, and only then do what needs no lock. Never on the main thread.
 
     Args:
-        unfinished: The snapshot, which is taken out: who finds it gone must not abandon it.
-        section: What keeps the state until it is copied; ``None`` if nothing has to.
+        unfinished: The snapshot; this takes it out, so that the thread which handed it over does not abandon it.
+        section: The read section that guards the state until it is copied; ``None`` if nothing is copied.
     """
     in_progress = unfinished.pop()
     try:
@@ -87,3 +91,53 @@ def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | No
         if section is not None:
             section.release()
     in_progress.publish()
+
+
+class FailureLog:
+    """Logs each reason why a snapshot could not be taken once, although it recurs at every step.
+
+    Belongs to one scheduler. Its methods but `taken` are called while the error is handled.
+    """
+
+    def __init__(self) -> None:
+        self._is_postponed = False
+        self._last_failure = ""
+
+    def not_taken(self, step: int, error: Exception) -> bool:
+        """Log why no snapshot was begun at a boundary at which one was wanted.
+
+        Args:
+            step: The committed step.
+            error: Why.
+
+        Returns:
+            Whether it may work at the next boundary.
+        """
+        if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
+            # Once, and not at every step for as long as a slow receiver holds the places.
+            level = logging.DEBUG if self._is_postponed else logging.WARNING
+            logger.log(level, "step %d: no snapshot yet for those who asked for one: %s", step, error)
+            self._is_postponed = True
+            return True
+        # The same failure may come at every step: one traceback is enough.
+        is_new = str(error) != self._last_failure
+        self._last_failure = str(error)
+        logger.error(
+            "step %d: no snapshot could be taken for those who asked for one: %s", step, error, exc_info=is_new
+        )
+        return False
+
+    def held_not_taken(self, step: int, error: BaseException) -> None:
+        """Log why no snapshot was begun of a state that was held."""
+        level = logging.DEBUG if self._is_postponed else logging.WARNING
+        logger.log(level, "step %d: no snapshot for those who asked for one: %s", step, error)
+        self._is_postponed = bool(getattr(error, "retryable", False))
+
+    def taken(self) -> None:
+        """Note that a snapshot was begun at a boundary."""
+        self._is_postponed = False
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether no snapshot of this state can be taken, at no boundary: a leaf or a state function is what fails."""
+    return isinstance(error, (UnsupportedLeafError, RegistryError))

@@ -10,56 +10,56 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from ft_transport import HeldState, TransportError
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
 from manager.errors import ManagerError
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.snapshots.demand import SnapshotDemand
-from manager.snapshots.failure_log import FailureLog, is_final
 from manager.snapshots.first_steps import FirstSteps
-from manager.snapshots.run import BOUNDARY_TIMEOUT, HeldBoundary, Run, copy_and_publish
-from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
-from manager.snapshots.taking import StateTaking
-from manager.state.lock import Section, StateLock
+from manager.snapshots.run import BOUNDARY_TIMEOUT, FailureLog, HeldBoundary, Run, copy_and_publish, is_final
+from manager.snapshots.taking import taking_at_once, taking_in_place, taking_kept, taking_lasting
+from manager.state.guarded_memory import storages_of_optimizers
+from manager.state.lock import Section
+from manager.state.replica_state import ReplicaState, StateObserver, checked_step
+
+if TYPE_CHECKING:
+    from ft_transport import HTTPTransport, SnapshotInProgress, SnapshotLease
 
 logger = logging.getLogger(__name__)
 
 
-class SnapshotScheduler:
-    """Takes snapshots of one replica's state.
+class SnapshotScheduler(StateObserver):
+    """Takes snapshots of one replica's state, and materializes what they share with it before it changes.
 
     Any thread may call ``request``, ``settle`` and ``shows_present_state``; the rest belongs to the training thread.
 
     Args:
-        lock: The lock around the state.
-        sink: Where snapshots go. Nothing else gives it snapshots of this state.
-        state: Calls the state functions.
-        keeper: Knows what only optimizers and write sections change.
-        pool: One thread, which carries the snapshots through, one after the other. This object ends it.
+        state: The state.
+        transport: Serves the snapshots; this object becomes its source of fresh ones.
         prefault: Whether the memory for snapshots is made ready before the first is asked for.
+
+    Attributes:
+        keeper: Knows what only optimizers and write sections change.
+
+    Raises:
+        TransportError: The transport serves another state.
     """
 
-    def __init__(
-        self,
-        *,
-        lock: StateLock,
-        sink: SnapshotSink,
-        state: Callable[[], object],
-        keeper: BoundaryKeeper,
-        pool: SafeExecutor,
-        prefault: bool = False,
-    ) -> None:
-        self._lock = lock
-        self._sink = sink
-        self._taking = StateTaking(sink, state, keeper)
-        self._first_steps = FirstSteps(lock, sink, state, prefault=prefault)
+    def __init__(self, state: ReplicaState, transport: HTTPTransport[Any], *, prefault: bool = False) -> None:
+        self._state = state
+        self._lock = state.lock
+        self._server = transport.server
+        self.keeper = BoundaryKeeper(state.registry, state.counters)
+        self._first_steps = FirstSteps(state, transport, prefault=prefault)
         self._mutex = threading.Lock()
         self._demand = SnapshotDemand()
         self._run: Run | None = None
@@ -68,15 +68,18 @@ class SnapshotScheduler:
         self._is_closed = False
         self._is_serving = False
         self._failures = FailureLog()
-        self._pool = pool
+        # One thread: it carries the snapshots through, one after the other.
+        self._pool = SafeExecutor(1, "ft-transport-snapshot")
+        transport.serve_fresh(_weak_request(self.request))
+        state.add_observer(self)
 
     def request(self, step: int | None = None, *, share: bool = False) -> int | None:
         """Ask for a snapshot that shows the present committed step or a later one; returns at once.
 
         Args:
             step: A snapshot of just this step, at whose boundary it is taken.
-            share: Nothing will change the state before the snapshot has been read, as a rule: better serve it from
-                where it lies than copy it.
+            share: As a rule nothing changes the state before the receiver has read it: serve it from where it lies,
+                without a copy.
 
         Returns:
             The number of snapshots published so far that are too old; any later one will do. ``None`` if ``step`` is
@@ -89,12 +92,12 @@ class SnapshotScheduler:
                 if demand.step is not None and step < demand.step and not is_under_way:
                     return None
                 demand.want_step(step)
-                return self._sink.newest_sequence()
+                return self._server.newest_sequence()
             demand.is_to_share = demand.is_to_share or share
-            if demand.published_epoch == demand.epoch and self._sink.newest_step() == demand.step:
+            if demand.published_epoch == demand.epoch and self._server.newest_step() == demand.step:
                 return 0
             if run is None:
-                after = self._sink.newest_sequence()
+                after = self._server.newest_sequence()
             else:
                 # Whether it has been published at this very moment does not matter to these numbers.
                 after = run.num_before if run.epoch == demand.epoch else run.num_before + 1
@@ -103,21 +106,17 @@ class SnapshotScheduler:
                 self._pool.submit(self.settle)
             return after
 
-    def boundary(
-        self, step: int, optimizers: Sequence[Optimizer], *, hold: bool = False, is_sync: bool = False
-    ) -> bool:
-        """Note that ``step`` is committed, and begin a snapshot of it if one was asked for.
+    def boundary(self, *, hold: bool = False, is_sync: bool = False) -> bool:
+        """Note that the state shows another committed step, and begin a snapshot of it if a request is open.
 
-        After the first step, the memory for snapshots is made ready before anybody asks. A failure is logged and not
-        raised: whoever asks for a snapshot must not be able to stop the training.
+        A failure is logged and not raised: no request may stop the training.
 
         Args:
-            step: The committed step that the state shows.
-            optimizers: Those that are attached.
-            hold: If no snapshot was asked for, keep the state such that one can still be taken: `settle` has to
-                follow, and optimizers wait until then.
-            is_sync: What seldom changes has just done so. From the first time on, requests of nobody for whom the
-                others wait are met at such moments alone: at any other one the next change may be near.
+            hold: If no request is open, keep the state such that `settle` can still begin a snapshot of it. `settle`
+                has to follow; optimizers wait until then.
+            is_sync: A synchronization has just changed what seldom changes. From the first one on, a request for no
+                certain step, of a receiver for which no replica waits, is answered by such a boundary alone: at any
+                other, the next change may be near.
 
         Returns:
             Whether a snapshot of this step is under way or can still be taken.
@@ -125,6 +124,7 @@ class SnapshotScheduler:
         Raises:
             RegistryError: A state function runs a collective.
         """
+        step = self._state.step
         self.settle()
         self._first_steps.call_state()
         with self._mutex:
@@ -135,16 +135,16 @@ class SnapshotScheduler:
             if self._is_closed or self._run is not None:
                 self._forget_if_interrupted()
                 return False
-            num_published = self._sink.newest_sequence()
+            num_published = self._server.newest_sequence()
             is_wanted = self._demand.take_boundary(num_published, is_sync=is_sync)
             is_to_share = self._demand.is_to_share
             if not (is_wanted or hold):
                 return False
             run = self._run = Run(step, self._demand.epoch, num_published)
+        is_held = self._hold_back(run, is_wanted=is_wanted, is_to_share=is_to_share)
         if not is_wanted:
-            return self._hold_back(run, lambda: self._taking.keep(optimizers))
-        held = self._taking.hold if is_to_share else self._taking.hold_lasting
-        if self._hold_back(run, lambda: held(step, optimizers)):
+            return is_held
+        if is_held:
             with self._mutex:
                 self._demand.is_to_share = True
             if self.settle():
@@ -153,9 +153,9 @@ class SnapshotScheduler:
             self._demand.is_to_share = False
             run = self._run = Run(step, self._demand.epoch, num_published)
         try:
-            self._begin(run, optimizers, BOUNDARY_TIMEOUT)
+            self._begin(run, BOUNDARY_TIMEOUT)
         except Exception as error:
-            self._sink.snapshot_failed(step, error, is_final=is_final(error))
+            self._server.snapshot_failed(step, error, is_final=is_final(error))
             if not self._failures.not_taken(step, error):
                 with self._mutex:
                     self._demand.forget()
@@ -164,12 +164,10 @@ class SnapshotScheduler:
         return True
 
     @contextmanager
-    def serving(self, step: int, optimizers: Sequence[Optimizer], timeout: timedelta) -> Iterator[None]:
-        """Take a snapshot inside as soon as somebody asks: the training thread waits there, and changes nothing.
+    def serving(self, timeout: timedelta) -> Iterator[None]:
+        """Begin a snapshot inside at the first request: the training thread waits there, and changes nothing.
 
         Args:
-            step: The committed step that the state shows.
-            optimizers: Those that are attached.
             timeout: For a snapshot that is under way at the end.
 
         Raises:
@@ -177,7 +175,7 @@ class SnapshotScheduler:
         """
         self._is_serving = True
         try:
-            self.boundary(step, optimizers, hold=True)
+            self.boundary(hold=True)
             with self._mutex:
                 held = self._held
                 is_asked_for = held is not None and self._demand.is_open(held.run.num_before)
@@ -193,8 +191,8 @@ class SnapshotScheduler:
             if run is not None:
                 # The next boundary refuses a snapshot while one is under way; it is a copy in memory.
                 run.future.wait(timeout.total_seconds())
-            # Who asks from here on gets the state of the next boundary, which may be that of another state.
-            self.state_replaced()
+            # A later request gets the state of the next boundary, which may be another state.
+            self.replaced()
 
     def shows_present_state(self) -> bool:
         """Whether a snapshot of the last step boundary is served, or under way."""
@@ -203,7 +201,7 @@ class SnapshotScheduler:
             return is_under_way or self._demand.published_epoch == self._demand.epoch
 
     def settle(self) -> bool:
-        """Begin the snapshot of the state that is held, if somebody has asked for one, or let it go. On any thread.
+        """Begin the snapshot of the held state if a request is open, or let the state go. On any thread.
 
         Returns:
             Whether a snapshot was begun.
@@ -224,7 +222,7 @@ class SnapshotScheduler:
         with self._mutex:
             is_wanted = self._demand.is_open(held.run.num_before) and not self._is_closed
             is_to_share = self._demand.is_to_share
-            # Who asks next may be somebody whom the optimizer does not wait for.
+            # The next request may come from a receiver that the optimizer does not wait for.
             self._demand.is_to_share = False
         if not is_wanted:
             self._end(held.run)
@@ -236,14 +234,17 @@ class SnapshotScheduler:
         try:
             section: Section | None = held.section
             kept = held.state
-            state = kept if isinstance(kept, HeldState) else self._taking.hold_kept(held.run.step, kept)
-            if is_to_share and state.is_shareable:
-                unfinished = [self._sink.share_held(state)]
-                # From here on a writer calls back what is shared.
+            if isinstance(kept, HeldState):
+                state: HeldState | None = kept
+            else:
+                state = self._server.hold(taking_kept(held.run.step, kept, self.keeper))
+            assert state is not None, "all of a kept boundary is deferrable"
+            share = is_to_share and state.is_shareable
+            unfinished = [self._server.take(state, share=share)]
+            if share:
+                # From here on, a writer materializes the shared memory first.
                 held.section.release()
                 section = None
-            else:
-                unfinished = [self._sink.begin_held(state)]
             try:
                 self._pool.submit(self._complete, held.run, unfinished, section)
             except BaseException:
@@ -254,20 +255,26 @@ class SnapshotScheduler:
             if held.section.is_open:
                 held.section.release()
             self._end(held.run)
-            self._sink.snapshot_failed(held.run.step, error, is_final=is_final(error))
+            self._server.snapshot_failed(held.run.step, error, is_final=is_final(error))
             held.run.future.set_exception(error)
             self._failures.held_not_taken(held.run.step, error)
             return False
         return True
 
-    def _hold_back(self, run: Run, make: Callable[[], HeldState | KeptBoundary | None]) -> bool:
+    def _hold_back(self, run: Run, *, is_wanted: bool, is_to_share: bool) -> bool:
+        """Keep the state such that a snapshot can still be taken; returns whether it is kept."""
         section: Section | None = None
         state: HeldState | KeptBoundary | None = None
         try:
             # Inside the caller's own write section nothing may be left for later.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"state of step {run.step}", BOUNDARY_TIMEOUT, detached=True)
-                state = make()
+                if not is_wanted:
+                    state = self.keeper.keep(self._state.optimizers())
+                else:
+                    choose = taking_in_place if is_to_share else taking_lasting
+                    taking = choose(self._state, self.keeper)
+                    state = self._server.hold(taking) if taking is not None else None
         except Exception as error:
             level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
             logger.log(level, "step %d: the state could not be held: %s: %s", run.step, type(error).__name__, error)
@@ -282,62 +289,33 @@ class SnapshotScheduler:
             self._held = HeldBoundary(run, state, section)
         return True
 
-    def take(
-        self,
-        step: int,
-        optimizers: Sequence[Optimizer],
-        timeout: timedelta,
-        *,
-        may_share: bool = True,
-        when_published: Callable[[], None] | None = None,
-    ) -> Future[None]:
-        """Begin a snapshot of ``step`` in any case.
+    def take(self, step: int | None = None) -> Future[None]:
+        """See `StateManager.snapshot`."""
+        state = self._state
+        state.refuse_partial()
+        state.assume_training_thread()
+        if step is not None:
+            state.step = checked_step(step)
+            state.is_past_step = False
+        if state.is_past_step:
+            raise ManagerError(
+                f"expected the number of committed steps: an optimizer has stepped since step {state.step} began; call "
+                "start_step first, or pass the step"
+            )
+        return self._take(may_share=True)
 
-        Args:
-            step: The committed step.
-            optimizers: Those that are attached.
-            timeout: For the lock.
-            may_share: Whether stable tensors may be served from where they lie.
-            when_published: See `take_whole`.
-
-        Returns:
-            Done when the snapshot can be fetched; carries the error if it failed.
-
-        Raises:
-            LockTimeoutError: The one before was not finished in time, or another thread was writing.
-            ManagerError: After ``close``.
-            TransportError: The state cannot be captured.
-        """
-        self._first_steps.call_state()
-        with self._mutex:
-            if self._is_closed:
-                raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
-            self._demand.begin_boundary(step)
-            self._forget_if_interrupted()
-            before = self._run
-        if before is not None:
-            before.await_end(timeout, self._lock, next_step=step)
-        with self._mutex:
-            run = self._run = Run(step, self._demand.epoch, self._sink.newest_sequence(), when_published)
-        self._begin(run, optimizers, timeout, may_share=may_share)
-        return run.future
-
-    def take_whole(
-        self, step: int, optimizers: Sequence[Optimizer], timeout: timedelta, *, when_published: Callable[[], None]
-    ) -> Future[None]:
+    def take_leased(self, leased: SafeFuture[SnapshotLease]) -> Future[None]:
         """As `take`, for a reader that needs a copy; where the state is held already, without another look at it.
 
         Args:
-            step: The committed step.
-            optimizers: Those that are attached.
-            timeout: For the lock.
-            when_published: Called on the thread that publishes the snapshot, before anything can take its place.
+            leased: Gets a lease of the snapshot when it is published.
         """
+        step = self._state.step
         with self._mutex:
             held = self._held
             if held is not None and held.run.step == step:
-                held.run.when_published = when_published
-                # Whoever asked for it to be shared gets the copy.
+                held.run.leased = leased
+                # A request to share it gets the copy as well.
                 self._demand.is_to_share = False
                 self._demand.want_after(held.run.num_before)
         self.settle()
@@ -346,9 +324,23 @@ class SnapshotScheduler:
             begun = held.run.future
             if not begun.done() or begun.exception() is None:
                 return begun
-        return self.take(step, optimizers, timeout, may_share=False, when_published=when_published)
+        return self._take(may_share=False, leased=leased)
 
-    def state_replaced(self) -> None:
+    def before_change(self, is_optimizer_step: bool) -> None:
+        """Materialize what is shared with receivers before it changes."""
+        if not is_optimizer_step:
+            self.keeper.forget_lesson()
+            self._server.materialize()
+            return
+        self.keeper.learn()
+        # Called only where memory is shared: the tensors may be others at every step.
+        self._server.materialize(self._changing_storages)
+
+    def synchronized(self) -> None:
+        """Answer open requests: a synchronization has just changed what seldom changes. See `guard_diloco`."""
+        self.boundary(is_sync=True)
+
+    def replaced(self) -> None:
         """Note that no snapshot so far, whatever its step, shows the present state."""
         with self._mutex:
             self._demand.epoch += 1
@@ -359,6 +351,28 @@ class SnapshotScheduler:
             self._is_closed = True
         self.settle()
         self._pool.shutdown(wait=True)
+
+    def _take(self, *, may_share: bool, leased: SafeFuture[SnapshotLease] | None = None) -> Future[None]:
+        """Begin a snapshot in any case; ``may_share`` as in `taking_at_once`."""
+        step, timeout = self._state.step, self._state.timeout
+        self._first_steps.call_state()
+        with self._mutex:
+            if self._is_closed:
+                raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
+            self._demand.begin_boundary(step)
+            self._forget_if_interrupted()
+            before = self._run
+        if before is not None:
+            before.await_end(timeout, self._lock, next_step=step)
+        with self._mutex:
+            run = self._run = Run(step, self._demand.epoch, self._server.newest_sequence(), leased)
+        self._begin(run, timeout, may_share=may_share)
+        return run.future
+
+    def _changing_storages(self) -> set[int]:
+        """Addresses of the storages that the announced optimizer steps; those of all, if none is named."""
+        stepping = self._lock.stepping()
+        return storages_of_optimizers([stepping] if isinstance(stepping, Optimizer) else self._state.optimizers())
 
     def _forget_if_interrupted(self) -> None:
         """Let a snapshot be begun again where a handler raised while one was. Under the mutex, on the training thread.
@@ -384,17 +398,14 @@ class SnapshotScheduler:
             if self._run is run:
                 self._run = None
 
-    def _begin(self, run: Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_share: bool = True) -> None:
+    def _begin(self, run: Run, timeout: timedelta, *, may_share: bool = True) -> None:
         section: Section | None = None
         try:
             # Inside the caller's own write section nothing may be left for later: that section may end any time.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
-            unfinished = [
-                self._taking.begin(
-                    run.step, optimizers, may_defer=section is not None, may_share=may_share and section is not None
-                )
-            ]
+            taking = taking_at_once(self._state, self.keeper, may_defer=section is not None, may_share=may_share)
+            unfinished = [self._server.take(taking)]
             try:
                 self._pool.submit(self._complete, run, unfinished, section)
             except BaseException:
@@ -413,15 +424,15 @@ class SnapshotScheduler:
         try:
             copy_and_publish(unfinished, section)
             with self._mutex:
-                when_published = run.when_published
-            if when_published is not None:
-                when_published()
+                leased = run.leased
+            if leased is not None:
+                self._lease_to(leased, run.step)
         except BaseException as error:
             logger.exception("step %d: the snapshot failed", run.step)
-            self._sink.snapshot_failed(run.step, error)
+            self._server.snapshot_failed(run.step, error)
             with self._mutex:
                 self._run = None
-                # Who asked while it was under way may have been promised a later one.
+                # A request that came while it was under way may have been promised a later one.
                 if not getattr(error, "retryable", False):
                     self._demand.forget(run.num_before)
             run.future.set_exception(error)
@@ -430,3 +441,24 @@ class SnapshotScheduler:
                 self._run = None
                 self._demand.published_epoch = run.epoch
             run.future.set_result(None)
+
+    def _lease_to(self, leased: SafeFuture[SnapshotLease], step: int) -> None:
+        """Lease the snapshot at once: without a reader, the next one may take its place."""
+        try:
+            leased.set_result(self._server.lease(step))
+        except TransportError as error:
+            leased.set_exception(error)
+
+
+def _weak_request(method: Callable[[int | None], int | None]) -> Callable[[int | None], int | None]:
+    """Return ``SnapshotScheduler.request`` for a server, which must not keep the state alive."""
+    reference = weakref.WeakMethod(method)
+
+    def request(step: int | None) -> int | None:
+        alive = reference()
+        if alive is not None:
+            return alive(step)
+        # The server is about to be shut down. Until then it serves what it has.
+        return 0 if step is None else None
+
+    return request

@@ -1,4 +1,7 @@
-"""What a snapshot of a replica's state consists of: what is copied at once, what later, and what is shared."""
+"""How a snapshot of a replica's state is taken: which tensors are copied at once, which later, and which are shared.
+
+The caller of each function has a section of the lock open, on the training thread if nothing else is said.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from ft_transport import HeldState
+from ft_transport import Taking
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
-from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
 from manager.state.guard_marks import often_stepping
 from manager.state.guarded_memory import (
     Memory,
@@ -21,6 +23,7 @@ from manager.state.guarded_memory import (
     storages_of_optimizers,
     tensors_in,
 )
+from manager.state.replica_state import ReplicaState
 
 _MAX_HELD_BYTES: Final = 16 << 20
 """The most that is copied for a snapshot that is then served from where the state lies."""
@@ -28,101 +31,86 @@ _MOST_COPIED_SHARE: Final = 0.25
 """Of what lasts: where steps change more, a copy in the background costs the boundary less."""
 
 
-class StateTaking:
-    """Looks at the state and tells the transport how to take it. Each caller has a section of the lock open.
+def taking_at_once(state: ReplicaState, keeper: BoundaryKeeper, *, may_defer: bool, may_share: bool) -> Taking:
+    """Take the present state.
 
     Args:
-        sink: Where snapshots go.
-        state: Calls the state functions.
+        state: The state.
         keeper: Knows what only optimizers and write sections change.
+        may_defer: Whether what optimizers guard may be copied later, under the caller's section.
+        may_share: Whether stable tensors may be served from where they lie; only with ``may_defer``.
     """
-
-    def __init__(self, sink: SnapshotSink, state: Callable[[], object], keeper: BoundaryKeeper) -> None:
-        self._sink = sink
-        self._state = state
-        self._keeper = keeper
-
-    def keep(self, optimizers: Sequence[Optimizer]) -> KeptBoundary | None:
-        """Copy what may change before anybody says that a snapshot is needed; see `BoundaryKeeper.keep`."""
-        return self._keeper.keep(optimizers)
-
-    def hold(self, step: int, optimizers: Sequence[Optimizer]) -> HeldState | None:
-        """Copy what cannot be served from where it lies; ``None`` if that is too much."""
-        live = self._state()
-        stable = self._keeper.stable(live)
-        guarded = self._keeper.guarded(optimizers) | stable
-        watched = _parameters_in(live, optimizers, guarded)
-        return self._sink.hold_state(
-            step,
-            live,
-            deferrable=belongs_to(guarded, at_least_bytes=0),
-            max_bytes=_MAX_HELD_BYTES,
-            check=self._keeper.watch(watched),
-            lasts=_shareable(stable, storages_of_optimizers(often_stepping(optimizers))),
-        )
-
-    def hold_lasting(self, step: int, optimizers: Sequence[Optimizer]) -> HeldState | None:
-        """Copy what steps change, to serve what lasts longer from where it lies; ``None`` if that is little.
-
-        No arena is taken: one for the whole state would have to be made resident.
-        """
-        live = self._state()
-        stable = self._keeper.stable(live)
-        if not stable:
-            return None
-        lasts = _shareable(stable, storages_of_optimizers(often_stepping(optimizers)))
-        lasting = [each for each in tensors_in(live) if lasts(each)]
-        num_bytes = sum({memory_at(each): each.nbytes for each in lasting}.values())
-        return self._sink.hold_state(
-            step,
-            live,
-            deferrable=lasts,
-            max_bytes=int(num_bytes * _MOST_COPIED_SHARE),
-            check=self._keeper.watch(lasting),
-            lasts=lasts,
-        )
-
-    def hold_kept(self, step: int, kept: KeptBoundary) -> HeldState:
-        """Hold the state of a boundary that was kept; all that is not guarded has been copied."""
-        live = kept.state()
-        lasts = _shareable(self._keeper.stable(live), storages_of_optimizers(often_stepping(kept.optimizers)))
-        state = self._sink.hold_state(step, live, deferrable=lambda _: True, max_bytes=0, check=kept.check, lasts=lasts)
-        assert state is not None, "nothing is copied"
-        return state
-
-    def begin(
-        self, step: int, optimizers: Sequence[Optimizer], *, may_defer: bool, may_share: bool
-    ) -> SnapshotInProgress:
-        """Begin a snapshot of the present state.
-
-        Args:
-            step: The committed step that it shows.
-            optimizers: Those that are attached.
-            may_defer: Whether what optimizers guard may be copied later, under the caller's section.
-            may_share: Whether stable tensors may be served from where they lie; only with ``may_defer``.
-        """
-        state = self._state()
-        deferrable = shareable = None
-        deferred: list[torch.Tensor] = []
-        shared: list[torch.Tensor] = []
-        if may_defer:
-            guarded = self._keeper.guarded(optimizers)
-            deferrable = belongs_to(guarded)
-            deferred = [each for each in parameters_of(optimizers) if memory_at(each) in guarded]
-            if may_share and (stable := self._keeper.stable(state)):
-                shareable = _shareable(stable, storages_of_optimizers(optimizers))
-                shared = [each for each in tensors_in(state) if shareable(each)]
-        return self._sink.begin_snapshot(
-            step,
-            state,
-            deferrable=deferrable,
-            shareable=shareable,
-            check_deferred=self._keeper.watch(deferred),
-            check_shared=self._keeper.watch(shared),
-        )
+    live, optimizers = state.content(), state.optimizers()
+    if not may_defer:
+        return Taking(step=state.step, state=live)
+    guarded = keeper.guarded(optimizers)
+    stable = keeper.stable(live) if may_share else set()
+    lasting = _lasting(stable, optimizers) if stable else None
+    return Taking(
+        step=state.step,
+        state=live,
+        deferrable=belongs_to(guarded),
+        lasting=lasting,
+        check_deferred=keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded]),
+        check_shared=keeper.watch([each for each in tensors_in(live) if lasting(each)] if lasting is not None else []),
+    )
 
 
-def _parameters_in(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
+def taking_in_place(state: ReplicaState, keeper: BoundaryKeeper) -> Taking:
+    """Hold the present state to serve it from where it lies; what cannot be is copied."""
+    live, optimizers = state.content(), state.optimizers()
+    stable = keeper.stable(live)
+    guarded = keeper.guarded(optimizers) | stable
+    check = keeper.watch(_counting_tensors(live, optimizers, guarded))
+    return Taking(
+        step=state.step,
+        state=live,
+        deferrable=belongs_to(guarded, at_least_bytes=0),
+        lasting=_lasting(stable, often_stepping(optimizers)),
+        check_deferred=check,
+        check_shared=check,
+        max_held_bytes=_MAX_HELD_BYTES,
+    )
+
+
+def taking_lasting(state: ReplicaState, keeper: BoundaryKeeper) -> Taking | None:
+    """Hold the present state to serve what outlasts steps from where it lies; ``None`` if nothing does.
+
+    Steps change little beside it, which is copied. An arena for the whole state would have to be made resident.
+    """
+    live = state.content()
+    stable = keeper.stable(live)
+    if not stable:
+        return None
+    is_lasting = _lasting(stable, often_stepping(state.optimizers()))
+    lasting = [each for each in tensors_in(live) if is_lasting(each)]
+    num_bytes = sum({memory_at(each): each.nbytes for each in lasting}.values())
+    check = keeper.watch(lasting)
+    return Taking(
+        step=state.step,
+        state=live,
+        deferrable=is_lasting,
+        lasting=is_lasting,
+        check_deferred=check,
+        check_shared=check,
+        max_held_bytes=int(num_bytes * _MOST_COPIED_SHARE),
+    )
+
+
+def taking_kept(step: int, kept: KeptBoundary, keeper: BoundaryKeeper) -> Taking:
+    """Hold the state of a boundary that was kept; all that is not guarded has been copied. On any thread."""
+    live = kept.state()
+    return Taking(
+        step=step,
+        state=live,
+        deferrable=lambda _: True,
+        lasting=_lasting(keeper.stable(live), often_stepping(kept.optimizers)),
+        check_deferred=kept.check,
+        check_shared=kept.check,
+    )
+
+
+def _counting_tensors(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
     """The guarded tensors that count their changes: the optimizers' parameters themselves, and what is stable."""
     parameters = parameters_of(optimizers)
     own = {memory_at(parameter) for parameter in parameters}
@@ -133,7 +121,7 @@ def _parameters_in(state: object, optimizers: Sequence[Optimizer], guarded: Set[
     ]
 
 
-def _shareable(stable: Set[Memory], stepped: Set[int]) -> Callable[[torch.Tensor], bool]:
-    """Says of a tensor whether it is large, stable, and shares no memory with what optimizers' steps change."""
-    is_stable = belongs_to(stable)
+def _lasting(stable: Set[Memory], optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], bool]:
+    """Says of a tensor whether it is large, stable, and shares no memory with what the optimizers' steps change."""
+    is_stable, stepped = belongs_to(stable), storages_of_optimizers(optimizers)
     return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

@@ -121,7 +121,7 @@ def test_what_came_before_is_passed_on_if_it_lies_in_the_hosts_memory(is_in_plac
         source.send_checkpoint([], 2, state, TIMEOUT)
         relays = [first.metadata(), second.metadata()]
         assert not first.fetch(source.metadata(), 2, into=into, relays=relays, known=whole).num_bytes_fetched
-        assert first._server.http.relays.num_open == is_in_place
+        assert first.server.http.relays.num_open == is_in_place
         received: Received[Any] = second.fetch(source.metadata(), 2, relays=relays)
         assert torch.equal(received.state["base"], state["base"])
     assert torch.equal(into["base"], state["base"])

@@ -174,7 +174,7 @@ def test_who_stands_behind_a_slow_receiver_takes_it_from_the_others(tmp_path: Pa
 def test_a_relay_that_sends_what_was_not_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     with sources(1) as (source,), receivers(3) as made:
         real = relayed_chunks.HEADER.pack
-        liar = made[0]._server.http.relays
+        liar = made[0].server.http.relays
 
         class Lying:
             size = relayed_chunks.HEADER.size
@@ -430,9 +430,9 @@ def test_all_sources_gone_in_the_middle_is_an_error_and_no_half_state() -> None:
 def test_what_is_passed_on_ends_when_the_memory_is_about_to_change() -> None:
     with sources(1) as (source,), receivers(2) as made:
         check(fetch_together(made, addresses([source])))
-        relays = made[0]._server.http.relays
+        relays = made[0].server.http.relays
         assert relays.num_open == 1
-        made[0].materialize()
+        made[0].server.materialize()
         assert relays.num_open == 0
 
 

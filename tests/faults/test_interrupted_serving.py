@@ -24,7 +24,7 @@ def test_a_wait_ends_at_once_wherever_a_handler_raises() -> None:
     model = torch.nn.Linear(3, 3)
     replica.state.registry.register("model", model.load_state_dict, model.state_dict)
     assert replica.snapshots is not None
-    scheduler = replica.snapshots.scheduler
+    scheduler = replica.snapshots
     longest_s = 0.0
     try:
         for place in itertools.count(1):
@@ -40,8 +40,8 @@ def test_a_wait_ends_at_once_wherever_a_handler_raises() -> None:
                     pass
             longest_s = max(longest_s, monotonic() - begin)
             # Nothing that was left behind refuses, or holds, the next snapshot.
-            replica.snapshot().result(TIMEOUT.total_seconds())
-            assert transport.newest_step() == place
+            scheduler.take().result(TIMEOUT.total_seconds())
+            assert transport.server.newest_step() == place
             assert not replica.state.lock.holders()
             if not interruption.was_raised:
                 break

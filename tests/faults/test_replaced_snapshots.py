@@ -215,7 +215,7 @@ def test_while_all_places_are_being_fetched_a_snapshot_is_refused_and_nothing_br
     with network(2, on_progress=publish, sender=ONE_PLACE) as net:
         assert is_state(net.fetch(1), 1)
         assert refused[0].retryable
-        assert net.sender.newest_step() == 1
+        assert net.sender.server.newest_step() == 1
         net.proxy.cut_all()
         _until_published(net, 2)
         assert is_state(net.fetch(2), 2)

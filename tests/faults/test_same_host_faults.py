@@ -39,6 +39,7 @@ from ft_transport import (
     FetchProgress,
     FetchTimeout,
     SnapshotLimitError,
+    Taking,
     TransportError,
 )
 from ft_transport.http import lent_memory, same_host_client, same_host_server
@@ -428,13 +429,13 @@ def test_live_memory_that_is_shared_comes_through_the_network_and_is_not_copied(
 ) -> None:
     state = state_of(1)
     with transport(same_host=True) as source, transport(same_host=True) as receiver:
-        held = source.hold_state(1, state, deferrable=lambda _tensor: True, max_bytes=0)
+        held = source.server.hold(Taking(step=1, state=state, deferrable=lambda _tensor: True))
         assert held is not None
-        begun = source.share_held(held)
+        begun = source.server.take(held, share=True)
         begun.copy_deferred()
         begun.publish()
         assert is_state(receiver.fetch(source.metadata(), 1).state, 1)
-        assert source._server._stager._pool.num_taken() == 0
+        assert source.server._stager._pool.num_taken() == 0
     assert taken_from_memory(caplog) == []
 
 

@@ -8,6 +8,8 @@ from state_equality import exact
 from state_tools import file_of, file_of_state, on_host, open_stager, receive, take
 from torch import nn
 
+from ft_transport import Taking
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
@@ -37,7 +39,7 @@ def test_tensors_are_cast_one_by_one_on_the_device() -> None:
     with open_stager() as stager:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        snapshot = stager.begin(1, state, float_dtype=torch.bfloat16).finish()
+        snapshot = stager.begin(Taking(step=1, state=state, float_dtype=torch.bfloat16)).finish()
         peak = torch.cuda.max_memory_allocated() - before
         assert all(torch.equal(*pair) for pair in zip(receive(file_of(snapshot)), expected, strict=True))
         snapshot.close()
@@ -49,7 +51,7 @@ def test_the_training_stream_is_not_waited_for_beyond_the_boundary() -> None:
     with open_stager() as stager:
         take(stager, 0, parameter).close()
         torch.cuda.synchronize()
-        pending = stager.begin(1, parameter, deferrable=lambda tensor: True)
+        pending = stager.begin(Taking(step=1, state=parameter, deferrable=lambda tensor: True))
         _queue_work()
         later = torch.cuda.Event()
         later.record()
@@ -69,7 +71,7 @@ def test_deferred_copies_from_another_thread_are_complete_when_they_return() -> 
         for step in range(1, 6):
             _queue_work()
             parameter.fill_(float(step))
-            pending = stager.begin(step, parameter, deferrable=lambda tensor: True)
+            pending = stager.begin(Taking(step=step, state=parameter, deferrable=lambda tensor: True))
             pool.submit(pending.copy_deferred).result()
             parameter.fill_(-1)
             snapshot = pending.finish()
@@ -79,7 +81,7 @@ def test_deferred_copies_from_another_thread_are_complete_when_they_return() -> 
 
 def test_the_arena_is_pinned_while_it_lives() -> None:
     with open_stager() as stager:
-        pending = stager.begin(1, torch.ones(1000, device="cuda"))
+        pending = stager.begin(Taking(step=1, state=torch.ones(1000, device="cuda")))
         assert pending._arena.data.is_pinned()
         pending.finish().close()
 

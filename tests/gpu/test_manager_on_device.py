@@ -43,7 +43,7 @@ class Training:
         self.manager.register("optimizer", self.optimizer)
         self.manager.attach(self.optimizer)
         assert self.manager._replica.snapshots is not None
-        self.snapshot_scheduler = self.manager._replica.snapshots.scheduler
+        self.snapshot_scheduler = self.manager._replica.snapshots
 
     def forward(self) -> torch.Tensor:
         result: torch.Tensor = self.model(torch.randn(64, 256, device="cuda"))

@@ -98,9 +98,9 @@ def fetched_while_looping(
 
     def run(manager: Any, transport: HTTPTransport[Any], train_step: Callable[[], None]) -> int:
         step_is_over = threading.Event()
-        begin = transport.begin_snapshot
+        take = transport.server.take
         monkeypatch.setattr(
-            transport, "begin_snapshot", lambda *args, **options: _HeldBack(begin(*args, **options), step_is_over)
+            transport.server, "take", lambda *args, **options: _HeldBack(take(*args, **options), step_is_over)
         )
         at_boundary: dict[int, dict[str, int]] = {}
         fetcher = Fetcher(new_transport(), transport.metadata(), num_steps=15)

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
-from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore
+from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore, Taking
 from ft_transport.checkpoint import consolidated
 from ft_transport.checkpoint.write_items import describe
 from ft_transport.state.stager import Stager
@@ -81,7 +81,7 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, name: str) -> Non
 def test_a_large_model_goes_to_several_files(tmp_path: Path) -> None:
     model = {f"layer.{number}": torch.full((100,), float(number)) for number in range(10)}
     stager = Stager(max_snapshots=1, num_threads=1, chunk_bytes=1 << 20)
-    snapshot = stager.begin(1, {"model": model}).finish()
+    snapshot = stager.begin(Taking(step=1, state={"model": model})).finish()
     described = describe([decode_header(snapshot.header[8:])], 0)
     plan = consolidated.consolidate([described], "model", max_file_bytes=1000)
     assert [file.name for file in plan.files] == [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]

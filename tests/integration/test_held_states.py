@@ -14,7 +14,8 @@ import pytest
 import torch
 from state_equality import exact
 
-from ft_transport import HTTPTransport, StateMovedError, StepNotServedError, TransportError
+from ft_transport import HTTPTransport, SnapshotLease, StateMovedError, StepNotServedError, TransportError
+from ft_transport.runtime.handler_safety import SafeFuture
 from manager import RandomState
 from manager.recovery.replica import Replica
 from manager.snapshots.run import copy_and_publish
@@ -27,7 +28,7 @@ LARGE = 100_000
 
 def scheduler_of(replica: Replica) -> SnapshotScheduler:
     assert replica.snapshots is not None
-    return replica.snapshots.scheduler
+    return replica.snapshots
 
 
 class Training:
@@ -94,7 +95,7 @@ def test_a_boundary_that_nobody_needs_is_let_go_without_a_snapshot(
         assert training.lock_is_free()
         training.optimizer.step()
     sender, receiver = transports
-    assert sender.newest_sequence() == 0
+    assert sender.server.newest_sequence() == 0
     with pytest.raises(TransportError) as refused:
         receiver.fetch(sender.metadata(), 1, timeout=timedelta(seconds=0.5))
     assert isinstance(refused.value, (StepNotServedError, TimeoutError))
@@ -125,7 +126,7 @@ def test_who_asks_during_a_wait_is_served_at_once_and_who_asks_after_it_at_the_n
         assert exact(receiver.fetch(sender.metadata(), "latest", timeout=LONG).state) == expected
     assert training.lock_is_free()
     training.forward_backward()
-    assert snapshots.scheduler.request() == 1, "what was served does not show what forward has changed"
+    assert snapshots.request() == 1, "what was served does not show what forward has changed"
     assert training.replica.begin_step(1)
     training.optimizer.step()
 
@@ -146,13 +147,13 @@ def test_a_save_that_the_quorum_thread_overtakes_reads_the_one_snapshot(
 
     monkeypatch.setattr(scheduler, "settle", settle_late)
     assert snapshots is not None
-    await_lease = snapshots.lease()
-    assert await_lease is not None
-    lease = await_lease()
+    leased: SafeFuture[SnapshotLease] = SafeFuture()
+    snapshots.take_leased(leased).result(LONG_S)
+    lease = leased.result(LONG_S)
     assert lease.step == 1
     lease.release()
     assert training.replica.transport is not None
-    assert training.replica.transport.newest_sequence() == 1
+    assert training.replica.transport.server.newest_sequence() == 1
     training.optimizer.step()
 
 
@@ -327,7 +328,7 @@ def test_a_copy_in_the_background_that_forward_runs_into_is_not_served(
     sender, receiver = transports
     training = ChangingTraining(sender, _clipped())
     may_copy = threading.Event()
-    begin = sender.begin_snapshot
+    begin = sender.server.take
 
     def begin_slowly(*arguments: Any, **keywords: Any) -> Any:
         in_progress = begin(*arguments, **keywords)
@@ -335,15 +336,15 @@ def test_a_copy_in_the_background_that_forward_runs_into_is_not_served(
         in_progress.copy_deferred = lambda: (may_copy.wait(LONG_S), copy_deferred())  # type: ignore[method-assign]
         return in_progress
 
-    sender.begin_snapshot = begin_slowly  # type: ignore[method-assign]
+    sender.server.take = begin_slowly  # type: ignore[method-assign]
     try:
-        taken = training.replica.snapshot(0)
+        taken = training.replica.snapshots.take(0)
         training.forward()
         may_copy.set()
         with pytest.raises(StateMovedError, match=r"model\.weight changed in place"):
             taken.result(LONG_S)
         expected = exact(training.state.content())
-        taken = training.replica.snapshot(0)
+        taken = training.replica.snapshots.take(0)
         training.model.weight.data.neg_()  # type: ignore[union-attr, operator]
         taken.result(LONG_S)
         assert exact(receiver.fetch(sender.metadata(), 0, timeout=LONG).state) == expected
@@ -424,13 +425,13 @@ def test_what_a_write_section_changes_is_not_taken_for_a_change_by_forward(
         expected = exact(training.state.content())
         training.snapshot_scheduler.request(share=True)
         held: list[Any] = []
-        hold = sender.hold_state
+        hold = sender.server.hold
 
-        def hold_noted(step: int, state: Any, **keywords: Any) -> Any:
-            held.append(state["user"]["model"])
-            return hold(step, state, **keywords)
+        def hold_noted(taking: Any) -> Any:
+            held.append(taking.state["user"]["model"])
+            return hold(taking)
 
-        sender.hold_state = hold_noted  # type: ignore[method-assign]
+        sender.server.hold = hold_noted  # type: ignore[method-assign]
         assert training.snapshot_scheduler.settle()
         places = {name: tensor.data_ptr() for name, tensor in training.model.state_dict().items()}
         assert [{name: tensor.data_ptr() for name, tensor in model.items()} for model in held] == [places], (

@@ -139,15 +139,15 @@ def test_what_is_saved_is_the_snapshot_that_peers_are_served(tmp_path: Path) -> 
         source.manager.save(wait=True)
         transport = source.transport
         assert transport is not None
-        assert transport.newest_step() == 3
-        num_snapshots = transport.newest_sequence()
+        assert transport.server.newest_step() == 3
+        num_snapshots = transport.server.newest_sequence()
         with replica(None) as newcomer:
             assert newcomer.manager.recover(source.manager.metadata()).step == 3
             assert newcomer.digest() == source.digest()
         # The newcomer's request was answered with it.
-        assert transport.newest_sequence() == num_snapshots == 1
+        assert transport.server.newest_sequence() == num_snapshots == 1
         rank = json.loads((tmp_path / "step-3" / "rank-0.json").read_bytes())
-        served = transport.lease(3)
+        served = transport.server.lease(3)
         served.release()
         assert rank["parts"][0]["header"]["__metadata__"]["ft_transport.step"] == "3"
         assert len(rank["parts"]) == 2, "what is local is beside it"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from state_equality import exact
 
-from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError, TransportError
+from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError, Taking, TransportError
 from ft_transport.http import server
 from manager import StateManager
 from manager.recovery.replica import Replica
@@ -72,15 +72,15 @@ class Training:
 
     def num_arenas(self) -> int:
         """How many of them hold a copy."""
-        return self.transport._server._stager._pool.num_taken()
+        return self.transport.server._stager._pool.num_taken()
 
     def lend_boundary(self, step: int) -> dict[str, Any]:
         """What a quorum does that has a newcomer in it."""
         assert self.replica.snapshots is not None
         assert self.replica.begin_step(step, hold=True)
         state = exact(self.state.content())
-        self.replica.snapshots.scheduler.request(share=True)
-        assert self.replica.snapshots.scheduler.settle()
+        self.replica.snapshots.request(share=True)
+        assert self.replica.snapshots.settle()
         assert not self.state.lock.holders(), "nobody waits for the lock"
         return state
 
@@ -124,13 +124,13 @@ def test_a_snapshot_that_nobody_has_read_yet_outlives_the_step(training: Trainin
 def test_steps_do_not_touch_what_is_stable_and_writing_sections_copy_it(
     training: Training, fetch: Callable[[], Fetch]
 ) -> None:
-    training.replica.snapshot(1).result(LONG_S)
+    training.replica.snapshots.take(1).result(LONG_S)
     expected = exact(training.state.content())
     reading = fetch()
     assert reading.has_begun.wait(LONG_S)
     for _ in range(3):
         training.step()
-    memory = training.transport._server._sharings[0].memory
+    memory = training.transport.server._sharings[0].memory
     assert memory.is_shared, "no optimizer's step changes it"
     with training.state.lock.write("an outer step"):
         training.frozen.neg_()
@@ -142,7 +142,7 @@ def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     training: Training, fetch: Callable[[], Fetch]
 ) -> None:
     # A part of it is unfrozen after it was shared.
-    training.replica.snapshot(1).result(LONG_S)
+    training.replica.snapshots.take(1).result(LONG_S)
     expected = exact(training.state.content())
     reading = fetch()
     assert reading.has_begun.wait(LONG_S)
@@ -154,8 +154,8 @@ def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     assert training.frozen[10].item() != before
     assert exact(reading.result().state) == expected
     # And what is unfrozen when it would be shared, is not.
-    training.replica.snapshot(2).result(LONG_S)
-    assert not training.transport._server._sharings
+    training.replica.snapshots.take(2).result(LONG_S)
+    assert not training.transport.server._sharings
 
 
 def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
@@ -166,7 +166,7 @@ def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
     manager = StateManager(checkpoint_transport=sender, prefault=False)
     manager.register_state_dict_fn("w", lambda state: None, lambda: {"w": training.frozen}, is_stable=True)
     manager.snapshot(1).result(LONG_S)
-    assert sender._server._sharings, "its digests come later"
+    assert sender.server._sharings, "its digests come later"
     # The pace of a slow receiver: five chunks take longer than the connection may be idle.
     receiver = new_transport(on_progress=lambda progress: time.sleep(0.1))
     received = receiver.fetch(sender.metadata(), 1, timeout=LONG)
@@ -178,18 +178,18 @@ def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = training.transport
-    held = transport.hold_state(1, {"w": training.frozen}, deferrable=lambda tensor: True, max_bytes=0)
+    held = transport.server.hold(Taking(step=1, state={"w": training.frozen}, deferrable=lambda tensor: True))
     assert held is not None
-    in_progress = transport.share_held(held)
+    in_progress = transport.server.take(held, share=True)
 
     def refuse(_num_bytes: int) -> Any:
         raise SnapshotError("no memory")
 
-    monkeypatch.setattr(transport._server._sharings[0].memory, "_take_arena", refuse)
-    transport.materialize()
+    monkeypatch.setattr(transport.server._sharings[0].memory, "_take_arena", refuse)
+    transport.server.materialize()
     with pytest.raises(SnapshotError, match="there is none"):
         in_progress.publish()
-    assert transport.newest_step() is None
+    assert transport.server.newest_step() is None
 
 
 def test_attaching_an_optimizer_materializes_what_it_will_change(
@@ -200,7 +200,7 @@ def test_attaching_an_optimizer_materializes_what_it_will_change(
     assert reading.has_begun.wait(LONG_S)
     parameter = torch.nn.Parameter(training.frozen)
     training.attach(torch.optim.SGD([parameter], lr=1.0))
-    assert not training.transport._server._sharings
+    assert not training.transport.server._sharings
     assert exact(reading.result().state) == expected
 
 
@@ -211,8 +211,8 @@ def test_a_state_without_a_byte_can_be_shared(new_transport: Callable[..., HTTPT
     assert replica.snapshots is not None
     try:
         assert replica.begin_step(1, hold=True)
-        replica.snapshots.scheduler.request(share=True)
-        assert replica.snapshots.scheduler.settle()
+        replica.snapshots.request(share=True)
+        assert replica.snapshots.settle()
         assert receiver.fetch(transport.metadata(), 1, timeout=LONG).state["user"] == {"numbers": {"a": 1}}
     finally:
         replica.close(wait=True)
@@ -243,7 +243,7 @@ def test_a_parameter_group_that_was_switched_to_other_tensors_is_copied_before_i
 ) -> None:
     # As BAdam and LISA do: the same number of parameters, and others.
     other = torch.nn.Parameter(training.frozen[: training.model.weight.numel()].view_as(training.model.weight))
-    training.replica.snapshot(1).result(LONG_S)
+    training.replica.snapshots.take(1).result(LONG_S)
     expected = exact(training.state.content())
     reading = fetch()
     assert reading.has_begun.wait(LONG_S)
@@ -259,11 +259,11 @@ def test_a_parameter_group_that_was_switched_to_other_tensors_is_copied_before_i
 def test_stable_tensors_that_forward_changes_in_place_are_not_served(
     training: Training, new_transport: Callable[..., HTTPTransport[Any]]
 ) -> None:
-    training.replica.snapshot(1).result(LONG_S)
+    training.replica.snapshots.take(1).result(LONG_S)
     training.frozen.mul_(1.5)  # no write section: a hook that nobody knows of
     with pytest.raises(TransportError):
         new_transport().fetch(training.transport.metadata(), 1, timeout=timedelta(seconds=2))
-    training.replica.snapshot(2).result(LONG_S)
+    training.replica.snapshots.take(2).result(LONG_S)
     training.frozen.mul_(1.5)
     expected = training.frozen / 1.5
     received = new_transport().fetch(training.transport.metadata(), 2, timeout=LONG)

@@ -31,6 +31,7 @@ from ft_transport import (
     HTTPTransport,
     PeerUnreachableError,
     SnapshotError,
+    Taking,
     TransportSettings,
     UnsupportedLeafError,
     state_digest,
@@ -221,13 +222,13 @@ def test_a_snapshot_that_is_abandoned_reserves_nothing() -> None:
     sender = make(max_snapshots=1)
     try:
         for _ in range(3):
-            in_progress = sender.begin_snapshot(1, {"w": torch.zeros(4)}, deferrable=lambda _: True)
+            in_progress = sender.server.take(Taking(step=1, state={"w": torch.zeros(4)}, deferrable=lambda _: True))
             in_progress.abandon()
-        in_progress = sender.begin_snapshot(2, {"w": torch.ones(4)}, deferrable=lambda _: True)
-        assert sender.newest_step() is None
+        in_progress = sender.server.take(Taking(step=2, state={"w": torch.ones(4)}, deferrable=lambda _: True))
+        assert sender.server.newest_step() is None
         in_progress.copy_deferred()
         in_progress.publish()
-        assert (sender.newest_step(), sender.newest_sequence()) == (2, 1)
+        assert (sender.server.newest_step(), sender.server.newest_sequence()) == (2, 1)
     finally:
         sender.shutdown()
 
@@ -237,7 +238,7 @@ def test_the_first_snapshot_finds_its_memory_prepared(monkeypatch: pytest.Monkey
     try:
         state = {"w": torch.rand(1 << 20), "b": torch.rand(3, dtype=torch.float64)}
         sender.prefault(state)
-        preparing = sender._server._stager._pool._preparing
+        preparing = sender.server._stager._pool._preparing
         if preparing is not None:
             preparing.join(20)
         monkeypatch.setattr(arena, "Arena", None)
@@ -252,7 +253,7 @@ def test_the_first_snapshot_finds_its_memory_prepared(monkeypatch: pytest.Monkey
 def test_an_old_state_does_not_pass_for_the_latest(sender: HTTPTransport[Any]) -> None:
     sender.send_checkpoint([], 3, {"a": 3}, TIMEOUT)
     sender.serve_fresh(
-        lambda _step: sender.newest_sequence()
+        lambda _step: sender.server.newest_sequence()
     )  # As a trainer that has moved on and is at no step boundary.
     with pytest.raises(DeadlineExceededError, match=r"one of an earlier state \(step 3\)"):
         sender.fetch(sender.metadata(), timeout=timedelta(seconds=1))
@@ -362,7 +363,7 @@ def test_the_advertised_address_is_checked_by_asking_there(sender: HTTPTransport
     # Another transport answers there.
     with closing_transport(make(advertise="127.0.0.1")) as other:
         port = urlsplit(sender.metadata()).port
-        other._server.http.address = f"http://127.0.0.1:{port}"
+        other.server.http.address = f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigurationError, match="another server answers there"):
             other.check_address(TIMEOUT)
     # Bound to one address, told another.

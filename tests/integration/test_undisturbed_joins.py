@@ -182,14 +182,13 @@ def test_nobody_waits_for_a_source_that_gives_the_step_up(address: str) -> None:
         try:
             for _ in range(3):
                 healthy.step()
-            snapshots = healthy.manager._replica.snapshots
-            assert snapshots is not None
-            hold_kept = snapshots.scheduler._taking.hold_kept
-            snapshots.scheduler._taking.hold_kept = give_up  # type: ignore[method-assign, assignment]
+            server = healthy.manager._replica.transport.server
+            take = server.take
+            server.take = give_up
             gate.open("trains")
             while healthy.step():
                 pass
-            snapshots.scheduler._taking.hold_kept = hold_kept  # type: ignore[method-assign]
+            server.take = take
             while not gate.is_open("over"):
                 healthy.step()
         finally:

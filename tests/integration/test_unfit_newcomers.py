@@ -65,7 +65,7 @@ def beside_a_healthy_replica(
             gate.open("trains")
             while not gate.is_open("over"):
                 committed.append(trainer.step())
-            return committed, trainer.transport.newest_sequence()
+            return committed, trainer.transport.server.newest_sequence()
         finally:
             trainer.manager.shutdown()
 

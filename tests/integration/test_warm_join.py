@@ -368,7 +368,7 @@ class LocalReplica:
 
     def num_arenas(self) -> int:
         """How many hold a copy of the state."""
-        return self.transport._server._stager._pool.num_taken()
+        return self.transport.server._stager._pool.num_taken()
 
 
 def test_what_is_global_is_fetched_between_two_syncs_and_nothing_in_the_quorum(
@@ -380,7 +380,7 @@ def test_what_is_global_is_fetched_between_two_syncs_and_nothing_in_the_quorum(
     newcomer = LocalReplica(address, "joins", seed=2)
     training.run(newcomer, "joins")
     # The next sync serves it; then the source makes no step before the newcomer has asked for the quorum.
-    wait_for(lambda: source.manager._replica.snapshots.scheduler._demand._wanted_after >= 0)  # type: ignore[union-attr]
+    wait_for(lambda: source.manager._replica.snapshots._demand._wanted_after >= 0)  # type: ignore[union-attr]
     before = source.manager.current_step()
     while source.manager.current_step() == before:
         source.step()

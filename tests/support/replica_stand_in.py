@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from ft_transport.runtime.handler_safety import SafeExecutor
-from manager.snapshots.boundary_keeper import BoundaryKeeper
+from ft_transport import Taking
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guarded_memory import MIN_DEFERRED_BYTES
 from manager.state.lock import StateLock
-from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
-from manager.state.registry import StateRegistry
+from manager.state.optimizer_guard import OptimizerAttachment
+from manager.state.replica_state import ReplicaState
 
 LONG_S = 20.0
 LONG = timedelta(seconds=LONG_S)
@@ -63,6 +62,7 @@ class StandInTransport:
 
     def __init__(self, lock: StateLock) -> None:
         self.lock = lock
+        self.server = self
         self.begun: list[_StandInSnapshot] = []
         self.published: list[_StandInSnapshot] = []
         self.failures: list[tuple[int, BaseException]] = []
@@ -74,20 +74,15 @@ class StandInTransport:
     def prefault(self, state: object) -> None:
         self.on_prepare(state)
 
-    def begin_snapshot(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool] | None = None,
-        shareable: Callable[[torch.Tensor], bool] | None = None,
-        check_deferred: Callable[[], None],
-        check_shared: Callable[[], None],
-    ) -> _StandInSnapshot:
+    def serve_fresh(self, request: object) -> None: ...
+
+    def materialize(self, changing: object = None) -> None: ...
+
+    def take(self, taking: Taking) -> _StandInSnapshot:
         self.before_begin()
-        tensors = flat(state)
+        tensors, deferrable = flat(taking.state), taking.deferrable
         deferred = {path: tensor for path, tensor in tensors.items() if deferrable is not None and deferrable(tensor)}
-        snapshot = _StandInSnapshot(self, step, deferred)
+        snapshot = _StandInSnapshot(self, taking.step, deferred)
         snapshot.at_boundary = {path: tensor.clone() for path, tensor in tensors.items() if path not in deferred}
         self.begun.append(snapshot)
         return snapshot
@@ -102,26 +97,33 @@ class StandInTransport:
         return self.published[-1].step if self.published else None
 
 
+class _GivenState(ReplicaState):
+    """A replica's state whose content a test gives."""
+
+    def __init__(self, timeout: timedelta, content: Callable[[], object]) -> None:
+        super().__init__(timeout)
+        self._given = content
+
+    def content(self) -> Any:
+        return self._given()
+
+
 class Replica:
     """A model with a large weight, a large buffer and small parts, an attached optimizer and a snapshot_scheduler."""
 
     def __init__(self, timeout: timedelta = LONG) -> None:
-        self.lock = StateLock(timeout=timeout)
-        self.sink = StandInTransport(self.lock)
+        self.replica_state = _GivenState(timeout, self._call_state)
+        self.lock = self.replica_state.lock
+        self.sink: Any = StandInTransport(self.lock)
         self.model = torch.nn.Sequential(torch.nn.Linear(1, LARGE), torch.nn.BatchNorm1d(LARGE, affine=False))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.attachment: OptimizerAttachment = attach_optimizers(self.lock, [self.optimizer])
+        self.attachment: OptimizerAttachment = self.attach(self.optimizer)
         self.state: Callable[[], object] = lambda: {"model": self.model.state_dict(), "more": self.more}
         self.more: dict[str, torch.Tensor] = {}
-        self.pool = SafeExecutor(1, "snapshot")
-        self.snapshot_scheduler = SnapshotScheduler(
-            lock=self.lock,
-            sink=self.sink,
-            state=self._call_state,
-            keeper=BoundaryKeeper(StateRegistry(), dict),
-            pool=self.pool,
-            prefault=True,
-        )
+        self.snapshot_scheduler = SnapshotScheduler(self.replica_state, self.sink, prefault=True)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> OptimizerAttachment:
+        return self.replica_state.attach((optimizer,), every_commit=True)
 
     def _call_state(self) -> object:
         return self.state()
@@ -131,14 +133,16 @@ class Replica:
         self.model(torch.rand(4, 1)).square().mean().backward()
 
     def boundary(self, step: int) -> None:
-        self.snapshot_scheduler.boundary(step, self.attachment.optimizers)
+        self.replica_state.step = step
+        self.snapshot_scheduler.boundary()
 
     def take(self, step: int, timeout: timedelta = LONG) -> Future[None]:
-        return self.snapshot_scheduler.take(step, self.attachment.optimizers, timeout)
+        self.replica_state.timeout = timeout
+        return self.snapshot_scheduler.take(step)
 
     def finish(self) -> None:
         """Wait until nothing is under way: the next one would have to wait as well."""
-        self.pool.submit(lambda: None).result(LONG_S)
+        self.snapshot_scheduler._pool.submit(lambda: None).result(LONG_S)
 
     def is_free(self) -> bool:
         return not self.lock.holders()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ft_transport import Taking
 from ft_transport.state.restore import Restore
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import ChunkTable
@@ -31,7 +32,7 @@ def open_stager(max_snapshots: int = 2, **settings: Any) -> Iterator[Stager]:
 
 
 def take(stager: Stager, step: int, state: object) -> Snapshot:
-    return stager.begin(step, state).finish()
+    return stager.begin(Taking(step=step, state=state)).finish()
 
 
 def file_of(snapshot: Snapshot) -> bytes:

@@ -218,7 +218,7 @@ class Training:
             if step is not None and step <= self._past:
                 return None
             self._wanted.add(self._step + 1 if step is None else step)
-            return self._transport.newest_sequence()
+            return self._transport.server.newest_sequence()
 
     def before_training(self) -> None: ...
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from served_memory import until
 from typer.testing import CliRunner, Result
 
-from ft_transport import HTTPTransport, TransportSettings
+from ft_transport import HTTPTransport, Taking, TransportSettings
 from ft_transport.cli.main import app
 from ft_transport.errors import ConfigurationError, FileWriteError
 from ft_transport.transfer import part_file
@@ -102,7 +102,7 @@ def test_digests_that_come_after_the_data_are_in_the_file(tmp_path: Path) -> Non
     own = state()
     source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
     try:
-        source.begin_snapshot(STEP, own, shareable=lambda _tensor: True).publish()
+        source.server.take(Taking(step=STEP, state=own, lasting=lambda _tensor: True)).publish()
         told(fetch(source.metadata(), "-o", tmp_path / "m", "--json"))
     finally:
         source.shutdown()

@@ -178,7 +178,7 @@ def test_a_manifest_that_somebody_forged_is_not_used() -> None:
     """Where the digest of the manifest is right, and even the session was taken over, the signature is wrong."""
     with transport() as source, transport() as receiver:
         source.send_checkpoint([], 1, STATE, TIMEOUT)
-        source._server.http._routes._keys = Keys.of("another-one")
+        source.server.http._routes._keys = Keys.of("another-one")
         with pytest.raises(MessageDamagedError, match="signed with the job token"):
             receiver.fetch(source.metadata(), 1)
 
@@ -205,7 +205,7 @@ def test_what_nobody_has_proved_makes_no_older_snapshot_new_enough() -> None:
         return False
 
     with meddler(refuse, times=1) as (proxy, source), transport() as receiver:
-        newest = source._server._cache.newest_sequence()
+        newest = source.server._cache.newest_sequence()
         source.serve_fresh(lambda _step: newest)  # the trainer is past the step that is served
         with pytest.raises(DeadlineExceededError, match="waiting for a snapshot"):
             receiver.fetch(proxy.url, "latest", timeout=timedelta(seconds=0.8))

@@ -208,7 +208,7 @@ def test_a_snapshot_is_kept_while_it_is_lent_and_no_longer() -> None:
             assert lent.is_held()
             assert lent.was_held()
             until(lambda: takes(transport, 2))
-        assert transport.newest_step() == 2
+        assert transport.server.newest_step() == 2
 
 
 def test_memory_is_taken_back_from_who_does_not_end_where_a_newer_snapshot_wants_it() -> None:

@@ -244,9 +244,9 @@ def test_a_receiver_that_stalls_is_cut_off_under_a_cap_too() -> None:
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             stalled.sendall(b"GET /checkpoint/1/full HTTP/1.1\r\nHost: " + ":".join(address).encode() + b"\r\n\r\n")
             deadline_s = time.monotonic() + 20
-            while sender._server._cache.num_readers() == 0:
+            while sender.server._cache.num_readers() == 0:
                 assert time.monotonic() < deadline_s
-            while sender._server._cache.num_readers():
+            while sender.server._cache.num_readers():
                 assert time.monotonic() < deadline_s
 
 
@@ -270,7 +270,7 @@ def test_one_receiver_too_many_waits_and_gets_all() -> None:
             thread = threading.Thread(target=fetch)
             thread.start()
             deadline_s = time.monotonic() + 20
-            while not sender._server._cache.num_readers():
+            while not sender.server._cache.num_readers():
                 assert time.monotonic() < deadline_s
                 begun.wait(0.01)
             assert is_state(second.fetch(proxy.url, 1).state, 1)

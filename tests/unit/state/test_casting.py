@@ -9,6 +9,7 @@ import torch
 from state_equality import exact
 from state_tools import file_of, manifest_of, open_stager, receive
 
+from ft_transport import Taking
 from ft_transport.state.casting import CASTABLE
 
 
@@ -52,7 +53,7 @@ def _state() -> dict[str, Any]:
 def test_floating_point_tensors_are_cast_and_nothing_else_is(dtype: torch.dtype) -> None:
     state = _state()
     with open_stager() as stager:
-        snapshot = stager.begin(1, state, float_dtype=dtype).finish()
+        snapshot = stager.begin(Taking(step=1, state=state, float_dtype=dtype)).finish()
         received = receive(file_of(snapshot))
         snapshot.close()
     expected = _cast(state, dtype)
@@ -64,7 +65,7 @@ def test_what_shares_memory_is_cast_once_and_shares_it_still() -> None:
     base = torch.arange(64.0)
     state = {"base": base, "same": base, "view": base[8:24].view(4, 4).t()}
     with open_stager() as stager:
-        snapshot = stager.begin(1, state, float_dtype=torch.bfloat16).finish()
+        snapshot = stager.begin(Taking(step=1, state=state, float_dtype=torch.bfloat16)).finish()
         file = file_of(snapshot)
         snapshot.close()
     assert manifest_of(file).data_bytes == 64 * 2

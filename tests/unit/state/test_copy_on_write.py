@@ -9,6 +9,7 @@ import pytest
 import torch
 from state_tools import CHUNK_BYTES, file_of, open_stager
 
+from ft_transport import Taking
 from ft_transport.errors import SnapshotError
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import HostCopies
@@ -30,13 +31,13 @@ class Owner:
         self.state = {"large": self.large, "small": self.small, "empty": self.empty, "step": 3}
 
     def share_all(self) -> Snapshot:
-        held = self.stager.hold(3, self.state, deferrable=lambda tensor: True, max_bytes=0)
+        held = self.stager.hold(Taking(step=3, state=self.state, deferrable=lambda tensor: True))
         assert held is not None
         assert held.is_shareable
-        return self.stager.share_held(held).finish()
+        return self.stager.begin(held, share=True).finish()
 
     def share_large(self) -> Snapshot:
-        pending = self.stager.begin(3, self.state, shareable=lambda tensor: tensor is self.large)
+        pending = self.stager.begin(Taking(step=3, state=self.state, lasting=lambda tensor: tensor is self.large))
         pending.copy_deferred()
         return pending.finish()
 
@@ -68,7 +69,7 @@ def data_of(snapshot: Snapshot) -> bytes:
 
 
 def copied_data(owner: Owner) -> bytes:
-    snapshot = owner.stager.begin(3, owner.state).finish()
+    snapshot = owner.stager.begin(Taking(step=3, state=owner.state)).finish()
     try:
         return data_of(snapshot)
     finally:
@@ -130,7 +131,7 @@ def test_a_recall_does_not_wait_for_who_reads_the_copy(snapshot: Snapshot, caplo
 
 
 def test_the_digests_are_those_of_the_chunks_whenever_they_are_computed(owner: Owner, snapshot: Snapshot) -> None:
-    copied = owner.stager.begin(3, owner.state).finish()
+    copied = owner.stager.begin(Taking(step=3, state=owner.state)).finish()
     manifest = decode_header(memoryview(copied.header)[8:])
     copied.close()
     assert decode_header(memoryview(snapshot.header)[8:]).digests is None
@@ -173,7 +174,7 @@ def test_an_interrupted_materialization_can_be_repeated(owner: Owner, monkeypatc
     assert file_of(snapshot) == before
     snapshot.close()
     # Both arenas are free again.
-    for each in [owner.stager.begin(4, owner.state).finish() for _ in range(2)]:
+    for each in [owner.stager.begin(Taking(step=4, state=owner.state)).finish() for _ in range(2)]:
         each.close()
 
 
@@ -233,9 +234,9 @@ def test_what_is_closed_is_neither_copied_nor_read_any_more(owner: Owner) -> Non
 
 def test_what_does_not_lie_as_the_file_wants_it_is_copied(owner: Owner) -> None:
     transposed = torch.arange(12.0).view(3, 4).t()
-    pending = owner.stager.begin(3, {"t": transposed}, shareable=lambda tensor: True)
+    pending = owner.stager.begin(Taking(step=3, state={"t": transposed}, lasting=lambda tensor: True))
     assert pending.shared is None
     pending.abandon()
-    held = owner.stager.hold(3, {"t": transposed}, deferrable=lambda tensor: True, max_bytes=0)
+    held = owner.stager.hold(Taking(step=3, state={"t": transposed}, deferrable=lambda tensor: True))
     assert held is not None
     assert not held.is_shareable

@@ -16,6 +16,7 @@ import torch
 from interruptions import at_every_place
 from state_tools import file_of, open_stager, receive, take
 
+from ft_transport import Taking
 from ft_transport.errors import SnapshotError
 from ft_transport.state import device as module
 from ft_transport.state import stager as stager_module
@@ -161,7 +162,7 @@ def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_
     training = accelerator.training[_DEVICE]
     with open_stager(accelerator=accelerator) as stager:
         training.queue.append(lambda: parameter.fill_(2.0))
-        pending = stager.begin(1, [parameter], deferrable=lambda tensor: True)
+        pending = stager.begin(Taking(step=1, state=[parameter], deferrable=lambda tensor: True))
         assert accelerator.log == ["recorded on training cuda:0"]
         # Forward and backward of the next step, which do not change parameters, are not waited for.
         ran: list[bool] = []
@@ -181,7 +182,7 @@ def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_
 def test_what_cannot_wait_is_complete_when_begin_returns(accelerator: StandInAccelerator) -> None:
     buffer, parameter = torch.zeros(2), torch.zeros(4)
     with open_stager(accelerator=accelerator) as stager:
-        pending = stager.begin(1, [buffer, parameter], deferrable=lambda tensor: tensor.numel() == 4)
+        pending = stager.begin(Taking(step=1, state=[buffer, parameter], deferrable=lambda tensor: tensor.numel() == 4))
         buffer.fill_(1)
         pending.copy_deferred()
         snapshot = pending.finish()
@@ -208,7 +209,7 @@ def test_a_cast_is_queued_with_the_copy(accelerator: StandInAccelerator) -> None
     parameter, count = torch.full((4, 2), 0.1), torch.arange(3)
     accelerator.training[_DEVICE].queue.append(lambda: parameter.add_(1))
     with open_stager(accelerator=accelerator) as stager:
-        snapshot = stager.begin(1, [parameter.t(), count], float_dtype=torch.bfloat16).finish()
+        snapshot = stager.begin(Taking(step=1, state=[parameter.t(), count], float_dtype=torch.bfloat16)).finish()
         received = receive(file_of(snapshot))
         snapshot.close()
     assert received[0].dtype is torch.bfloat16

@@ -9,6 +9,7 @@ import pytest
 import torch
 from state_tools import CHUNK_BYTES, open_stager
 
+from ft_transport import Taking
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.stager import Stager
 from ft_transport.wire.digester import PLAIN, Digester
@@ -28,14 +29,15 @@ class Owner:
     def digests(self) -> tuple[int, ...]:
         """Those that a snapshot sends which shares the memory."""
         held = self.stager.hold(
-            1,
-            {"frozen": self.frozen, "trained": self.trained},
-            deferrable=lambda _: True,
-            max_bytes=0,
-            lasts=lambda tensor: tensor is self.frozen,
+            Taking(
+                step=1,
+                state={"frozen": self.frozen, "trained": self.trained},
+                deferrable=lambda _: True,
+                lasting=lambda tensor: tensor is self.frozen,
+            )
         )
         assert held is not None
-        snapshot = self.stager.share_held(held).finish()
+        snapshot = self.stager.begin(held, share=True).finish()
         try:
             assert isinstance(snapshot.memory, CopyOnWriteMemory)
             return decode_digests(snapshot.memory.encoded_digests(), NUM_CHUNKS + 1, peer="")
@@ -43,7 +45,7 @@ class Owner:
             snapshot.close()
 
     def true_digests(self) -> tuple[int, ...]:
-        snapshot = self.stager.begin(1, {"frozen": self.frozen, "trained": self.trained}).finish()
+        snapshot = self.stager.begin(Taking(step=1, state={"frozen": self.frozen, "trained": self.trained})).finish()
         try:
             digests = decode_header(snapshot.header[8:]).digests
             assert digests is not None
@@ -102,9 +104,11 @@ def test_memory_that_has_changed_is_digested_anew(owner: Owner, how: str) -> Non
 
 
 def test_what_was_digested_before_a_change_was_announced_is_not_kept(owner: Owner) -> None:
-    held = owner.stager.hold(1, {"w": owner.frozen}, deferrable=lambda _: True, max_bytes=0, lasts=lambda _: True)
+    held = owner.stager.hold(
+        Taking(step=1, state={"w": owner.frozen}, deferrable=lambda _: True, lasting=lambda _: True)
+    )
     assert held is not None
-    snapshot = owner.stager.share_held(held).finish()
+    snapshot = owner.stager.begin(held, share=True).finish()
     owner.stager.forget_lasting()
     assert isinstance(snapshot.memory, CopyOnWriteMemory)
     snapshot.memory.encoded_digests()

@@ -15,6 +15,7 @@ import torch
 from state_equality import exact, tensor_bytes
 from state_tools import CHUNK_BYTES, file_of, file_of_state, manifest_of, open_stager, receive, take
 
+from ft_transport import Taking
 from ft_transport.errors import SnapshotError, SnapshotLimitError, UnsupportedLeafError
 from ft_transport.state.dtypes import SAFETENSORS_NAMES
 from ft_transport.state.snapshot import PendingSnapshot
@@ -139,7 +140,7 @@ def test_a_state_that_is_refused_takes_no_arena() -> None:
     with open_stager(max_snapshots=1) as stager:
         for _ in range(3):
             with pytest.raises(UnsupportedLeafError):
-                stager.begin(1, [torch.ones(3), object()])
+                stager.begin(Taking(step=1, state=[torch.ones(3), object()]))
         take(stager, 1, torch.ones(3)).close()
 
 
@@ -150,14 +151,16 @@ def test_an_error_of_the_callers_own_function_gives_the_arena_back() -> None:
     with open_stager(max_snapshots=1) as stager:
         for _ in range(3):
             with pytest.raises(KeyError, match="mine"):
-                stager.begin(1, torch.ones(3), deferrable=deferrable)
+                stager.begin(Taking(step=1, state=torch.ones(3), deferrable=deferrable))
         take(stager, 1, torch.ones(3)).close()
 
 
 def test_what_is_deferrable_is_copied_later_and_the_rest_at_once() -> None:
     large, small, column = torch.zeros(5000), torch.zeros(5), torch.zeros(100, 50).t()
     with open_stager() as stager:
-        pending = stager.begin(1, [large, small, column], deferrable=lambda tensor: tensor.numel() >= 5000)
+        pending = stager.begin(
+            Taking(step=1, state=[large, small, column], deferrable=lambda tensor: tensor.numel() >= 5000)
+        )
         for tensor in (large, small, column):
             tensor.fill_(1)
         pending.copy_deferred()
@@ -170,7 +173,7 @@ def test_what_is_deferrable_is_copied_later_and_the_rest_at_once() -> None:
 
 def test_a_copy_that_fails_later_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_stager(max_snapshots=1) as stager:
-        pending = stager.begin(1, torch.ones(5), deferrable=lambda tensor: True)
+        pending = stager.begin(Taking(step=1, state=torch.ones(5), deferrable=lambda tensor: True))
         with monkeypatch.context() as patch:
             patch.setattr("ft_transport.state.copying._copy_all", _fail)
             with pytest.raises(MemoryError):
@@ -194,7 +197,7 @@ def _assert_given_back_once(stager: Stager, pending: PendingSnapshot) -> None:
 @pytest.mark.parametrize("fails", ["_workshop.copier.digests", "_arena.write_header"])
 def test_a_finish_that_fails_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     with open_stager(max_snapshots=1) as stager:
-        pending = stager.begin(1, torch.ones(5))
+        pending = stager.begin(Taking(step=1, state=torch.ones(5)))
         owner, name = fails.rsplit(".", 1)
         with monkeypatch.context() as patch:
             patch.setattr(attrgetter(owner)(pending), name, _fail)
@@ -205,7 +208,7 @@ def test_a_finish_that_fails_gives_the_arena_back_once(monkeypatch: pytest.Monke
 
 def test_an_abandoned_snapshot_gives_the_arena_back_once() -> None:
     with open_stager(max_snapshots=1) as stager:
-        pending = stager.begin(1, torch.ones(5), deferrable=lambda tensor: True)
+        pending = stager.begin(Taking(step=1, state=torch.ones(5), deferrable=lambda tensor: True))
         pending.abandon()
         _assert_given_back_once(stager, pending)
 
@@ -241,8 +244,8 @@ def test_closing_ends_the_threads_and_the_files_but_not_a_snapshot_that_is_read(
 def test_a_snapshot_that_is_under_way_at_the_end_fails_with_a_typed_error() -> None:
     with open_stager() as stager:
         large = torch.ones(3 << 20, dtype=torch.uint8)
-        copying = stager.begin(1, large, deferrable=lambda tensor: True)
-        finishing = stager.begin(2, large)
+        copying = stager.begin(Taking(step=1, state=large, deferrable=lambda tensor: True))
+        finishing = stager.begin(Taking(step=2, state=large))
     with pytest.raises(SnapshotError, match="shut down"):
         copying.copy_deferred()
     with pytest.raises(SnapshotError, match="shut down"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ft_transport import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.state.verify import find_differences
 from ft_transport.wire.manifest import Manifest, decode_header
@@ -20,7 +21,7 @@ CHUNK_BYTES = 4096
 
 def manifest_of(state: object) -> Manifest:
     stager = Stager(max_snapshots=1, num_threads=1, chunk_bytes=CHUNK_BYTES)
-    pending = stager.begin(3, state)
+    pending = stager.begin(Taking(step=3, state=state))
     pending.copy_deferred()
     snapshot = pending.finish()
     snapshot.close()

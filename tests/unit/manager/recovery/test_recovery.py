@@ -158,13 +158,13 @@ def test_after_recovering_nobody_is_served_the_state_of_before(replicas: Callabl
     recovery = ours.manager.recover(peer.snapshot(), 0)
     assert recovery.step == 0
     # The step is 0 as before, but not the state.
-    assert ours.transport.newest_step() == 0
+    assert ours.transport.server.newest_step() == 0
     asking = threading.Thread(target=third.manager.recover, args=(ours.transport.metadata(), "latest"))
     asking.start()
     while asking.is_alive():
         ours.manager.start_step(0)
         asking.join(0.01)
-    assert ours.transport.newest_sequence() > 1, "the snapshot of before answered nobody"
+    assert ours.transport.server.newest_sequence() > 1, "the snapshot of before answered nobody"
     assert exact(third.model.state_dict()) == exact(peer.model.state_dict())
 
 

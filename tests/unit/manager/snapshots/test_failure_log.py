@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from ft_transport import SnapshotError, SnapshotLimitError
-from manager.snapshots.failure_log import FailureLog
+from manager.snapshots.run import FailureLog
 
 
 def test_what_may_pass_is_said_once_until_a_snapshot_is_taken(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from replica_stand_in import LARGE, LONG, LONG_S, Replica, elsewhere, flat, open_replica
-
-from manager.state.optimizer_guard import attach_optimizers
+from replica_stand_in import LARGE, LONG_S, Replica, elsewhere, flat, open_replica
 
 
 @pytest.fixture
@@ -43,9 +41,9 @@ def test_only_large_guarded_tensors_are_left_for_later(replica: Replica) -> None
 def test_small_parameters_are_copied_at_the_boundary(replica: Replica) -> None:
     small = torch.nn.Parameter(torch.zeros(LARGE - 1))
     large = torch.nn.Parameter(torch.zeros(LARGE))
-    with attach_optimizers(replica.lock, [torch.optim.SGD([small, large])]) as attachment:
+    with replica.attach(torch.optim.SGD([small, large])):
         replica.state = lambda: {"small": small, "large": large}
-        replica.snapshot_scheduler.take(0, attachment.optimizers, LONG).result(LONG_S)
+        replica.take(0).result(LONG_S)
     (snapshot,) = replica.sink.published
     assert (set(snapshot.at_boundary), set(snapshot.later)) == ({"/small"}, {"/large"})
 
@@ -53,9 +51,9 @@ def test_small_parameters_are_copied_at_the_boundary(replica: Replica) -> None:
 def test_a_buffer_in_the_storage_of_a_parameter_is_not_guarded_by_it(replica: Replica) -> None:
     memory = torch.zeros(2 * LARGE)
     parameter = torch.nn.Parameter(memory[:LARGE])
-    with attach_optimizers(replica.lock, [torch.optim.SGD([parameter])]) as attachment:
+    with replica.attach(torch.optim.SGD([parameter])):
         replica.state = lambda: {"parameter": parameter, "buffer": memory[LARGE:], "whole": memory}
-        replica.snapshot_scheduler.take(0, attachment.optimizers, LONG).result(LONG_S)
+        replica.take(0).result(LONG_S)
     (snapshot,) = replica.sink.published
     assert (set(snapshot.at_boundary), set(snapshot.later)) == ({"/buffer", "/whole"}, {"/parameter"})
 
@@ -63,11 +61,11 @@ def test_a_buffer_in_the_storage_of_a_parameter_is_not_guarded_by_it(replica: Re
 def test_replaced_parameters_are_guarded_in_place_of_the_old_ones(replica: Replica) -> None:
     old, new = torch.nn.Parameter(torch.zeros(LARGE)), torch.nn.Parameter(torch.ones(LARGE))
     optimizer = torch.optim.SGD([old])
-    with attach_optimizers(replica.lock, [optimizer]) as attachment:
+    with replica.attach(optimizer):
         replica.state = lambda: {"old": old, "new": new}
-        replica.snapshot_scheduler.take(0, attachment.optimizers, LONG).result(LONG_S)
+        replica.take(0).result(LONG_S)
         optimizer.param_groups[0]["params"] = [new]
-        replica.snapshot_scheduler.take(1, attachment.optimizers, LONG).result(LONG_S)
+        replica.take(1).result(LONG_S)
     assert [set(snapshot.later) for snapshot in replica.sink.published] == [{"/old"}, {"/new"}]
 
 

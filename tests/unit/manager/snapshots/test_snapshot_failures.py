@@ -148,14 +148,14 @@ def test_close_finishes_what_is_under_way_and_ends_it(replica: Replica) -> None:
 def test_an_interrupt_as_the_work_is_handed_over_ends_it_once(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, is_handed_over: bool
 ) -> None:
-    submit = replica.pool.submit
+    submit = replica.snapshot_scheduler._pool.submit
 
     def interrupted(*work: Any) -> None:
         if is_handed_over:
             submit(*work).result(LONG_S)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replica.pool, "submit", interrupted)
+    monkeypatch.setattr(replica.snapshot_scheduler._pool, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         replica.take(1)
     monkeypatch.undo()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_transport import SnapshotError, SnapshotLimitError
-from ft_transport.runtime.handler_safety import SafeExecutor
-from manager.snapshots.boundary_keeper import BoundaryKeeper
+from ft_transport import SnapshotError, SnapshotLimitError, Taking
 from manager.snapshots.scheduler import SnapshotScheduler
-from manager.state.lock import StateLock
-from manager.state.registry import StateRegistry
+from manager.state.replica_state import ReplicaState
 
 _LONG_S = 20.0
 
@@ -25,6 +22,7 @@ class StandInTransport:
     """Stands in for ``HTTPTransport``: only counts. Each copy waits until the test lets it end, well or badly."""
 
     def __init__(self) -> None:
+        self.server = self
         self.steps: list[int] = []
         self.failures: list[BaseException] = []
         self.is_running = False
@@ -36,19 +34,12 @@ class StandInTransport:
 
     def prefault(self, state: object) -> None: ...
 
-    def begin_snapshot(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool] | None = None,
-        shareable: Callable[[torch.Tensor], bool] | None = None,
-        check_deferred: Callable[[], None],
-        check_shared: Callable[[], None],
-    ) -> StandInTransport:
+    def serve_fresh(self, request: object) -> None: ...
+
+    def take(self, taking: Taking) -> StandInTransport:
         if self.begin_error is not None:
             raise self.begin_error
-        self._step = step
+        self._step = taking.step
         self.is_running = True
         return self
 
@@ -81,18 +72,16 @@ class Requests:
     """A snapshot_scheduler over the stand-in, with a background that moves only when told to."""
 
     def __init__(self) -> None:
-        self.sink = StandInTransport()
-        lock = StateLock(timeout=timedelta(seconds=_LONG_S))
-        self._pool = SafeExecutor(1, "snapshot")
-        self.snapshot_scheduler = SnapshotScheduler(
-            lock=lock, sink=self.sink, state=dict, keeper=BoundaryKeeper(StateRegistry(), dict), pool=self._pool
-        )
+        self.sink: Any = StandInTransport()
+        self._state = ReplicaState(timedelta(seconds=_LONG_S))
+        self.snapshot_scheduler = SnapshotScheduler(self._state, self.sink)
         self.request = self.snapshot_scheduler.request
 
     def boundary(self, step: int) -> None:
         if not self.is_running:
             self.sink.may_copy.clear()
-        self.snapshot_scheduler.boundary(step, [])
+        self._state.step = step
+        self.snapshot_scheduler.boundary()
 
     @property
     def is_running(self) -> bool:
@@ -103,7 +92,7 @@ class Requests:
         num_published, num_failures = len(self.sink.steps), len(self.sink.failures)
         self.sink.copy_error = error
         self.sink.may_copy.set()
-        self._pool.submit(lambda: None).result(_LONG_S)
+        self.snapshot_scheduler._pool.submit(lambda: None).result(_LONG_S)
         if self.is_running:
             assert self.sink.failures[num_failures:] == ([] if error is None else [error])
             assert len(self.sink.steps) - num_published == (error is None)
@@ -187,7 +176,7 @@ def test_the_same_step_number_with_another_state_is_not_the_same_snapshot(reques
     requests.request()
     requests.boundary(0)
     requests.finish()
-    requests.snapshot_scheduler.state_replaced()
+    requests.snapshot_scheduler.replaced()
     replaced = requests.request()
     assert requests.sink.answer(replaced) is None
     requests.boundary(0)
