@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from odd_files import put_directory, put_fifo, put_socket
+from programs import run
 from safetensors.torch import load_file
 
 from ft_transport import DeltaDirectory, ManifestError, Publisher, PublishError, RestoreError
@@ -132,12 +132,8 @@ publisher.close(timedelta(seconds=1))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_a_directory_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
     """What copies a file there never returns, as on a file server that is gone."""
-    done = subprocess.run(
-        [sys.executable, "-c", _HANGING, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run([sys.executable, "-c", _HANGING, str(tmp_path)], ends_as_interpreter=True, timeout=60)
     assert done.stdout == "not delivered\n"
     assert done.returncode == 0, done.stderr

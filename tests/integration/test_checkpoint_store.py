@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run
 from state_equality import exact
 from torch import nn
 
@@ -156,18 +156,13 @@ def test_a_forked_child_does_not_keep_the_root(tmp_path: Path) -> None:
 
 def test_the_writer_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('the wrong module')")
-    program = "from ft_transport import CheckpointStore; CheckpointStore('root').close(); print('good')"
     # The trainer itself looks there, too, unless it is told not to.
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.remove(''); {program}"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    program = (
+        "import sys; sys.path.remove('')\n"
+        "from ft_transport import CheckpointStore; CheckpointStore('root').close(); print('good')"
     )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60)
     assert ran.stdout == "good\n", ran.stderr
 
 
@@ -371,12 +366,12 @@ def test_a_closed_store_does_nothing_more_to_a_root_that_may_be_anothers(tmp_pat
 
 def test_a_process_that_ends_finishes_what_it_is_saving(tmp_path: Path) -> None:
     script = (
-        "import sys, torch; from ft_transport import CheckpointStore\n"
+        "import sys, torch; from ft_transport import CheckpointStore; from programs import fork_writers\n"
+        "fork_writers()\n"
         "CheckpointStore(sys.argv[1]).save(1, {'a': torch.ones(10_000_000)})\n"
         "raise RuntimeError('of the user')"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    ended = run([sys.executable, "-c", script, str(tmp_path)], ends_as_interpreter=True, timeout=100)
     assert (ended.returncode, "of the user" in ended.stderr) == (1, True), ended.stderr
     with CheckpointStore(tmp_path) as store:
         store.verify(1)

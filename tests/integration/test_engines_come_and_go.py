@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 from engine_servers import BASE_MODEL, SGLangStandIn, SkyRLStandIn, StandIn, VLLMStandIn, serving
+from programs import run
 from ranks_on_threads import groups_of, run_ranks
 from served_memory import until
 
@@ -564,8 +564,6 @@ def test_asking_engines_keeps_no_process_from_ending(tmp_path: Path, is_hanging:
         "assert asked.wait(10)\n"
         "import time; print(time.monotonic(), flush=True)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], check=False, capture_output=True, text=True, timeout=60
-    )
+    ended = run([sys.executable, "-c", script, str(tmp_path)], ends_as_interpreter=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - float(ended.stdout) < 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run
 from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, make_manager, run_replicas
 from state_equality import exact
 from torch.optim.lr_scheduler import StepLR
@@ -527,7 +527,7 @@ try:
 except LighthouseUnavailableError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = run([sys.executable, "-c", program], timeout=60)
     assert "pip install 'ft-transport[torchft]'" in done.stdout, done.stderr
 
 

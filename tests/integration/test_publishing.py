@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 from engine_servers import BASE_MODEL, SGLangStandIn, SkyRLStandIn, StandIn, VLLMStandIn, serving
+from programs import run
 from safetensors.torch import load_file
 from served_memory import until
 from torch import nn
@@ -617,6 +617,6 @@ def test_a_process_that_ends_still_tells_the_engines(tmp_path: Path) -> None:
     with serving(server := VLLMStandIn(load_s=0.5)):
         # A name has to be looked up, which asyncio does on a thread of a pool.
         command = [sys.executable, "-c", script, server.url.replace("127.0.0.1", "localhost"), str(tmp_path)]
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+        ended = run(command, ends_as_interpreter=True, timeout=100)
         assert (ended.returncode, "of the user" in ended.stderr) == (1, True), ended.stderr
         assert list(server.adapters.values()) == [str(tmp_path / "version-1")]

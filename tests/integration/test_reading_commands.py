@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from damage import flip_bit
+from programs import run
 from quorum_threads import TIMEOUT
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -407,7 +408,7 @@ def test_exit_codes_tell_what_is_wrong_from_what_is_not_there(tmp_path: Path) ->
     os.mkfifo(tmp_path / "fifo")
     command = [sys.executable, "-c", "from ft_transport.cli.main import main; main()", "verify"]
     for name, code in (("missing", 2), ("empty", 2), ("fifo", 2), ("cut", 1)):
-        done = subprocess.run([*command, str(tmp_path / name)], check=False, capture_output=True, text=True, timeout=60)
+        done = run([*command, str(tmp_path / name)], timeout=60)
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
 

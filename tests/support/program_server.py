@@ -30,6 +30,8 @@ from typing import Any
 MAX_DESCRIPTORS = 64
 _LENGTH_BYTES = 4
 _INTERRUPTED = 128 + signal.SIGINT
+END_VARIABLE = "FT_TESTS_END"
+"""Where it is set, a program ends as an interpreter does, which takes half a second, and not right behind its code."""
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
@@ -83,7 +85,12 @@ def serve(listener: socket.socket, alive: int) -> None:
                 return
             if key.fd == listener.fileno():
                 connection, _ = listener.accept()
-                pid = _start(connection, base_path)
+                try:
+                    pid = _start(connection, base_path)
+                except _EndError:
+                    for each in (listener, connection, *(other for _, other in running.values())):
+                        each.detach()  # the numbers are the program's
+                    raise
                 pidfd = os.pidfd_open(pid)
                 running[pidfd] = pid, connection
                 selector.register(pidfd, selectors.EVENT_READ)
@@ -108,12 +115,17 @@ def _start(connection: socket.socket, base_path: list[str]) -> int:
     if not pid:
         try:
             _become(request, descriptors, base_path)
+            ends_as_interpreter = os.environ.pop(END_VARIABLE, None) is not None
             status = _run(request["kind"], request["program"])
+            if ends_as_interpreter:
+                raise _EndError(status)
+            _leave()
+        except _EndError:
+            raise
         except BaseException:
             traceback.print_exc()
             status = 1
-        finally:
-            os._exit(status)
+        os._exit(status & 0xFF)
     for descriptor in descriptors:
         os.close(descriptor)
     return pid
@@ -181,13 +193,20 @@ def _run(kind: str, program: str) -> int:
     except BaseException:
         traceback.print_exc()
         status = 1
-    # As an interpreter ends, but for what the exit of a process does anyway.
+    return status
+
+
+class _EndError(SystemExit):
+    """Ends the interpreter of a program."""
+
+
+def _leave() -> None:
+    """As an interpreter ends, but for what the exit of a process does anyway."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
-    return status & 0xFF
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 `Program` is a ``subprocess.Popen``, and `run` a ``subprocess.run``, for ``[sys.executable, …]``. Where there is no fork
 to be had (another system, an option that only an interpreter understands, ``FT_TESTS_FORK=0`` in the environment) they
-start an interpreter. A test of how an interpreter starts or ends uses ``subprocess``.
+start an interpreter. A test of how an interpreter starts uses ``subprocess``, one of how it ends `run` with
+`ends_as_interpreter`.
 
 What differs: all programs of a session have the hash seed of one process.
 """
@@ -172,8 +173,12 @@ class Program(subprocess.Popen[Any]):
         return self.returncode
 
 
-def run(command: Sequence[str], *, timeout: float, check: bool = False, **options: Any) -> Any:
+def run(
+    command: Sequence[str], *, timeout: float, check: bool = False, ends_as_interpreter: bool = False, **options: Any
+) -> Any:
     """``subprocess.run`` that keeps what the program prints, as text, unless `options` say otherwise."""
+    if ends_as_interpreter:
+        options["env"] = {**options.get("env", os.environ), program_server.END_VARIABLE: "1"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     with Program(command, **options) as process:
         try:

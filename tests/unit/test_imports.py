@@ -37,26 +37,19 @@ def run(program: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_manager_does_without_what_is_expensive_until_it_is_used() -> None:
-    loaded = run("""
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str]]:
+    """What a process has imported after each thing that it does, one after the other."""
+    kinds = run("""
 import json, sys
 from manager import Manager, ManagerConfig, StateManager, guard_local_sgd
-print(json.dumps(sorted(sys.modules)))
-""")
-    assert "manager.manager" in loaded
-    assert [name for name in EXPENSIVE if name in loaded] == []
 
-
-def test_a_fetch_and_a_step_of_plain_tensors_import_nothing() -> None:
-    """What the transport needs comes with its constructor: not on its event loop, in a step or while others wait."""
-    constructed, fetched, attached, stepped = run("""
-import json, sys
+loaded = [sorted(sys.modules)]
 from datetime import timedelta
+from urllib.request import urlopen
 import torch
 from ft_transport import HTTPTransport, TransportSettings
-from manager import StateManager
 
-loaded = []
 transport = HTTPTransport(settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
 loaded.append(sorted(sys.modules))
 transport.send_checkpoint([1], 1, {"weight": torch.ones(3)}, timedelta(seconds=30))
@@ -75,10 +68,30 @@ with manager.attach(optimizer):
     optimizer.step()
     manager.start_step(1)
     loaded.append(sorted(sys.modules))
+with urlopen(transport.metadata().removesuffix("/checkpoint/") + "/metrics", timeout=20) as answer:
+    assert b"ft_transport_build_info" in answer.read()
+loaded.append(sorted(sys.modules))
 manager.shutdown()
 transport.shutdown()
 print(json.dumps(loaded))
 """)
+    return dict(zip(("managers", "constructed", "fetched", "attached", "stepped", "scraped"), kinds, strict=True))
+
+
+def test_the_manager_does_without_what_is_expensive_until_it_is_used(loaded: dict[str, list[str]]) -> None:
+    assert "manager.manager" in loaded["managers"]
+    assert [name for name in EXPENSIVE if name in loaded["managers"]] == []
+
+
+def test_prometheus_client_is_imported_by_the_first_scrape(loaded: dict[str, list[str]]) -> None:
+    assert not [name for name in loaded["stepped"] if name.startswith("prometheus_client")]
+    assert "prometheus_client" in loaded["scraped"]
+
+
+def test_a_fetch_and_a_step_of_plain_tensors_import_nothing(loaded: dict[str, list[str]]) -> None:
+    """What the transport needs comes with its constructor: not on its event loop, in a step or while others wait."""
+    constructed, fetched = loaded["constructed"], loaded["fetched"]
+    attached, stepped = loaded["attached"], loaded["stepped"]
     assert "aiohttp" in constructed
     assert "torch.distributed.tensor" not in fetched
     ours = ("ft_transport", "manager", "aiohttp", "msgspec", "numpy", "xxhash")

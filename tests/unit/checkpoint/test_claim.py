@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import Program
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.errors import CheckpointInUseError
@@ -31,7 +32,7 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
         "RootClaim(Path(sys.argv[1])).take('another', 0); print('claimed', flush=True); sys.stdin.read()"
     )
     claim = RootClaim(tmp_path)
-    with subprocess.Popen(
+    with Program(
         [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run
 from typer.testing import CliRunner
 
 from ft_transport.cli.contents import NothingThereError
@@ -86,7 +87,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_bytes(encode_record(RECORD) + b"\nnonsense\n")
     command = [sys.executable, "-c", "from ft_transport.cli.main import main; main()", "explain", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run(command, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"RecordError: {path}, line 2: expected a record in JSON")
     assert len(done.stderr.splitlines()) == 1

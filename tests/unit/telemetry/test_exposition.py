@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import prometheus_client
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -104,20 +101,3 @@ def test_the_global_registry_of_prometheus_client_is_left_alone() -> None:
     metrics.collect(Counts(THINGS, known=[("a",)]).readings)
     Exposition(metrics).encode(TEXT)
     assert b"ft_transport" not in prometheus_client.generate_latest()
-
-
-def test_prometheus_client_is_imported_by_the_first_scrape() -> None:
-    program = """
-import sys
-from ft_transport import HTTPTransport, TransportSettings
-from urllib.request import urlopen
-
-transport = HTTPTransport(settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
-assert not [name for name in sys.modules if name.startswith("prometheus_client")]
-with urlopen(transport.metadata().removesuffix("/checkpoint/") + "/metrics", timeout=20) as answer:
-    assert b"ft_transport_build_info" in answer.read()
-assert "prometheus_client" in sys.modules
-transport.shutdown()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
