@@ -24,7 +24,12 @@ import pytest
 from programs import Program
 
 _NUM_RANKS = 3
-_TIMEOUT_S = 150
+_TIMEOUT_S = 240
+_TOGETHER = (
+    *("phases", "exchanges", "classified", "refused_root", "invisible_root", "invisible_step", "poisoned", "stale"),
+    *("killed_writer", "killed_while_writing", "differing_settings", "busy"),
+)
+"""In these all ranks live on."""
 _WITHIN_S = 2.0
 """How soon all ranks have to know; what waits for a deadline instead takes `script.TIMEOUT_S`."""
 _MACHINE_FACTOR = 3.0
@@ -36,14 +41,16 @@ pytestmark = pytest.mark.timeout(_TIMEOUT_S + 30)
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank reported of a scenario; several tests of one scenario share its run."""
+    """What each rank reported of a scenario; starting the ranks takes longer than most scenarios do."""
     reports: dict[str, list[Any]] = {}
 
     def run(scenario: str) -> list[Any]:
         if scenario not in reports:
-            directory = tmp_path_factory.mktemp(scenario)
-            found = script.run_scenarios(directory, _NUM_RANKS, scenario, timeout_s=_TIMEOUT_S)
-            reports[scenario] = [report.get(scenario) for report in found]
+            scenarios = _TOGETHER if scenario in _TOGETHER else (scenario,)
+            found = script.run_scenarios(
+                tmp_path_factory.mktemp(scenario), _NUM_RANKS, *scenarios, timeout_s=_TIMEOUT_S
+            )
+            reports.update({each: [report.get(each) for report in found] for each in scenarios})
         return reports[scenario]
 
     return run
@@ -205,7 +212,7 @@ def test_a_rank_that_does_not_see_the_directory_is_named_on_all(ran: Any, scenar
         assert [report["steps"] for report in seen] == [[]] * _NUM_RANKS
 
 
-@pytest.mark.parametrize("poison", [pytest.param("no interpreter", marks=pytest.mark.slow), "no import"])
+@pytest.mark.parametrize("poison", ["no interpreter", "no import"])
 def test_a_writer_that_cannot_be_started_is_the_same_error_on_all(ran: Any, poison: str) -> None:
     seen = ran("poisoned")
     error = _the_same([report[poison]["error"] for report in seen])
@@ -335,10 +342,10 @@ def test_no_writer_outlives_its_trainer(tmp_path: Path, role: str) -> None:
 @pytest.mark.parametrize(
     ("scenario", "victim"),
     [
-        pytest.param("stopped_rank_2", 2, marks=pytest.mark.slow),
+        pytest.param("stopped_rank_2", 2, marks=pytest.mark.long),
         ("stopped_rank_0", 0),
         ("killed_rank_2", 2),
-        pytest.param("killed_rank_0", 0, marks=pytest.mark.slow),
+        pytest.param("killed_rank_0", 0, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_is_gone_is_named_by_the_others_in_bounded_time(ran: Any, scenario: str, victim: int) -> None:
@@ -354,7 +361,7 @@ def test_a_rank_that_is_gone_is_named_by_the_others_in_bounded_time(ran: Any, sc
         assert not report["writer_runs"]
 
 
-@pytest.mark.parametrize("scenario", [pytest.param("stopped_rank_2", marks=pytest.mark.slow), "stopped_rank_0"])
+@pytest.mark.parametrize("scenario", [pytest.param("stopped_rank_2", marks=pytest.mark.long), "stopped_rank_0"])
 def test_a_rank_that_was_given_up_and_goes_on_takes_part_again(ran: Any, scenario: str) -> None:
     """A machine that was suspended for a moment. One more save may fail; not all from then on."""
     seen = ran(scenario)

@@ -61,7 +61,7 @@ def outcomes_of(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("name", "step", "steps"),
     [
-        ("new", 2, _SAVING | {"rename"}),
+        pytest.param("new", 2, _SAVING | {"rename"}, marks=pytest.mark.long),
         ("new, deleting the old", 2, _SAVING | _DELETING),
         ("replacing", 1, _SAVING | {"exchange"} | _DELETING),
         ("replacing without exchange", 1, _SAVING | _DELETING),
@@ -88,8 +88,8 @@ def test_a_trainer_killed_at_any_step_leaves_the_old_or_the_new_whole(
     "name",
     [
         "writer of new",
-        pytest.param("writer of replacing", marks=pytest.mark.slow),
-        pytest.param("writer of new, after", marks=pytest.mark.slow),
+        pytest.param("writer of replacing", marks=pytest.mark.long),
+        pytest.param("writer of new, after", marks=pytest.mark.long),
     ],
 )
 def test_a_writer_killed_at_any_step_is_replaced_and_the_save_succeeds(tmp_path: Path, name: str) -> None:
@@ -99,21 +99,16 @@ def test_a_writer_killed_at_any_step_is_replaced_and_the_save_succeeds(tmp_path:
     assert outcomes_of(cases) == [(script.SCENARIOS[name].step, script.NEW)] * len(cases)
 
 
-@pytest.mark.parametrize("name", [pytest.param("recovering", marks=pytest.mark.slow), "recovering without exchange"])
+@pytest.mark.parametrize("name", [pytest.param("recovering", marks=pytest.mark.long), "recovering without exchange"])
 def test_a_recovery_killed_at_any_step_costs_nothing(tmp_path: Path, name: str) -> None:
     cases = run(name, tmp_path)
     assert steps_of(cases) == _DELETING | {"mkdir", "open"}
     assert outcomes_of(cases) == [(1, script.OLD)] * len(cases)
 
 
-def test_writer_processes_end_with_their_trainers_and_are_replaced_by_them(tmp_path: Path) -> None:
-    """Processes of their own, and not forks; that none is left is waited for by the script."""
-    for name, outcomes in {
-        "real writer": [(2, script.NEW)],
-        "trainer of a real writer": [(1, script.NEW)],
-    }.items():
-        (tmp_path / name).mkdir()
-        assert outcomes_of(run(name, tmp_path / name)) == outcomes
+def test_a_writer_process_ends_with_its_trainer(tmp_path: Path) -> None:
+    """A process of its own, and not a fork; that none is left is waited for by the script."""
+    assert outcomes_of(run("trainer of a real writer", tmp_path)) == [(1, script.NEW)]
 
 
 @pytest.mark.parametrize(
@@ -121,8 +116,8 @@ def test_writer_processes_end_with_their_trainers_and_are_replaced_by_them(tmp_p
     [
         "two ranks, the first",
         "two ranks, the second",
-        pytest.param("two ranks, every step of the first", marks=[pytest.mark.long]),
-        pytest.param("two ranks, every step of the second", marks=[pytest.mark.long]),
+        pytest.param("two ranks, every step of the first", marks=pytest.mark.long),
+        pytest.param("two ranks, every step of the second", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_the_other_and_one_checkpoint_is_whole(tmp_path: Path, name: str) -> None:

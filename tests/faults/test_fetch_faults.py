@@ -324,7 +324,7 @@ def test_a_peer_that_is_killed_is_missed_at_once_also_where_it_leaves_a_child() 
     assert len(caught.value.failures) > 1
 
 
-@pytest.mark.parametrize("arguments", [["150"], ["3", "full"]], ids=["sending and receiving", "no descriptor left"])
+@pytest.mark.parametrize("arguments", [["40"], ["3", "full"]], ids=["sending and receiving", "no descriptor left"])
 def test_no_forked_child_is_left_a_socket(arguments: list[str]) -> None:
     script = Path(__file__).parents[1] / "workers" / "forking_process.py"
     command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(script), *arguments]

@@ -311,7 +311,7 @@ def _lost_after(num_bytes: int) -> Callable[[Link, bytes], bool]:
     return fault
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("which", [0, 2])
 def test_who_loses_its_sources_in_a_ring_gets_the_rest_from_the_others(which: int) -> None:
     with (
         sources(1, max_send_bytes_per_s=4 << 20) as (source,),
@@ -477,9 +477,8 @@ def test_a_thread_that_the_system_refuses_is_an_error_that_names_it(
         assert is_state(receiver.fetch(addresses(made), 1, into=blank()).state, 1)
 
 
-@pytest.mark.parametrize("num_killed", [1, 2])
-def test_killed_relays_cost_the_others_nothing_but_bytes(num_killed: int) -> None:
-    num_bytes, number = 128 * CHUNK_BYTES, 3
+def test_killed_relays_cost_the_others_nothing_but_bytes() -> None:
+    num_bytes, number, num_killed = 128 * CHUNK_BYTES, 4, 2
     state = {"w": torch.arange(num_bytes // 4, dtype=torch.float32)}
     with transport() as source, ExitStack() as stack:
         source.send_checkpoint([], 5, state, TIMEOUT)

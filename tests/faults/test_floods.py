@@ -28,6 +28,7 @@ from ft_transport.wire.routes import CHALLENGE_ROUTE
 WORKER = Path(__file__).parents[1] / "workers" / "flooding_clients.py"
 TOKEN = "a-secret-of-this-job"
 BURST = 16
+_FOR_S = 1.0
 REQUEST = "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n"
 
 
@@ -40,52 +41,51 @@ def small_burst(monkeypatch: pytest.MonkeyPatch) -> None:
 class Made:
     """What a flood came to, once it is over."""
 
+    began_s: float
     seconds: float = 0.0
     num_opened: int = 0
     num_asked: int = 0
     num_answers: int = 0
 
+    def lasts(self) -> bool:
+        return time.monotonic() < self.began_s + _FOR_S
+
 
 @contextlib.contextmanager
 def flood(port: int, kind: str, path: str = "/status", source: str = "127.0.0.1", headers: str = "") -> Iterator[Made]:
     command = [sys.executable, str(WORKER), str(port), kind, REQUEST.format(path=path, headers=headers), source]
-    made, began_s = Made(), time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
+        made = Made(time.monotonic())
         yield made
         process.stdin.close()
         made.num_opened, made.num_asked, made.num_answers = map(int, process.stdout.readline().split())
-        made.seconds = time.monotonic() - began_s
+        made.seconds = time.monotonic() - made.began_s
 
 
-@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
-@pytest.mark.parametrize("kind", ["asking", "reconnecting"])
+@pytest.mark.parametrize(("kind", "source"), [("asking", "127.0.0.1"), ("reconnecting", "127.0.0.2")])
 def test_without_the_token_it_is_answered_a_few_times_a_second(kind: str, source: str) -> None:
     with serving(token=TOKEN) as served:
         content = served.put(5, bytes(1 << 20)).content
         with flood(served.server.port, kind, source=source) as made:
-            until_s = time.monotonic() + 2
             num_fetches = 0
-            while time.monotonic() < until_s:
+            while made.lasts() or num_fetches <= BURST:
                 assert served.ask_proved("/checkpoint/5/full") == content
                 num_fetches += 1
-    assert BURST < made.num_answers <= BURST + 50 * made.seconds + 1
-    assert num_fetches > BURST
+    assert BURST <= made.num_answers <= BURST + 50 * made.seconds + 1
 
 
 def test_where_nobody_proves_anything_small_requests_wait_and_data_does_not() -> None:
     with serving() as served:
         content = served.put(5, bytes(1 << 20)).content
         with flood(served.server.port, "asking", source="127.0.0.2") as made:
-            until_s = time.monotonic() + 2
-            while time.monotonic() < until_s:
+            while made.lasts():
                 assert served.ask("/checkpoint/5/full").body == content
-    assert BURST < made.num_answers <= 8 * 8 + BURST + 300 * made.seconds + 8
+    assert BURST <= made.num_answers <= 8 * 8 + BURST + 300 * made.seconds + 8
 
 
-@pytest.mark.parametrize("token", [TOKEN, None])
-@pytest.mark.parametrize("path", ["/state", "/metrics", "/"])
+@pytest.mark.parametrize(("path", "token"), [("/state", TOKEN), ("/metrics", None), ("/", TOKEN)])
 def test_who_watches_is_answered_some_hundred_times_a_second(
     path: str, token: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,36 +97,32 @@ def test_who_watches_is_answered_some_hundred_times_a_second(
     with serving(token=token, watch=watch) as served:
         content = served.put(5, bytes(1 << 20)).content
         with flood(served.server.port, "asking", path, "127.0.0.2", headers) as made:
-            until_s = time.monotonic() + 2
-            while time.monotonic() < until_s:
+            while made.lasts():
                 fetched = served.ask_proved("/checkpoint/5/full") if token else served.ask("/checkpoint/5/full").body
                 assert fetched == content
-    assert BURST < made.num_answers <= 8 * 8 + BURST + 300 * made.seconds + 8
+    assert BURST <= made.num_answers <= 8 * 8 + BURST + 300 * made.seconds + 8
 
 
 def test_who_opens_and_closes_keeps_nobody_out() -> None:
     with serving(token=TOKEN) as served:
         content = served.put(5, bytes(1 << 20)).content
         with flood(served.server.port, "connecting") as made:
-            until_s = time.monotonic() + 2
-            while time.monotonic() < until_s:
+            while made.lasts():
                 assert served.ask_proved("/checkpoint/5/full") == content
     assert made.num_opened > 100
 
 
-@pytest.mark.parametrize("kind", ["asking", "reconnecting"])
-@pytest.mark.parametrize("path", ["/weights", "/nothing"])
+@pytest.mark.parametrize(("kind", "path"), [("asking", "/weights"), ("reconnecting", "/nothing")])
 def test_a_receiver_of_orders_answers_strangers_a_few_times_a_second(kind: str, path: str) -> None:
     with WeightReceiver({"w": torch.zeros(4)}, host="127.0.0.1", token=TOKEN) as receiver:
         port = urlsplit(receiver.url).port
         assert port is not None
         with flood(port, kind, path, "127.0.0.2") as made:
-            until_s = time.monotonic() + 2
-            while time.monotonic() < until_s:
+            while made.lasts():
                 began_s = time.monotonic()
                 assert _is_answered(port)
                 assert time.monotonic() - began_s < 1
-    assert BURST < made.num_answers <= BURST + 50 * made.seconds + 1
+    assert BURST <= made.num_answers <= BURST + 50 * made.seconds + 1
 
 
 def _is_answered(port: int) -> bool:

@@ -20,7 +20,7 @@ from ft_transport import CheckpointStore, Publisher, StoreSettings, TransportErr
 from ft_transport.telemetry.recorder import current
 from manager import ManagerError, StateManager
 
-NUM_SAMPLES = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "20"))
+NUM_SAMPLES = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "8"))
 """By hand, some thousands: every place."""
 SECOND = timedelta(seconds=10)
 AT_ONCE_S = 4.0

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 RECOVERY_S = 11.0
 """Less than the ranks of one replica wait for each other."""
-NUM_SAMPLES = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "8"))
+NUM_SAMPLES = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "4"))
 """A few thousand, by hand, hit every bytecode boundary."""
 
 

@@ -26,7 +26,7 @@ from manager.recovery.healing import _listening
 # Python swallows what is raised in a callback of a weak reference, and closes the sockets of a call that was left.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-NUM_ALARMS = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "30"))
+NUM_ALARMS = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "10"))
 """By hand, some thousands."""
 SECOND = timedelta(seconds=10)
 
@@ -116,7 +116,7 @@ def wait(request: pytest.FixtureRequest) -> Iterator[Wait]:
 def test_it_ends_wherever_a_handler_raises(wait: Wait) -> None:
     interrupted, check = wait
     # A fetch has thousands of places, and each check takes as long as a fetch; by hand, all of them.
-    every = 1 if NUM_ALARMS > 1000 else max(1, _num_places(interrupted) // 50)
+    every = 1 if NUM_ALARMS > 1000 else max(1, _num_places(interrupted) // 20)
     at_every_place(interrupted, check, at_least=10, every=every)
 
 

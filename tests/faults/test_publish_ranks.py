@@ -1,4 +1,4 @@
-"""Four ranks whose collectives time out after two seconds publish to four engines that take twice as long.
+"""Four ranks whose collectives time out after two seconds publish to four engines that take longer.
 
 The scenarios run in ``tests/publish_ranks.py`` under torchrun; the engines are stand-ins (``tests/engine_servers.py``).
 """
@@ -17,9 +17,7 @@ from checkpoint_ranks import run_scenarios
 from engine_servers import BASE_MODEL, StandIn, VLLMStandIn, serving
 
 _NUM_RANKS = 4
-_FAN_OUT_S = 2 * script.COLLECTIVE_TIMEOUT_S
-_BEYOND_S = 1.0
-"""Enough for those that wait to have died of the timeout before the engines answer."""
+_FAN_OUT_S = 1.5 * script.COLLECTIVE_TIMEOUT_S
 _REFUSED_AFTER_S = 1.0
 REFUSAL = (500, "text/plain", "CUDA error: out of memory")
 _WITHIN_S = 2.0
@@ -39,8 +37,8 @@ def run(directory: Path, engines: dict[str, list[StandIn]]) -> dict[str, list[di
     return {scenario: [report.get(scenario, {}) for report in found] for scenario in engines}
 
 
-def slow(load_s: float = _FAN_OUT_S) -> list[StandIn]:
-    return [VLLMStandIn(load_s=load_s) for _ in range(4)]
+def slow() -> list[StandIn]:
+    return [VLLMStandIn(load_s=_FAN_OUT_S) for _ in range(4)]
 
 
 @dataclass
@@ -54,6 +52,7 @@ class Ran:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     engines: dict[str, list[StandIn]] = {
+        "all_good": slow(),
         "one_refuses": slow(),
         "one_hangs": [VLLMStandIn(load_s=1.0) for _ in range(4)],
         "one_fails_to_export": [VLLMStandIn()],
@@ -64,28 +63,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(engines, run(tmp_path_factory.mktemp("publish"), engines))
 
 
-def test_engines_may_take_longer_than_collectives_in_our_order_alone(tmp_path: Path) -> None:
-    too_long_s = script.COLLECTIVE_TIMEOUT_S + _BEYOND_S
-    engines = {
-        "all_good": slow(),
-        "http_before_barrier": slow(too_long_s),
-        "barrier_before_http": slow(too_long_s),
-    }
-    reports = run(tmp_path, engines)
-    ours = reports["all_good"]
+def test_engines_may_take_longer_than_collectives(ran: Ran) -> None:
+    ours = ran.reports["all_good"]
     assert [each["outcome"]["type"] for each in ours] == [None] * _NUM_RANKS
     assert [each["after"]["type"] for each in ours] == [None] * _NUM_RANKS
     for each in ours:
         assert each["released_s"] - each["written_s"] < _RELEASED_WITHIN_S * _MACHINE_FACTOR
         assert [outcome for outcome, _ in each["engines"]] == ["confirmed"] * 4
-        assert all(_FAN_OUT_S <= seconds < 1.5 * _FAN_OUT_S for _, seconds in each["engines"])
-    for engine in engines["all_good"]:
+        assert all(_FAN_OUT_S <= seconds < _FAN_OUT_S + _WITHIN_S for _, seconds in each["engines"])
+    for engine in ran.engines["all_good"]:
         (found,) = engine.tensors.values()
         assert all(torch.equal(found[name], value) for name, value in script.tensors(1.0).items())
-    for order in ("http_before_barrier", "barrier_before_http"):
-        # Those that wait die of the timeout, and rank 0 finds them gone.
-        assert all(each["outcome"]["type"] is not None for each in reports[order])
-    assert all(each["first"]["type"] is None for each in reports["barrier_before_http"])
 
 
 def test_a_refusal_is_known_to_all_at_once_with_the_whole_report(ran: Ran) -> None:

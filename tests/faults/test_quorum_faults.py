@@ -206,7 +206,10 @@ def test_a_replica_that_is_killed_during_a_transfer(new_fleet: Callable[..., Rep
 
 @pytest.mark.parametrize(
     "num_kills",
-    [pytest.param(5, id="5"), pytest.param(25, id="25", marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    [
+        pytest.param(6, id="6", marks=pytest.mark.slow),
+        pytest.param(25, id="25", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
 )
 def test_chaos(new_fleet: Callable[..., ReplicaFleet], num_kills: int) -> None:
     """Kills at random moments, often before the replica that was killed last is back."""

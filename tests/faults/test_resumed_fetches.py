@@ -64,8 +64,9 @@ def source(seed: int, step: int) -> Iterator[tuple[Program, Proxy]]:
 
 
 def chunk_of(state: dict[str, Any], chunk: int) -> torch.Tensor:
-    data: torch.Tensor = torch.cat([state["a"], state["b"]])
-    return data.view(torch.uint8)[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+    index, of_tensor = divmod(chunk, NUM_CHUNKS // 2)
+    data: torch.Tensor = state["ab"[index]].view(torch.uint8)
+    return data[of_tensor * CHUNK_BYTES : (of_tensor + 1) * CHUNK_BYTES]
 
 
 def failed_fetch(net: Any, into: Any, at: int = MIDDLE_BYTES, **keywords: Any) -> TransportError:
@@ -77,8 +78,7 @@ def failed_fetch(net: Any, into: Any, at: int = MIDDLE_BYTES, **keywords: Any) -
     return caught.value
 
 
-@pytest.mark.parametrize("num_connections", [1, 4])
-@pytest.mark.parametrize("is_in_place", [True, False])
+@pytest.mark.parametrize(("num_connections", "is_in_place"), [(1, True), (4, False)])
 def test_a_killed_source_costs_what_was_in_flight(num_connections: int, is_in_place: bool) -> None:
     into = blank() if is_in_place else None
     with source(1, 1) as (killed, first), source(1, 1) as (_, second):
@@ -322,8 +322,9 @@ def test_a_signal_in_the_middle_leaves_no_byte_wrong() -> None:
             assert fetching_threads() == []
             landed = part.landed()
             assert part.num_bytes >= MIDDLE_BYTES
+            whole = state_of(1)
             for chunk in landed:
-                assert torch.equal(chunk_of(into, chunk), chunk_of(state_of(1), chunk))
+                assert torch.equal(chunk_of(into, chunk), chunk_of(whole, chunk))
             with transport() as another:
                 received = another.fetch(net.sender.metadata(), 1, into=into, known=part)
             assert received.num_bytes_fetched == STATE_BYTES - len(landed) * CHUNK_BYTES
@@ -334,7 +335,7 @@ def test_a_signal_in_the_middle_leaves_no_byte_wrong() -> None:
 
 # A handler that raises where a block ends leaves a socket to the garbage collector, which closes it and says so.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("at", [*range(1, 2400, 240), *range(2400, 12000, 2000)])
+@pytest.mark.parametrize("at", [*range(1, 2400, 480), *range(2400, 12000, 4000)])
 def test_wherever_it_is_interrupted_it_can_go_on(at: int) -> None:
     into, part = blank(), PartialState()
     with network(2) as net:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -21,13 +22,14 @@ CHUNK_BYTES = 64 << 10
 NUM_ITEMS = 1 << 19  # 2 MiB a tensor
 
 
-def state_of(seed: int) -> dict[str, Any]:
+@functools.cache
+def _drawn(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "a": torch.randn(NUM_ITEMS, generator=generator),
-        "b": torch.randn(NUM_ITEMS, generator=generator),
-        "seed": seed,
-    }
+    return {name: torch.randn(NUM_ITEMS, generator=generator) for name in "ab"}
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    return {**{name: tensor.clone() for name, tensor in _drawn(seed).items()}, "seed": seed}
 
 
 STATE_BYTES = 2 * 4 * NUM_ITEMS
@@ -49,8 +51,7 @@ def spread_out(state: dict[str, Any]) -> dict[str, Any]:
 
 def holds(tensors: dict[str, Any], seed: int) -> bool:
     """Whether the tensors of a receiver are those of the state."""
-    expected = state_of(seed)
-    return all(torch.equal(tensors[key], expected[key]) for key in "ab")
+    return all(torch.equal(tensors[key], expected) for key, expected in _drawn(seed).items())
 
 
 def is_state(state: dict[str, Any], seed: int) -> bool:

@@ -4,6 +4,8 @@ Usage: ``checkpoint_crashes.py SCENARIO DIRECTORY``: a key of `SCENARIOS`, and a
 JSON: a list of cases, of each what a new process has found.
 
 A forked writer stands for the writer process, but for the scenario in which that is real.
+
+What lies on the disk behind one step lies there before the next, too: most scenarios kill on one side of each step.
 """
 
 from __future__ import annotations
@@ -29,14 +31,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import dying_writer
 import torch
 import torch.distributed as dist
 from dying import Fuse
 from state_equality import exact
 
 from ft_transport import CheckpointError, CheckpointStore, StoreSettings
-from ft_transport.checkpoint import background_saver, writer, writer_process
+from ft_transport.checkpoint import writer, writer_process
 
 SETTINGS = StoreSettings(timeout=timedelta(seconds=60))
 """A rank that is dead is waited for this long; where one is going to die, `IMPATIENT`."""
@@ -69,14 +70,13 @@ _TWO = Scenario(step=2, num_ranks=2, sides=("before",))
 SCENARIOS = {
     "new": Scenario(step=2),
     "new, deleting the old": Scenario(step=2, keep=1, sides=("after",)),
-    "replacing": Scenario(step=1),
-    "replacing without exchange": Scenario(step=1, is_exchange_there=False),
+    "replacing": Scenario(step=1, sides=("before",)),
+    "replacing without exchange": Scenario(step=1, is_exchange_there=False, sides=("after",)),
     "writer of new": Scenario(step=2, victim="writer", sides=("before",)),
     "writer of new, after": Scenario(step=2, victim="writer", sides=("after",)),
     "writer of replacing": Scenario(step=1, victim="writer", sides=("before",)),
     "recovering": Scenario(step=1, is_in_recovery=True),
     "recovering without exchange": Scenario(step=1, is_in_recovery=True, is_exchange_there=False, sides=("after",)),
-    "real writer": Scenario(step=2, victim="writer", is_writer_real=True, chosen=(4,), sides=("before",)),
     "trainer of a real writer": Scenario(step=1, is_writer_real=True, chosen=(9,), sides=("after",)),
     "two ranks, the first": dataclasses.replace(_TWO, chosen=(3,)),
     "two ranks, the second": dataclasses.replace(_TWO, victim_rank=1, chosen=(10,)),
@@ -188,16 +188,11 @@ def group_of(rank: int, num_ranks: int, meeting: Path) -> Any:
 
 def trainer(scenario: Scenario, rank: int, root: Path, meeting: Path, *, fatal: int, is_after: bool) -> Any:
     """Saves, and is killed meanwhile, or its writer is. Returns what it has found otherwise."""
-    record = root.parent / "killed-at"
-    fuse = Fuse(record)
+    fuse = Fuse(root.parent / "killed-at")
     fuse.install(is_exchange_there=scenario.is_exchange_there)
     is_victim = rank == scenario.victim_rank
     ForkedProcess.fuse = fuse
-    if scenario.is_writer_real:
-        command = [sys.executable, dying_writer.__file__, str(record), str(fatal), "after" if is_after else "before"]
-        if scenario.victim == "writer":
-            background_saver.WriterProcess = partial(writer_process.WriterProcess, command)  # type: ignore[misc]
-    else:
+    if not scenario.is_writer_real:
         writer_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
             Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
         )

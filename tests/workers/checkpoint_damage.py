@@ -33,8 +33,8 @@ def state(step: int) -> dict[str, Any]:
     value = float(step)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     return {
-        "both": torch.full((3 * CHUNK_BYTES // 4,), value),
-        "half": distribute_tensor(torch.full((4 * CHUNK_BYTES // 4,), value), mesh, [Shard(0)], src_data_rank=None),
+        "both": torch.full((2 * CHUNK_BYTES // 4,), value),
+        "half": distribute_tensor(torch.full((2 * CHUNK_BYTES // 4,), value), mesh, [Shard(0)], src_data_rank=None),
         "everywhere": distribute_tensor(torch.full((9,), value), mesh, [Replicate()], src_data_rank=None),
         "step": step,
     }

@@ -1,4 +1,4 @@
-"""What four ranks do when they publish, in our order and in the two others; started by `ranks`.
+"""What four ranks do when they publish; started by `ranks`.
 
 Usage: ``publish_ranks.py DIRECTORY SCENARIO...``: ``DIRECTORY/SCENARIO.json`` has the URLs of the engines, and each
 rank leaves what it saw in ``DIRECTORY/RANK.json``.
@@ -6,7 +6,6 @@ rank leaves what it saw in ``DIRECTORY/RANK.json``.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -17,10 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -183,54 +180,9 @@ def sharded_weights(ranks: Ranks) -> dict[str, Any]:
         }
 
 
-# ----------------------------------------------------------------------------------------------------- the other orders
-
-
-def _write(ranks: Ranks) -> Path:
-    path = ranks.root / "adapter"
-    path.mkdir(parents=True)
-    save_file(tensors(1.0), path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps(CONFIG))
-    return path
-
-
-def _tell(ranks: Ranks, path: Path) -> None:
-    async def load(session: aiohttp.ClientSession, url: str) -> None:
-        body = {"lora_name": "policy", "lora_path": str(path)}
-        async with session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
-            response.raise_for_status()
-
-    async def load_all() -> None:
-        async with aiohttp.ClientSession() as session:
-            await asyncio.gather(*(load(session, url) for url in ranks.urls))
-
-    asyncio.run(load_all())
-
-
-def http_before_barrier(ranks: Ranks) -> dict[str, Any]:
-    """As SkyRL did: the others wait in the barrier for what rank 0 says over HTTP."""
-    dist.barrier()
-    if ranks.rank == 0:
-        _tell(ranks, _write(ranks))
-    return {"outcome": told(ranks.collective)}
-
-
-def barrier_before_http(ranks: Ranks) -> dict[str, Any]:
-    """As pull request 1728 changed it: the others wait in the caller's next collective instead."""
-    dist.barrier()
-    path = _write(ranks) if ranks.rank == 0 else None
-    first = told(ranks.collective)
-    if path is not None:
-        _tell(ranks, path)
-    return {"first": first, "outcome": told(ranks.collective)}
-
-
 SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     function.__name__: function
-    for function in (
-        *(all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export, sharded_weights),
-        *(http_before_barrier, barrier_before_http),
-    )
+    for function in (all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export, sharded_weights)
 }
 
 
