@@ -16,6 +16,7 @@ from ft_transport import HTTPTransport, TransportSettings
 
 _TIMEOUT = timedelta(seconds=30)
 _HOLD_BACK_S = 0.05
+NUM_FETCHED = 6
 
 
 def _fingerprints(parts: Mapping[str, object]) -> dict[str, int]:
@@ -90,7 +91,7 @@ class _HeldBack:
 def fetched_while_looping(
     new_transport: Callable[[], HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Any, HTTPTransport[Any], Callable[[], None]], int]:
-    """Runs training steps on this thread until ``latest`` was fetched at 15 different steps.
+    """Runs training steps on this thread until ``latest`` was fetched at `NUM_FETCHED` different steps.
 
     Each state that was fetched is compared with what the manager held at that step's boundary. Returns the number of
     steps that were compared.
@@ -103,7 +104,7 @@ def fetched_while_looping(
             transport.server, "take", lambda *args, **options: _HeldBack(take(*args, **options), step_is_over)
         )
         at_boundary: dict[int, dict[str, int]] = {}
-        fetcher = Fetcher(new_transport(), transport.metadata(), num_steps=15)
+        fetcher = Fetcher(new_transport(), transport.metadata(), num_steps=NUM_FETCHED)
         try:
             step = 0
             while not fetcher.is_done.is_set():

@@ -399,8 +399,7 @@ def _worker_ids() -> set[int]:
     return {process.pid or 0 for process in multiprocessing.active_children()}
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("persistent", "fails"), [(False, True), (True, False)])
 # Python 3.12 and later warn of forks beside threads.
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_workers_of_the_old_iterator_end_with_it(tmp_path: Path, persistent: bool, fails: bool) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ import manager_checkpoint_ranks
 import pytest
 import torch
 from made_objects import made
-from ranks import run_torchrun
+from ranks import run_ranks, run_torchrun
 from torch import nn
 
 from ft_transport import (
@@ -280,9 +280,12 @@ def _flip(path: Path, position: int) -> None:
         file.write(bytes([byte ^ 16]))
 
 
-def test_ranks_of_a_replica_save_resume_and_recover_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By torchrun itself, as trainers are. One process then goes on without what each rank had for itself."""
-    run_torchrun(manager_checkpoint_ranks.__file__, 2, str(tmp_path), timeout_s=110)
+@pytest.mark.parametrize("launch", [run_ranks, pytest.param(run_torchrun, marks=pytest.mark.long)])
+def test_ranks_of_a_replica_save_resume_and_recover_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, launch: Callable[..., None]
+) -> None:
+    """One process then goes on without what each rank had for itself."""
+    launch(manager_checkpoint_ranks.__file__, 2, str(tmp_path), timeout_s=110)
 
     manager = StateManager(checkpoint_store=CheckpointStore(tmp_path / "a", read_only=True))
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 5))

@@ -156,8 +156,7 @@ def test_a_failing_inner_step_of_an_attached_optimizer_opens_the_lock(kind: str,
     assert _can_read(training.manager)
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+@pytest.mark.parametrize(("kind", "attached"), [("LocalSGD", True), ("DiLoCo", False)])
 def test_snapshots_at_boundaries_of_a_run_are_exact(
     kind: str,
     attached: bool,
@@ -167,9 +166,9 @@ def test_snapshots_at_boundaries_of_a_run_are_exact(
     transport = new_transport()
     training = Training(kind, transport)
     with _running(training, attached=attached):
-        assert fetched_while_looping(training.manager, transport, training.train_step) >= 15
+        assert fetched_while_looping(training.manager, transport, training.train_step) >= 6
     # The steps at which the averaged parameters replace the local ones were among them.
-    assert training.manager.num_commits >= 5
+    assert training.manager.num_commits >= 2
     training.manager.shutdown()
 
 

@@ -84,7 +84,7 @@ def slow_reader(transport: HTTPTransport[Any], step: int) -> Iterator[subprocess
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 
 
-@pytest.mark.parametrize(("num_tensors", "bytes_per_tensor"), [(64, 4 * MIB), (4096, 64 << 10)])
+@pytest.mark.parametrize(("num_tensors", "bytes_per_tensor"), [(32, 4 * MIB), (2048, 64 << 10)])
 def test_another_process_receives_in_place_and_needs_no_memory_for_it(
     sender: HTTPTransport[Any], num_tensors: int, bytes_per_tensor: int
 ) -> None:

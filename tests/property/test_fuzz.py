@@ -15,7 +15,7 @@ from ft_transport import ManifestError
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-NUM_INPUTS = 36_000
+NUM_INPUTS = 12_000
 KEPT = [(name, path.name) for name in sorted(TARGETS) for path in sorted((fuzz.CORPUS / name).glob("*"))]
 
 

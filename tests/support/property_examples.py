@@ -1,11 +1,11 @@
-"""How many examples hypothesis tries: all with ``HYPOTHESIS_PROFILE=full`` (`make test-long`), else a fifth."""
+"""How many examples hypothesis tries: all with ``HYPOTHESIS_PROFILE=full`` (`make test-long`), else a tenth."""
 
 from __future__ import annotations
 
 import os
 
 _IS_FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
-_DIVISOR = 5
+_DIVISOR = 10
 
 
 def num_examples(of_full: int) -> int:

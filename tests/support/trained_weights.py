@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 Weights = dict[str, torch.Tensor]
-NUM_TENSORS = 300
+NUM_TENSORS = 100
 
 
 def first_weights() -> Weights:

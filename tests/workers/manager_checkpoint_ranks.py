@@ -1,4 +1,4 @@
-"""Two ranks of one replica, each with a manager and one store; started by torchrun. Usage: ``... ROOT``."""
+"""Two ranks of one replica, each with a manager and one store; started by `ranks`. Usage: ``... ROOT``."""
 
 from __future__ import annotations
 
