@@ -102,7 +102,7 @@ test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
 		tests --marked alone -m "alone and not slow and not long and not gpu" $(ARGS); exit $$failed
 
 test-slow: $(STAMP) ## run the tests marked slow
-	@$(PYTEST) $(SHARED) --marked slow -m "slow and not gpu" $(ARGS); exit $$failed
+	@$(PYTEST) $(SHARED) --marked slow -m "slow and not long and not gpu" $(ARGS); exit $$failed
 
 test-long: $(STAMP) ## run the tests marked long, and the properties with all examples (by hand: minutes)
 	@$(PYTEST) $(SHARED) --marked long -m "long and not gpu" $(ARGS); \

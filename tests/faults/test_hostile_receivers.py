@@ -91,10 +91,18 @@ def ask_until_answered(served: Serving) -> bytes:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("kind", "count"), [("idle", 2000), ("head", 2000), ("asked", 2000), ("reopen", 600)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        pytest.param("idle", 2000, marks=pytest.mark.long),
+        pytest.param("head", 2000, marks=pytest.mark.long),
+        ("asked", 2000),
+        ("reopen", 600),
+    ],
+)
 def test_training_and_healing_go_on_beside_a_crowd(kind: str, count: int) -> None:
     done = programs.run(
-        [sys.executable, str(WORKERS / "besieged_trainer.py"), kind, str(count), "3", "128"], timeout=200, check=True
+        [sys.executable, str(WORKERS / "besieged_trainer.py"), kind, str(count), "1.5", "128"], timeout=200, check=True
     )
     figures: dict[str, dict[str, Any]] = json.loads(done.stdout)
     for phase in ("burst", "attack"):

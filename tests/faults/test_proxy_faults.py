@@ -1,4 +1,4 @@
-"""A thousand faults drawn by a seed, in both directions of fetches from one to three sources (promises 2, 4 and 6)."""
+"""Hundreds of faults drawn by a seed, in both directions of fetches from one to three sources (promises 2, 4 and 6)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_rank_group")]
 
-NUM_FAULTS = 1000
+NUM_FAULTS = 400
 LEAST_EXACT = 0.9
 """Of fetches with one to three faults. The others have an error: sources that were out of reach for too long."""
 

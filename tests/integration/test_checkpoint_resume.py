@@ -25,7 +25,7 @@ def run(root: Path, loader: str, *, killed_in: int = -1) -> tuple[int, list[str]
 
 
 @pytest.mark.timeout(3 * _TIMEOUT_S + 30)
-@pytest.mark.parametrize("loader", [pytest.param("plain", marks=pytest.mark.slow), "torchdata"])
+@pytest.mark.parametrize("loader", [pytest.param("plain", marks=pytest.mark.long), "torchdata"])
 def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(tmp_path: Path, loader: str) -> None:
     if loader == "torchdata":
         pytest.importorskip("torchdata.stateful_dataloader")

@@ -24,7 +24,7 @@ _FORKING = Path(__file__).parents[1] / "workers" / "forking_demo.py"
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(
     ("start", "demo"),
-    [(run, [str(_FORKING)]), pytest.param(subprocess.run, ["-m", "manager.demo"], marks=pytest.mark.slow)],
+    [(run, [str(_FORKING)]), pytest.param(subprocess.run, ["-m", "manager.demo"], marks=pytest.mark.long)],
     ids=["forked", "as it is"],
 )
 def test_the_demo_heals_killed_replicas_and_exits_with_zero(start: Any, demo: list[str]) -> None:

@@ -41,7 +41,7 @@ def run(script: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("is_loaded_before", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_loaded_before", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_program_with_a_manager_of_its_own_trains_through_the_second_door(
     tmp_path: Path, is_loaded_before: bool
 ) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import counting_demo
 import pytest
 from certificates import HOST, issue
+from programs import Program
 from prometheus_server import Prometheus, needs_prometheus, prometheus
 
 from ft_transport import HTTPTransport, TransportSettings
@@ -60,7 +61,7 @@ def test_prometheus_knows_what_the_demo_counted(tmp_path: Path) -> None:
     with (
         prometheus(tmp_path, [job]) as server,
         (tmp_path / "demo.log").open("wb") as log,
-        subprocess.Popen(
+        Program(
             [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         ) as demo,
     ):

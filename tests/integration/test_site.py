@@ -131,7 +131,8 @@ def test_the_reference_begins_with_what_is_used_first(site: Path) -> None:
 
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
-    shutil.copytree(_ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    # To import the packages for the reference takes longer than all the rest.
+    shutil.copytree(_ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__", "reference"))
     for name in ("mkdocs.yml", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "README.md"):
         shutil.copy(_ROOT / name, tmp_path)
     (tmp_path / "benchmarks").mkdir()
@@ -145,6 +146,7 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     assert "no-such-heading" in built.stdout + built.stderr
 
 
+@pytest.mark.long  # two sites: for a release alone
 def test_versions_are_kept_beside_each_other(tmp_path: Path) -> None:
     pytest.importorskip("mike")
     if shutil.which("git") is None or not (_ROOT / ".git").exists():

@@ -46,8 +46,7 @@ def test_those_of_manager_wrappers_transport_and_lock_pass() -> None:
     _check(*(module for module in MODULES if module != _DILOCO), _MULTI_RANK)
 
 
-@pytest.mark.parametrize(
-    "module", [pytest.param(_DILOCO, marks=pytest.mark.long), pytest.param(_MANAGER, marks=pytest.mark.slow)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("module", [_DILOCO, _MANAGER])
 def test_those_that_take_longer_pass(module: str) -> None:
     _check(module)

@@ -70,8 +70,11 @@ class Replicas:
     """The demo's replicas, in processes of their own."""
 
     def __init__(self, lighthouse: str) -> None:
+        from forking_demo import fork_replicas
+
         from manager.demo.replica_process import Event, ReplicaProcess
 
+        fork_replicas()
         self.lighthouse = lighthouse
         self._process = ReplicaProcess
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

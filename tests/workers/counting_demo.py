@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
+from forking_demo import fork_replicas
 from rich.console import Console
 
 from manager.demo.__main__ import Demo, parse
@@ -39,5 +40,6 @@ def unix_s(monotonic_s: float) -> float:
 
 
 if __name__ == "__main__":
+    fork_replicas()
     is_equal = Demo(Console(stderr=True, width=120), parse(None, program="counting_demo")).run(tell)
     sys.exit(0 if is_equal else 1)

@@ -10,8 +10,13 @@ from programs import Program
 from manager.demo import __main__ as demo
 from manager.demo import replica_process
 
-if __name__ == "__main__":
+
+def fork_replicas() -> None:
     replica_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=Program, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
+
+
+if __name__ == "__main__":
+    fork_replicas()
     demo.main()
