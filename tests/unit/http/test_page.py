@@ -68,5 +68,6 @@ def test_its_own_page_is_answered() -> None:
 def test_it_loads_nothing_and_makes_no_element_of_text() -> None:
     body, _ = load_page()
     assert FOREIGN.findall(body) == []
+    assert not re.search(rb"<a\s", body)
     assert b" style=" not in body
     assert not re.search(rb"\son[a-z]+\s*=", body.partition(b"<script>")[0])
