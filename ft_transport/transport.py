@@ -20,7 +20,7 @@ from ft_transport.settings import TransportSettings, check_duration, check_funct
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import Taking
-from ft_transport.telemetry.build_info import build_readings
+from ft_transport.telemetry.metrics import build_readings
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.told import ToldState
 from ft_transport.telemetry.watch import Watch

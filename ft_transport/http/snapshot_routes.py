@@ -25,7 +25,7 @@ from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests, asked_follow_s, asked_ranges, asked_wait_s
 from ft_transport.http.upload_log import FetchKey, Positioned, UploadLog
 from ft_transport.keys import Keys
-from ft_transport.telemetry.readings import PREFIX, Counts, Metric
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.authentication import (
     CONTENT_DIGEST_HEADER,
     MANIFEST_PURPOSE,
@@ -55,12 +55,6 @@ from ft_transport.wire.slices import decode_request
 BODY: Final = web.RequestKey("body", bytes)
 """Where a request keeps the body that was read of it."""
 _MAX_REPLICA_CHARACTERS: Final = 65
-_SENT: Final = Metric(
-    name=f"{PREFIX}sent_bytes_total",
-    kind="counter",
-    help="Bytes that were sent to receivers, by what they asked for; for memory, those that were lent instead.",
-    labels=("route",),
-)
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_RELAY_PAUSE_S: Final = 3.0
 """A paused answer has a thread, and no place among those that wait."""
@@ -118,7 +112,7 @@ class SnapshotRoutes:
         self._stall_timeout_s = stall_timeout_s
         self._cap = cap
         self._clients = clients
-        self.sent = Counts(_SENT)
+        self.sent = MetricValues("server")
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Adds all routes."""
@@ -326,7 +320,7 @@ class SnapshotRoutes:
         content: Positioned | None = None,
         role: str = "source",
     ) -> None:
-        self.sent.add(_route_name(request), by=num_bytes)
+        self.sent.add("sent_bytes_total", _route_name(request), by=num_bytes)
         self._uploads.ended(
             place_of(request),
             key,

@@ -23,10 +23,10 @@ import torch
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.arena import Arena
-from ft_transport.state.copy_costs import CopyCosts
 from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.state.raw_memory import bytes_at
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import encode_digests
@@ -60,7 +60,7 @@ class CopyOnWriteMemory:
         keys: Under which, for each chunk; ``None`` for one that is not kept.
         check: Raises if the shared memory has changed without a `materialize`. Asked before it is copied, and before
             the digests are sent: no receiver relies on bytes without these.
-        costs: Is told of the copy.
+        costs: Metrics of all copies.
 
     Attributes:
         storages: Addresses of the storages that are shared; a change of any other storage needs no `materialize`.
@@ -84,7 +84,7 @@ class CopyOnWriteMemory:
         lasting: LastingDigests,
         keys: Sequence[ChunkKey | None],
         check: Callable[[], None],
-        costs: CopyCosts,
+        costs: MetricValues,
     ) -> None:
         filled = np.flatnonzero(num_bytes)
         order = filled[np.argsort(starts[filled], kind="stable")]
@@ -199,7 +199,8 @@ class CopyOnWriteMemory:
             self._let_go()
         if is_to_copy:
             num_bytes = 0 if self._is_lost else int(self._num_bytes[self._to_copy].sum())
-            self._costs.add("copy_on_write", num_bytes, time.monotonic() - began_s)
+            self._costs.add("snapshot_copy_bytes_total", "copy_on_write", by=num_bytes)
+            self._costs.add("snapshot_copy_seconds_total", "copy_on_write", by=time.monotonic() - began_s)
 
     @property
     def is_lost(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,12 +23,12 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import Arena, ArenaPool
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.copy_costs import CopyCosts
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.device import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
 from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
@@ -108,7 +109,7 @@ class Workshop:
         is_digested: Whether snapshots have digests.
         digester: Says for each snapshot how they are made.
         lasting: Keeps those of what seldom changes.
-        costs: Is told of every copy.
+        costs: Metrics of all copies.
     """
 
     pool: ArenaPool
@@ -118,7 +119,7 @@ class Workshop:
     is_digested: bool
     digester: Callable[[], Digester]
     lasting: LastingDigests = field(default_factory=LastingDigests)
-    costs: CopyCosts = field(default_factory=CopyCosts)
+    costs: MetricValues = field(default_factory=lambda: MetricValues("copies", threading.RLock()))
 
 
 class PendingSnapshot:
@@ -329,7 +330,9 @@ class PendingSnapshot:
                 device.append((target, carried))
         if device:
             self._workshop.device_copier.copy(device, self._marks)
-        self._workshop.costs.add("clone", int(self._num_bytes[indices].sum()), time.monotonic() - began_s)
+        costs = self._workshop.costs
+        costs.add("snapshot_copy_bytes_total", "clone", by=int(self._num_bytes[indices].sum()))
+        costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
 
     def _target(self, index: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         assert self._arena is not None, "what is copied has an arena"

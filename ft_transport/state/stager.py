@@ -10,11 +10,11 @@ import torch
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import ArenaPool
 from ft_transport.state.casting import cast_floating
-from ft_transport.state.copy_costs import CopyCosts
 from ft_transport.state.copying import HostCopier
 from ft_transport.state.device import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking, Workshop, data_bytes_of
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.digester import PLAIN, Digester
 
 
@@ -51,7 +51,7 @@ class Stager:
         )
 
     @property
-    def costs(self) -> CopyCosts:
+    def costs(self) -> MetricValues:
         """What all its snapshots have cost."""
         return self._workshop.costs
 
@@ -118,7 +118,8 @@ class Stager:
             if blocks.addresses[index]:
                 blocks.addresses[index] = copy.data_ptr()
         if own:
-            self.costs.add("clone", num_bytes, time.monotonic() - began_s)
+            self.costs.add("snapshot_copy_bytes_total", "clone", by=num_bytes)
+            self.costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
         return held
 
     def forget_lasting(self) -> None:

@@ -11,8 +11,7 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from ft_transport.errors import escape_peer_text
-from ft_transport.telemetry.metrics import Metrics
-from ft_transport.telemetry.readings import Distribution, Metric, Reading
+from ft_transport.telemetry.metrics import METRICS, PREFIX, Distribution, Metrics, Reading
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -71,7 +70,7 @@ class _Collector:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Family]:
-        for _, readings in groupby(self._metrics.readings(), key=lambda reading: reading.metric.name):
+        for _, readings in groupby(self._metrics.readings(), key=lambda reading: reading.name):
             yield _family(list(readings))
 
     def describe(self) -> Iterator[Family]:
@@ -86,13 +85,13 @@ def _family(readings: list[Reading]) -> Any:
         HistogramMetricFamily,
     )
 
-    metric: Metric = readings[0].metric
+    metric = METRICS[readings[0].name]
     kinds: dict[str, Any] = {
         "counter": CounterMetricFamily,
         "gauge": GaugeMetricFamily,
         "histogram": HistogramMetricFamily,
     }
-    family = kinds[metric.kind](metric.name, metric.help, labels=metric.labels)
+    family = kinds[metric.kind](PREFIX + metric.name, metric.help, labels=metric.label_names.split())
     shown = set()
     for reading in readings:
         labels = tuple(escape_peer_text(each, max_characters=_MAX_LABEL_CHARACTERS) for each in reading.labels)

@@ -18,8 +18,7 @@ from ft_transport.settings import TransportSettings
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
-from ft_transport.telemetry.metrics import weakly
-from ft_transport.telemetry.readings import PREFIX, Metric, Reading
+from ft_transport.telemetry.metrics import Reading, weakly
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
 from ft_transport.wire.digester import PLAIN, Digester
@@ -27,16 +26,6 @@ from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 
 _MAX_FAILURE_CHARACTERS: Final = 1000
-_ALIVE: Final = Metric(
-    name=f"{PREFIX}snapshots_alive", kind="gauge", help="Snapshots that take a place among max_snapshots."
-)
-_PUBLISHED: Final = Metric(
-    name=f"{PREFIX}snapshots_published_total", kind="counter", help="Snapshots that could be fetched so far."
-)
-_RECEIVERS: Final = Metric(
-    name=f"{PREFIX}requests_reading", kind="gauge", help="Requests of receivers that read a snapshot at this moment."
-)
-_BYTES: Final = Metric(name=f"{PREFIX}snapshot_bytes", kind="gauge", help="Size of the newest snapshot; 0 without one.")
 
 
 @dataclass(slots=True, eq=False)
@@ -319,11 +308,11 @@ class StateServer:
 
     def _readings(self) -> Iterator[Reading]:
         cache = self._cache
-        yield Reading(metric=_ALIVE, value=cache.num_alive())
-        yield Reading(metric=_PUBLISHED, value=cache.newest_sequence())
-        yield Reading(metric=_RECEIVERS, value=cache.num_readers())
+        yield Reading("snapshots_alive", cache.num_alive())
+        yield Reading("snapshots_published_total", cache.newest_sequence())
+        yield Reading("requests_reading", cache.num_readers())
         newest = cache.newest()
-        yield Reading(metric=_BYTES, value=newest.total_bytes if newest is not None else 0)
+        yield Reading("snapshot_bytes", newest.total_bytes if newest is not None else 0)
 
     def _close(self) -> None:
         self.http.close(wait=True)

@@ -10,6 +10,7 @@ from typing import Final
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import phase
 from manager.config import ManagerConfig
 from manager.errors import HealFailedError, HyperparametersDivergedError, QuorumError, StatesDivergedError
@@ -18,7 +19,6 @@ from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.hyperparameters import Hyperparameters
-from manager.quorum.loop_metrics import LoopMetrics
 from manager.quorum.membership_log import MembershipLog
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound, is_own_shortage
 from manager.quorum.stall_watch import StallWatch
@@ -69,7 +69,7 @@ class QuorumForming:
         hyperparameters: Hyperparameters,
         healer: Healer,
         warm_join: WarmJoin,
-        metrics: LoopMetrics,
+        metrics: MetricValues,
         changes: MembershipLog,
         stall_watch: StallWatch,
     ) -> None:
@@ -249,8 +249,8 @@ class QuorumForming:
                 shrink_only=request.shrink_only,
             )
         participant.announced_to = frozenset()
-        self._metrics.quorums.observe(time.monotonic() - start_s)
-        self._metrics.num_participants = decision.num_participants
+        self._metrics.add("quorum_seconds", by=time.monotonic() - start_s)
+        self._metrics.set("participants", to=decision.num_participants)
         self._changes.note(decision)
         participant.tell_irregular_steps()
         self._tell_divergence(decision)
@@ -271,7 +271,7 @@ class QuorumForming:
         try:
             yield
         except Exception as error:
-            self._metrics.failed_quorums.add(type(error).__name__)
+            self._metrics.add("quorum_failures_total", type(error).__name__)
             raise
 
     @contextmanager
@@ -328,7 +328,7 @@ class QuorumForming:
             participant.report_error(error, is_own=is_own_shortage(error))
             return
         if seconds:
-            self._metrics.configured.observe(seconds)
+            self._metrics.add("process_group_seconds", by=seconds)
             participant.record(telemetry.QUORUMS, "a new quorum", decision, step=decision.step)
             logger.info(
                 "%s: process group %s of %s set up in %.1f ms",

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from ft_transport.runtime.deadline import Deadline
+from ft_transport.telemetry.metrics import MetricValues, weakly
 from manager.collectives.gloo import ReplicaProcessGroup
 from manager.collectives.gradients import NamedParameters
 from manager.collectives.managed_work import ManagedWork
@@ -34,10 +35,9 @@ from manager.quorum.divergence import Claim
 from manager.quorum.forming import QuorumForming
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.hyperparameters import Hyperparameters
-from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
 from manager.quorum.membership_log import MembershipLog
-from manager.quorum.round import OwnErrors, Participant, QuorumRequest, QuorumRound
+from manager.quorum.round import OwnErrors, Participant, QuorumRequest, QuorumRound, refusal_cause
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.step_reductions import StepReductions
 from manager.quorum.structure_watch import StructureWatch
@@ -99,7 +99,7 @@ class QuorumLoop:
         )
         self._executor = OwnedExecutor(1, "ft-transport-quorum")
         self._participant = Participant(self._state, self.membership)
-        self._metrics = LoopMetrics()
+        self._metrics = MetricValues("loop")
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
         self._structures = StructureWatch(self._participant, self._executor, replica.encodings)
         self._hyperparameters = Hyperparameters(self._participant)
@@ -122,7 +122,7 @@ class QuorumLoop:
             stall_watch=stall_watch,
         )
         transport.watch.metrics.collect(self._metrics.readings)
-        transport.watch.metrics.collect(member_readings(self.membership))
+        transport.watch.metrics.collect(weakly(self.membership.readings))
         self._participated_last_round = False
         self._num_refused_commits = 0
         self._own_errors = OwnErrors()
@@ -138,7 +138,7 @@ class QuorumLoop:
         participant, state = self._participant, self._state
         period_s = state.steps.begin()
         if period_s is not None:
-            self._metrics.periods.observe(period_s)
+            self._metrics.add("step_seconds", by=period_s)
         if participant.round is not None:
             participant.round.is_left = True
             self._leave(participant.round, deadline)
@@ -333,7 +333,7 @@ class QuorumLoop:
             # After an exception of a handler in start_quorum, work on the quorum thread may continue.
             self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
         if not earlier.is_over:
-            self._metrics.refused.add(ABANDONED)
+            self._metrics.add("steps_refused_total", "Abandoned")
             # The other replicas may wait in collectives that this one has not begun.
             logger.warning("%s: the step before was abandoned, and its process group is ended", participant.name)
             self.membership.process_group.abort()
@@ -353,10 +353,11 @@ class QuorumLoop:
         self._num_refused_commits += 1
         has_enough = self.num_participants() >= self._config.min_replica_size
         was_silent = self.membership.num_missed_heartbeats() != current.num_missed_heartbeats
-        self._metrics.refused.add(refusal_cause(current.error, has_enough=has_enough, was_silent=was_silent))
+        first_cause = refusal_cause(current.error, has_enough=has_enough, was_silent=was_silent)
+        self._metrics.add("steps_refused_total", first_cause)
         cause = "; ".join(refusals)
         length_s = self._state.steps.end(self._state.step, num_participants=self.num_participants(), cause=cause)
-        self._metrics.lengths.observe(length_s)
+        self._metrics.add("step_until_commit_seconds", by=length_s)
         self._errors.note(self._participant.name, f"not committed: {cause}")
         logger.warning(
             "%s: not committed, %d in a row: %s",
@@ -396,8 +397,9 @@ class QuorumLoop:
         self._num_refused_commits = 0
         self._own_errors.committed()
         current.is_committed = True
-        self._metrics.committed.add()
-        self._metrics.lengths.observe(state.steps.end(state.step - 1, num_participants=decision.num_participants))
+        self._metrics.add("steps_committed_total")
+        length_s = state.steps.end(state.step - 1, num_participants=decision.num_participants)
+        self._metrics.add("step_until_commit_seconds", by=length_s)
         participant.is_settled = True
         if participant.healing is not None:
             participant.healing.tell(step=state.step)

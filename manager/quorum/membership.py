@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Final
@@ -20,6 +20,7 @@ from ft_transport.coordination.rendezvous import nobody_listens
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
+from ft_transport.telemetry.metrics import Reading
 from manager.collectives.gloo import ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
@@ -336,6 +337,11 @@ class Membership:
     def num_missed_heartbeats(self) -> int:
         """Return how often the Lighthouse may have declared this replica dead; known to rank 0 alone."""
         return self._session.num_missed_heartbeats() if self._session is not None else 0
+
+    def readings(self) -> Iterator[Reading]:
+        """See ``telemetry.metrics.Source``."""
+        yield Reading("member_info", 1, (self.replica_id, str(self.group_rank)))
+        yield Reading("missed_heartbeats_total", self.num_missed_heartbeats())
 
     def fall_silent(self) -> None:
         """End the heartbeats until the next request, so that the others stop waiting for this replica."""

@@ -11,9 +11,9 @@ from itertools import takewhile
 from typing import Final
 
 from ft_transport.errors import escape_peer_text
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.told import NUM_CHANGES, Change, ToldChange
 from manager.quorum.decision import Decision, DoesNotFit, UpToDate
-from manager.quorum.loop_metrics import LoopMetrics
 from manager.quorum.round import Participant
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class MembershipLog:
         metrics: Counts departures, standstill and recovery.
     """
 
-    def __init__(self, participant: Participant, metrics: LoopMetrics) -> None:
+    def __init__(self, participant: Participant, metrics: MetricValues) -> None:
         self._participant = participant
         self._metrics = metrics
         self._kept: deque[ToldChange] = deque(maxlen=NUM_CHANGES)
@@ -77,7 +77,7 @@ class MembershipLog:
         """
         if decision.step == 0:
             return
-        self._metrics.recovery_s.add(by=length_s)
+        self._metrics.add("recovery_seconds_total", by=length_s)
         sources = escape_peer_text(source, max_characters=_MAX_ID)
         text = f"healed to step {decision.step} in {length_s:.1f} s, from {sources}"
         self._note("healed", self._participant.membership.replica_id, decision.step, text, length_s)
@@ -96,8 +96,8 @@ class MembershipLog:
             standstill_s = now_s - steps.began_s + sum(step.period_s for step in refused)
             lost = f", {len(refused)} attempted step{'s' * (len(refused) != 1)} lost" if refused else ""
             cost = f"all stood still for {standstill_s:.1f} s{lost}; "
-        self._metrics.departures.add(by=len(left))
-        self._metrics.standstill_s.add(by=standstill_s)
+        self._metrics.add("departures_total", by=len(left))
+        self._metrics.add("standstill_seconds_total", by=standstill_s)
         is_alone = len(decision.group_members) == 1
         for replica_id in left:
             text = f"left: {cost}it was in a quorum {ago_s:.1f} s before; {_replicas(decision)} remain{'s' * is_alone}"

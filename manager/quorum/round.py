@@ -286,3 +286,18 @@ def _is_of_collectives(error: Exception) -> bool:
 def format_error(error: BaseException) -> str:
     """Return type and message of an error, for logs and other replicas."""
     return f"{type(error).__name__}: {error}"
+
+
+def refusal_cause(error: ReportedError | None, *, has_enough: bool, was_silent: bool) -> str:
+    """The first reason, for the metrics, why a rank did not commit a step, in the order of `commit_refusals`.
+
+    Args:
+        error: The error of this rank in the step, if any.
+        has_enough: Whether as many replicas contributed as are needed.
+        was_silent: Whether heartbeats were missed since the step began.
+    """
+    if error is not None:
+        return type(error.original_exception).__name__
+    if not has_enough:
+        return "TooFewReplicas"
+    return "MissedHeartbeats" if was_silent else "AnotherRank"

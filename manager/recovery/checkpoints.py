@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import ft_transport
 from ft_transport import ConfigurationError, SnapshotLimitError, TransportError
 from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.telemetry.metrics import MetricValues
 from manager.errors import ManagerError, RegistryError
 from manager.quorum.decision import next_lineage
-from manager.recovery.replica_metrics import resumes
 from manager.recovery.values import Recovery, shown
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.compatibility import check_fit
@@ -80,7 +80,7 @@ class Checkpoints:
         self._snapshots = snapshots
         self._saved_step: int | None = None
         self._resumed_step: int | None = None
-        self.counts = resumes()
+        self.counts = MetricValues("checkpoints")
         self.replica_name: str | None = None
 
     def boundary(self) -> None:
@@ -155,7 +155,7 @@ class Checkpoints:
         resumed = self._resume_own(only_shared=keys == "shared") if of_dcp is None else self._resume_from_dcp(of_dcp)
         if resumed is not None:
             self._saved_step = self._resumed_step = resumed.step
-            self.counts.add()
+            self.counts.add("resumes_total")
             logger.info("resumed step %d from %s", resumed.step, self.store.root)
         return resumed
 

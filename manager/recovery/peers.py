@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import ft_transport
 from ft_transport import TransportError, spans_ranks
 from ft_transport.coordination.consensus import RankGroup
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
 from manager.recovery.rank_agreement import RecoveringRanks
-from manager.recovery.replica_metrics import recoveries
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.guarded_memory import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
@@ -49,7 +49,7 @@ class PeerRecovery:
         self._transport = transport
         self._part = ft_transport.PartialState()
         self._before: Received[Any] | None = None
-        self.counts = recoveries()
+        self.counts = MetricValues("peers")
 
     def prefault(self, num_bytes: int) -> None:
         """Make memory ready for what of the next state has no place here yet; takes as long as touching it does."""
@@ -188,7 +188,7 @@ class PeerRecovery:
         if options.is_warm and options.verify:
             self._before = received
         recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()
-        self.counts.add()
+        self.counts.add("recoveries_total")
         logger.info(
             "recovered step %d from %s: %.0f ms to receive and load it, %.0f ms to compare",
             recovery.step,

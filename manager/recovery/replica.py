@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft_transport import PeerError, TransportError
+from ft_transport.telemetry.metrics import weakly
 from manager.errors import ManagerError, RecoveryFailedError
 from manager.recovery.checkpoints import Checkpoints, check_store
 from manager.recovery.peers import PeerRecovery
-from manager.recovery.replica_metrics import collect_metrics
 from manager.recovery.values import PeerOptions, Recovery
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.registration_check import EncodingCheck
@@ -87,8 +87,14 @@ class Replica:
         if store is not None:
             checkpoints = Checkpoints(state, store, save_every=save_every, snapshots=snapshots)
         if transport is not None:
-            counts = [each.counts for each in (peers, checkpoints) if each is not None]
-            collect_metrics(transport, state, store, *counts)
+            metrics = transport.watch.metrics
+            metrics.collect(state.lock.costs.readings)
+            metrics.collect(weakly(state.readings))
+            for each in (peers, checkpoints):
+                if each is not None:
+                    metrics.collect(each.counts.readings)
+            if store is not None:
+                metrics.follow(store.recorder)
         scopes: list[Scope] = ["replicated"] if transport is not None or store is not None else []
         return cls(
             state=state,

@@ -33,8 +33,8 @@ from typing import Final, NoReturn
 
 from readerwriterlock.rwlock import Lockable, RWLockFair
 
+from ft_transport.telemetry.metrics import MetricValues
 from manager.errors import Kind, LockHolder, LockNotHeldError, LockOrderError, LockTimeoutError
-from manager.state.lock_costs import LockCosts
 
 _logger = logging.getLogger(__name__)
 
@@ -67,6 +67,21 @@ class _Entry:
     opened_s: float = 0.0
     # Locked once the waiting thread has seen the latest change.
     change: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True, eq=False)
+class LockWaits:
+    """How often, and for how long, threads waited for a lock. Approximate where several waits end at once."""
+
+    num: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
+
+    def note(self, waited_s: float) -> None:
+        """Add one wait."""
+        self.num += 1
+        self.total_s += waited_s
+        self.longest_s = max(self.longest_s, waited_s)
 
 
 class Section:
@@ -120,7 +135,8 @@ class StateLock:
     timeout is negative. After an error nothing has changed.
 
     Attributes:
-        costs: How long threads waited for the lock and held it.
+        costs: Metrics of its waits, holds and timeouts, written under the lock's own mutex.
+        contended: The waits of threads that did not get the lock at once.
     """
 
     def __init__(self, *, timeout: timedelta, before_change: Callable[[bool], None] | None = None) -> None:
@@ -134,7 +150,8 @@ class StateLock:
         """
         self._timeout_s = _seconds(timeout)
         self._before_change = before_change
-        self.costs = LockCosts()
+        self.costs = MetricValues("lock")
+        self.contended = LockWaits()
         # Reentrant: the garbage collector may run a finalizer that releases a section during another release.
         self._mutex = threading.RLock()
         self._record: dict[_Entry, None] = {}
@@ -249,12 +266,12 @@ class StateLock:
             if waited_s >= timeout_s:
                 wanted = f"{entry.kind} ({entry.what!r})"
                 with self._mutex:
-                    self.costs.timed_out(entry.kind)
+                    self.costs.add("lock_timeouts_total", entry.kind)
                 raise LockTimeoutError(wanted=wanted, waited_s=waited_s, holders=self.holders())
             has_waited = True
             entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
         if has_waited:
-            self.costs.contended.note(time.monotonic() - entry.asked_s)
+            self.contended.note(time.monotonic() - entry.asked_s)
         return True
 
     def _open(self, section: Section, *, is_optimizer_step: bool = False, disallows: bool = False) -> Section:
@@ -296,7 +313,7 @@ class StateLock:
             self._agrees = library is self._library
             if entry.hold is None:
                 return False
-            self.costs.waited(entry.kind, entry.opened_s - entry.asked_s)
+            self.costs.add("lock_wait_seconds", entry.kind, by=entry.opened_s - entry.asked_s)
             return True
 
     def _nest(self, entry: _Entry, own: list[_Entry]) -> None:
@@ -330,7 +347,7 @@ class StateLock:
                 hold.handle.release()
             self._agrees = True
             if hold is not None and not is_shared:
-                self.costs.held(hold.kind, time.monotonic() - hold.opened_s)
+                self.costs.add("lock_hold_seconds", hold.kind, by=time.monotonic() - hold.opened_s)
             return True
 
     def _wake_waiting(self, hold: _Hold | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from itertools import chain
 from operator import index
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
+from ft_transport.telemetry.metrics import Reading
 from manager.errors import ManagerError, RegistryError, StateTornError
 from manager.state.hyperparameters import ConfiguredHyperparameters
 from manager.state.lock import StateLock
@@ -162,6 +163,12 @@ class ReplicaState:
     def counters(self) -> dict[str, int | str]:
         """Return ``step``, ``batches_committed`` and ``lineage``."""
         return {"step": self.step, "batches_committed": self.batches_committed, "lineage": self.lineage}
+
+    def readings(self) -> Iterator[Reading]:
+        """See ``telemetry.metrics.Source``."""
+        yield Reading("step", self.step)
+        yield Reading("batches_committed", self.batches_committed)
+        yield Reading("state_is_partial", int(self.partial is not None))
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Set the counters; all but ``step`` are optional.

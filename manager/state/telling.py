@@ -26,7 +26,7 @@ def telling(owner: T, tell: Callable[[T], ToldManager]) -> Callable[[], ToldMana
 
 def told_state(state: ReplicaState) -> ToldManager:
     """The state of a manager without a quorum. Any thread may ask."""
-    partial, waits = state.partial, state.lock.costs.contended
+    partial, waits = state.partial, state.lock.contended
     is_training = state.training_thread is not None
     return ToldManager(
         activity="training" if is_training else "idle",

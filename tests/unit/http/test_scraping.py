@@ -17,12 +17,10 @@ from served_memory import Answer, Serving, serving, until
 from ft_transport.http import watch_routes
 from ft_transport.http.watch_routes import Scraping
 from ft_transport.telemetry.exposition import TEXT, Exposition
-from ft_transport.telemetry.metrics import Metrics
-from ft_transport.telemetry.readings import Metric, Reading
+from ft_transport.telemetry.metrics import Metrics, Reading
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.watch import Watch
 
-LEVEL = Metric(name="ft_transport_level", kind="gauge", help="A level.")
 LONG_S = 20.0
 
 
@@ -43,7 +41,7 @@ class Source:
         self.num_reads += 1
         self.begun.set()
         assert self.may_go_on.wait(LONG_S)
-        yield Reading(metric=LEVEL, value=self.num_reads)
+        yield Reading("engines", self.num_reads)
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def test_it_is_text_that_nobody_keeps(watch: Watch) -> None:
         head = served.ask("/metrics", method="HEAD")
 
     assert plain.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert b"\nft_transport_level 1.0\n" in plain.body
+    assert b"\nft_transport_engines 1.0\n" in plain.body
     assert modern.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
     assert modern.body.endswith(b"# EOF\n")
     assert plain.headers["Cache-Control"] == "no-store"
@@ -95,7 +93,7 @@ def test_a_crowd_is_answered(watch: Watch, source: Source) -> None:
 
     assert {answer.status for answer in answers} == {200}
     assert num_reads <= 200
-    assert f"ft_transport_level {num_reads + 1}.0".encode() in last.body
+    assert f"ft_transport_engines {num_reads + 1}.0".encode() in last.body
 
 
 def test_while_one_runs_all_others_share_the_next_one() -> None:
@@ -116,8 +114,8 @@ def test_while_one_runs_all_others_share_the_next_one() -> None:
 
     bodies = asyncio.run(crowd())
     assert source.num_reads == 2
-    assert b"ft_transport_level 1.0" in bodies[0]
-    assert all(b"ft_transport_level 2.0" in body for body in bodies[1:])
+    assert b"ft_transport_engines 1.0" in bodies[0]
+    assert all(b"ft_transport_engines 2.0" in body for body in bodies[1:])
 
 
 def test_a_crowd_that_asks_for_the_state_takes_one_thread() -> None:
@@ -159,7 +157,7 @@ def test_a_source_that_hangs_holds_one_thread_and_nobody_for_long() -> None:
                 return (await scraping.scrape(TEXT))[0]
         raise AssertionError("it did not recover")
 
-    assert b"ft_transport_level" in asyncio.run(scrapes())
+    assert b"ft_transport_engines" in asyncio.run(scrapes())
 
 
 def test_who_asks_meanwhile_is_told_that_it_takes_too_long(watch: Watch, source: Source) -> None:
@@ -219,10 +217,10 @@ def test_a_part_that_hangs_holds_up_neither_the_server_nor_its_end() -> None:
 @pytest.mark.parametrize("path", ["/state", "/metrics"])
 def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_routes, "_WRITE_S", 0.2)
-    much = Metric(name="ft_transport_much", kind="gauge", help="x" * (32 << 20))
+    much = "x" * (32 << 20)
     watch = Watch(Recorder())
-    watch.tell("part", lambda: much.help)
-    watch.metrics.collect(lambda: [Reading(metric=much, value=1)])
+    watch.tell("part", lambda: much)
+    watch.metrics.collect(lambda: [Reading("build_info", 1, (much, ""))])
     with serving(watch=watch) as served, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.settimeout(LONG_S)

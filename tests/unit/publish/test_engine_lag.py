@@ -11,11 +11,7 @@ def engine(url: str, version: int | None) -> EngineState:
 
 
 def told(lag: EngineLag) -> dict[tuple[str, ...], object]:
-    return {
-        (reading.metric.name.removeprefix("ft_transport_"), *reading.labels): reading.value
-        for reading in lag.readings()
-        if reading.value is not None
-    }
+    return {(reading.name, *reading.labels): reading.value for reading in lag.readings() if reading.value is not None}
 
 
 def test_an_engine_lags_from_when_the_first_version_that_it_lacks_was_published() -> None:

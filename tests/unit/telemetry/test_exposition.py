@@ -8,12 +8,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from ft_transport.telemetry.exposition import OPENMETRICS, TEXT, Exposition, accepted
-from ft_transport.telemetry.metrics import Metrics
-from ft_transport.telemetry.readings import Counts, Durations, Metric, Reading
+from ft_transport.telemetry.metrics import Metrics, MetricValues, Reading
 
-THINGS = Metric(name="ft_transport_things_total", kind="counter", help="Things,\nin \\ two lines.", labels=("kind",))
-LEVEL = Metric(name="ft_transport_level", kind="gauge", help="A level.", labels=("engine",))
-LENGTHS = Metric(name="ft_transport_lengths_seconds", kind="histogram", help="Lengths.")
 PARSERS = {OPENMETRICS: parse_openmetrics, TEXT: parse_text}
 
 
@@ -31,31 +27,28 @@ def samples(metrics: Metrics, form: str) -> dict[tuple[str, ...], float]:
 @pytest.mark.parametrize("form", [OPENMETRICS, TEXT])
 def test_each_kind_is_written_as_prometheus_reads_it(form: str) -> None:
     metrics = Metrics()
-    counts, durations = Counts(THINGS), Durations(LENGTHS, (0.1, 1))
-    counts.add("a", by=2.5)
+    sent, loop = MetricValues("server"), MetricValues("loop")
+    sent.add("sent_bytes_total", "a", by=2.5)
     for value in (0.05, 0.5, 0.5, 7.0):
-        durations.observe(value)
-    for source in (counts.readings, durations.readings, lambda: [Reading(metric=LEVEL, value=-1, labels=("x",))]):
+        loop.add("step_seconds", by=value)
+    for source in (sent.readings, loop.readings, lambda: [Reading("engine_version", -1, ("x",))]):
         metrics.collect(source)
 
-    assert samples(metrics, form) == {
-        ("things_total", "a"): 2.5,
-        ("level", "x"): -1,
-        ("lengths_seconds_bucket", "0.1"): 1,
-        ("lengths_seconds_bucket", "1.0"): 3,
-        ("lengths_seconds_bucket", "+Inf"): 4,
-        ("lengths_seconds_count",): 4,
-        ("lengths_seconds_sum",): 8.05,
-        ("unreadable_sources",): 0,
-    }
+    shown = samples(metrics, form)
+    assert shown["sent_bytes_total", "a"] == 2.5
+    assert shown["engine_version", "x"] == -1
+    buckets = {labels[1]: number for labels, number in shown.items() if labels[0] == "step_seconds_bucket"}
+    assert (buckets["0.03"], buckets["0.1"], buckets["0.3"], buckets["1.0"], buckets["10.0"]) == (0, 1, 1, 3, 4)
+    assert (buckets["+Inf"], shown["step_seconds_count",], shown["step_seconds_sum",]) == (4, 4, 8.05)
+    assert shown["unreadable_sources",] == 0
 
 
 @pytest.mark.parametrize("form", [OPENMETRICS, TEXT])
 def test_what_there_is_no_number_of_yet_is_announced(form: str) -> None:
     metrics = Metrics()
-    metrics.collect(Counts(THINGS).readings)
+    metrics.collect(MetricValues("server").readings)
     body, _ = Exposition(metrics).encode(form)
-    (family,) = (each for each in PARSERS[form](body.decode()) if each.name == "ft_transport_things")  # type: ignore[operator]
+    (family,) = (each for each in PARSERS[form](body.decode()) if each.name == "ft_transport_sent_bytes")  # type: ignore[operator]
     assert (family.type, family.samples) == ("counter", [])
 
 
@@ -66,12 +59,12 @@ def test_what_there_is_no_number_of_yet_is_announced(form: str) -> None:
 )
 def test_no_label_breaks_the_text_or_the_other_numbers(form: str, value: str) -> None:
     metrics = Metrics()
-    metrics.collect(lambda: [Reading(metric=LEVEL, value=7, labels=(value,))])
-    metrics.collect(lambda: [Reading(metric=LEVEL, value=8, labels=(value + "!",))])
+    metrics.collect(lambda: [Reading("engine_version", 7, (value,))])
+    metrics.collect(lambda: [Reading("engine_version", 8, (value + "!",))])
 
     shown = samples(metrics, form)
 
-    levels = {labels[1]: number for labels, number in shown.items() if labels[0] == "level"}
+    levels = {labels[1]: number for labels, number in shown.items() if labels[0] == "engine_version"}
     assert 7 in levels.values()
     assert not [name for name, *_ in shown if "forged" in name]
     assert all(len(label) <= 201 and "\n" not in label and "\u202e" not in label for label in levels)
@@ -98,6 +91,6 @@ def test_the_form_is_the_one_that_is_asked_for(header: str, form: str) -> None:
 
 def test_the_global_registry_of_prometheus_client_is_left_alone() -> None:
     metrics = Metrics()
-    metrics.collect(Counts(THINGS, known=[("a",)]).readings)
+    metrics.collect(MetricValues("lock").readings)
     Exposition(metrics).encode(TEXT)
     assert b"ft_transport" not in prometheus_client.generate_latest()

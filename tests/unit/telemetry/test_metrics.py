@@ -9,124 +9,133 @@ from collections.abc import Iterator
 
 import pytest
 
-from ft_transport.telemetry.metrics import Metrics, weakly
-from ft_transport.telemetry.readings import OTHER, Counts, Distribution, Durations, Metric, Reading
+from ft_transport.telemetry.metrics import METRICS, OTHER, Distribution, Metrics, MetricValues, Reading, weakly
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.watch import Watch
 
-THINGS = Metric(name="ft_transport_things_total", kind="counter", help="Things.", labels=("kind", "cause"))
-PLAIN = Metric(name="ft_transport_plain_total", kind="counter", help="Plain.")
-LEVEL = Metric(name="ft_transport_level", kind="gauge", help="A level.")
-LENGTHS = Metric(name="ft_transport_lengths_seconds", kind="histogram", help="Lengths.", labels=("kind",))
-
 
 def told(metrics: Metrics) -> dict[tuple[str, ...], object]:
     return {
-        (reading.metric.name.removeprefix("ft_transport_"), *reading.labels): reading.value
-        for reading in metrics.readings()
-        if reading.value is not None
+        (reading.name, *reading.labels): reading.value for reading in metrics.readings() if reading.value is not None
     }
 
 
-class TestCounts:
+def shown(values: MetricValues, name: str) -> dict[tuple[str, ...], object]:
+    return {reading.labels: reading.value for reading in values.readings() if reading.name == name}
+
+
+class TestTable:
+    def test_every_row_is_one_that_prometheus_takes(self) -> None:
+        for metric in METRICS.values():
+            assert metric.help.endswith(".")
+            assert bool(metric.bounds) == (metric.kind == "histogram")
+            assert list(metric.bounds) == sorted(metric.bounds)
+            assert not metric.known or len(metric.label_names.split()) == 1
+
+
+class TestMetricValues:
     def test_are_shown_from_the_beginning_where_they_are_known(self) -> None:
-        assert [each.value for each in Counts(PLAIN).readings()] == [0]
-        assert [each.labels for each in Counts(THINGS, known=[("a", "b")]).readings()] == [("a", "b")]
+        assert shown(MetricValues("loop"), "steps_committed_total") == {(): 0}
+        assert shown(MetricValues("lock"), "lock_timeouts_total") == {("read",): 0, ("write",): 0}
 
     def test_that_are_not_known_yet_are_announced_without_a_number(self) -> None:
-        assert list(Counts(THINGS).readings()) == [Reading(metric=THINGS, value=None)]
+        assert list(MetricValues("server").readings()) == [Reading("sent_bytes_total", None)]
 
     def test_add_up_by_labels(self) -> None:
-        counts = Counts(THINGS)
+        values = MetricValues("records")
         for _ in range(3):
-            counts.add("a", "x")
-        counts.add("a", "y", by=0.5)
-        assert {each.labels: each.value for each in counts.readings()} == {("a", "x"): 3, ("a", "y"): 0.5}
-        assert counts.total() == 3.5
+            values.add("retries_total", "a", "x")
+        values.add("retries_total", "a", "y", by=0.5)
+        assert shown(values, "retries_total") == {("a", "x"): 3, ("a", "y"): 0.5}
 
     def test_of_too_many_labels_the_later_ones_go_together(self) -> None:
-        counts = Counts(THINGS, max_series=3)
-        for number in range(10):
-            counts.add("a", f"cause{number}")
-        shown = {each.labels: each.value for each in counts.readings()}
-        assert shown == {("a", "cause0"): 1, ("a", "cause1"): 1, ("a", "cause2"): 1, ("a", OTHER): 7}
+        values = MetricValues("records")
+        for number in range(70):
+            values.add("retries_total", "a", f"cause{number}")
+        found = shown(values, "retries_total")
+        assert found == {**{("a", f"cause{number}"): 1 for number in range(64)}, ("a", OTHER): 6}
 
-
-class TestDurations:
     def test_lie_in_the_bucket_whose_bound_they_do_not_exceed(self) -> None:
-        durations = Durations(LENGTHS, (0.1, 1.0))
-        for value in (0.05, 0.1, 0.5, 7.0):
-            durations.observe(value, "read")
-        (reading,) = durations.readings()
-        assert reading.labels == ("read",)
-        assert reading.value == Distribution(bounds=(0.1, 1.0), counts=(2, 1, 1), total=7.65)
+        values = MetricValues("records")
+        for value in (0.05, 0.1, 0.5, 7000.0):
+            values.add("operation_seconds", "save", "ok", by=value)
+        ((labels, value),) = shown(values, "operation_seconds").items()
+        assert labels == ("save", "ok")
+        bounds = METRICS["operation_seconds"].bounds
+        assert value == Distribution(bounds=bounds, counts=(2, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1), total=7000.65)
+
+    def test_of_a_gauge_the_last_one_counts(self) -> None:
+        values = MetricValues("loop")
+        for number in (3, 2):
+            values.set("participants", to=number)
+        assert shown(values, "participants") == {(): 2}
 
 
 class TestMetrics:
     def test_two_sources_of_one_number_are_added_up_and_of_a_level_the_later_one_counts(self) -> None:
         metrics = Metrics()
         for value in (2, 3):
-            counts, durations = Counts(PLAIN), Durations(LENGTHS, (1.0,))
-            counts.add(by=value)
-            durations.observe(value, "read")
-            metrics.collect(counts.readings)
-            metrics.collect(durations.readings)
-            metrics.collect(lambda value=value: [Reading(metric=LEVEL, value=value)])  # type: ignore[misc]
-        shown = told(metrics)
-        assert (shown["plain_total",], shown["level",]) == (5, 3)
-        assert shown["lengths_seconds", "read"] == Distribution(bounds=(1.0,), counts=(0, 2), total=5)
+            values = MetricValues("lock")
+            values.add("lock_timeouts_total", "read", by=value)
+            values.add("lock_wait_seconds", "read", by=value)
+            metrics.collect(values.readings)
+            metrics.collect(lambda value=value: [Reading("step", value)])  # type: ignore[misc]
+        found = told(metrics)
+        assert (found["lock_timeouts_total", "read"], found["step",]) == (5, 3)
+        waits = found["lock_wait_seconds", "read"]
+        assert isinstance(waits, Distribution)
+        assert (sum(waits.counts), waits.total) == (2, 5)
 
     def test_a_source_that_fails_costs_the_others_nothing_and_is_logged_once(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         def broken() -> Iterator[Reading]:
-            yield Reading(metric=LEVEL, value=1)
+            yield Reading("step", 1)
             raise RuntimeError("not now")
 
         metrics = Metrics()
         metrics.collect(broken)
-        metrics.collect(Counts(PLAIN).readings)
+        metrics.collect(MetricValues("peers").readings)
         for _ in range(3):
-            assert told(metrics) == {("plain_total",): 0, ("level",): 1, ("unreadable_sources",): 1}
+            assert told(metrics) == {("recoveries_total",): 0, ("step",): 1, ("unreadable_sources",): 1}
         assert caplog.text.count("could not be read") == 1
 
     def test_what_is_not_told_any_more_is_gone(self) -> None:
         metrics = Metrics()
-        stop = metrics.collect(Counts(PLAIN).readings)
+        stop = metrics.collect(MetricValues("peers").readings)
         stop()
         stop()
-        assert ("plain_total",) not in told(metrics)
+        assert ("recoveries_total",) not in told(metrics)
 
     def test_a_method_does_not_keep_its_object(self) -> None:
         class Owner:
             def readings(self) -> Iterator[Reading]:
-                yield Reading(metric=LEVEL, value=7)
+                yield Reading("step", 7)
 
         metrics, owner = Metrics(), Owner()
         metrics.collect(weakly(owner.readings))
-        assert told(metrics)["level",] == 7
+        assert told(metrics)["step",] == 7
         reference = weakref.ref(owner)
         del owner
         assert reference() is None
-        assert ("level",) not in told(metrics)
+        assert ("step",) not in told(metrics)
 
-    def test_counts_of_several_threads_under_one_lock_are_exact_while_somebody_reads(self) -> None:
-        metrics, counts, mutex = Metrics(), Counts(THINGS), threading.Lock()
-        metrics.collect(counts.readings)
+    def test_counts_of_several_threads_are_exact_while_a_scrape_reads(self) -> None:
+        metrics, values = Metrics(), MetricValues("server", threading.RLock())
+        metrics.collect(values.readings)
         seen: list[float] = []
 
         def count() -> None:
             for number in range(2000):
-                with mutex:
-                    counts.add("a", str(number % 7))
+                values.add("sent_bytes_total", str(number % 7))
 
         threads = [threading.Thread(target=count) for _ in range(4)]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            seen.append(sum(value for key, value in told(metrics).items() if key[0] == "things_total"))  # type: ignore[misc]
-        assert sum(value for key, value in told(metrics).items() if key[0] == "things_total") == 8000  # type: ignore[misc]
+            seen.append(sum(value for key, value in told(metrics).items() if key[0] == "sent_bytes_total"))  # type: ignore[misc]
+        assert sum(value for key, value in told(metrics).items() if key[0] == "sent_bytes_total") == 8000  # type: ignore[misc]
         assert seen == sorted(seen)
 
 
@@ -142,18 +151,18 @@ class TestRecords:
             recording.retry("ConnectionError: again")
             recording.retry("the first step was not committed: x")
         watch.recorder.begin("heal", phase="quorum").end("failed", error="no")
-        shown = told(watch.metrics)
-        assert shown["transfer_bytes_total", "heal", "source"] == 100
-        assert shown["transfer_seconds_total", "heal", "source"] == 3.0
-        assert shown["retries_total", "heal", "ConnectionError"] == 2
-        assert shown["retries_total", "heal", OTHER] == 1
-        assert shown["operation_bytes_total", "heal"] == 100
-        assert shown["operation_last_step", "heal"] == 7
+        found = told(watch.metrics)
+        assert found["transfer_bytes_total", "heal", "source"] == 100
+        assert found["transfer_seconds_total", "heal", "source"] == 3.0
+        assert found["retries_total", "heal", "ConnectionError"] == 2
+        assert found["retries_total", "heal", OTHER] == 1
+        assert found["operation_bytes_total", "heal"] == 100
+        assert found["operation_last_step", "heal"] == 7
         (record, _) = watch.recorder.recent()
-        assert shown["operation_last_success_timestamp_seconds", "heal"] == record.begun_unix_s + record.length_s
-        assert shown["operation_phase_seconds_total", "heal", "transfer"] == record.phases[1].length_s
+        assert found["operation_last_success_timestamp_seconds", "heal"] == record.begun_unix_s + record.length_s
+        assert found["operation_phase_seconds_total", "heal", "transfer"] == record.phases[1].length_s
         for outcome in ("ok", "failed"):
-            lengths = shown["operation_seconds", "heal", outcome]
+            lengths = found["operation_seconds", "heal", outcome]
             assert isinstance(lengths, Distribution)
             assert sum(lengths.counts) == 1
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from manager import ReportedError
-from manager.quorum.loop_metrics import refusal_cause
+from manager.quorum.round import refusal_cause
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from ft_transport.telemetry.readings import Distribution
+from ft_transport.telemetry.metrics import Distribution
 from manager import LockTimeoutError
 from manager.state.lock import StateLock
 
@@ -19,7 +19,7 @@ def costs(lock: StateLock) -> dict[tuple[str, str], float]:
     """How many, and for how long, by name and kind."""
     found: dict[tuple[str, str], float] = {}
     for reading in lock.costs.readings():
-        name, (kind,) = reading.metric.name.removeprefix("ft_transport_lock_"), reading.labels
+        name, (kind,) = reading.name.removeprefix("lock_"), reading.labels
         if isinstance(reading.value, Distribution):
             found[f"{name}, sum", kind] = reading.value.total
             found[name, kind] = sum(reading.value.counts)
