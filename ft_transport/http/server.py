@@ -8,7 +8,6 @@ threads that send it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -16,20 +15,19 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from ft_transport.http.admission import Admission, Place
+from ft_transport.http.admission import Admission
+from ft_transport.http.app_server import AppServer
 from ft_transport.http.client_limit import ClientLimit
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
-from ft_transport.http.listener import Listener, max_connections
+from ft_transport.http.listener import max_connections
 from ft_transport.http.own_address import bound_host, is_loopback, listen
 from ft_transport.http.own_names import OwnNames
-from ft_transport.http.peer_protocol import PeerProtocol
 from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.http.reachability import advertised_url
 from ft_transport.http.relays import Relays
@@ -41,22 +39,19 @@ from ft_transport.http.snapshot_requests import SnapshotRequests
 from ft_transport.http.snapshot_routes import SnapshotRoutes
 from ft_transport.http.strangers import Strangers
 from ft_transport.http.telling import TransportTelling
-from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
-from ft_transport.http.trouble_log import TroubleLog, describe_failure
+from ft_transport.http.tls_protocol import TLSAcceptor
+from ft_transport.http.trouble_log import TroubleLog
 from ft_transport.http.upload_log import UploadLog
 from ft_transport.http.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
-from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be silent that belongs to the job; aiohttp's own default is an hour."""
-_SETTLING_ROUNDS: Final = 5
 
 
 class SnapshotServer:
@@ -105,7 +100,6 @@ class SnapshotServer:
         watch: Watch,
     ) -> None:
         sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
-        self._tls = TLSAcceptor(certificates) if certificates is not None else None
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
         is_guarded = keys is not None or certificates is not None
@@ -128,14 +122,10 @@ class SnapshotServer:
             # Where others come in, they come by names that nobody knows here.
             local = host if host is not None and not is_guarded and is_loopback(host) else None
             names = OwnNames([local, urlsplit(self.address).netloc, *reached_at]) if local is not None else None
-            # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
-            self._loop = asyncio.SelectorEventLoop()
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
-            self.relays = Relays(self._loop)
-            self._closing = False
             self._admission = Admission(max_connections(), time.monotonic)
-            self._strangers = Strangers(time.monotonic)
-            self._trouble = TroubleLog(logger, time.monotonic, errors=watch.errors)
+            strangers = Strangers(time.monotonic)
+            trouble = TroubleLog(logger, time.monotonic, errors=watch.errors)
             self._guard = RequestGuard(
                 cache,
                 keys=keys,
@@ -143,10 +133,24 @@ class SnapshotServer:
                 is_encrypted=certificates is not None,
                 names=names,
                 admission=self._admission,
-                strangers=self._strangers,
-                trouble=self._trouble,
+                strangers=strangers,
+                trouble=trouble,
             )
             self._uploads = UploadLog(time.monotonic)
+            self._server = AppServer(
+                listening=self._socket,
+                name="ft-transport-server",
+                keep_alive_s=_KEEP_ALIVE_S,
+                admission=self._admission,
+                uploads=self._uploads,
+                strangers=strangers,
+                trouble=trouble,
+                claims=self._guard.claims,
+                make_app=self._make_app,
+                end=self._end,
+                tls=TLSAcceptor(certificates) if certificates is not None else None,
+            )
+            self.relays = Relays(self._server.loop)
             self._routes = SnapshotRoutes(
                 cache,
                 self.requests,
@@ -167,11 +171,8 @@ class SnapshotServer:
             )
             watch.tell("transport", telling.told)
             self._watch_routes = WatchRoutes(watch)
-            started: Future[None] = SafeFuture()
             watch.metrics.collect(self._routes.sent.readings)
-            self._thread = SafeThread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
-            self._thread.start()
-            started.result(_START_TIMEOUT_S)
+            self._server.start()
         except BaseException:
             self._socket.close()
             if self._same_host is not None:
@@ -182,7 +183,7 @@ class SnapshotServer:
 
     def is_mine(self, candidate: socket.socket) -> bool:
         """See ``http.fork_safety``. Whatever was accepted has the port of the listener, until that is given up."""
-        if self._loop.is_closed() or candidate.family == socket.AF_UNIX:
+        if self._server.loop.is_closed() or candidate.family == socket.AF_UNIX:
             return False
         return bool(candidate.getsockname()[1] == self.port)
 
@@ -192,87 +193,25 @@ class SnapshotServer:
         Args:
             wait: Whether to return only when the thread has ended.
         """
-        if not self._closing:
-            self._closing = True
-            self.relays.end_all()
-            with contextlib.suppress(RuntimeError):  # The thread has ended already.
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        self.relays.end_all()
+        self._server.stop()
         if wait:
-            self._thread.join()
+            self._server.join()
 
-    def _run(self, started: Future[None]) -> None:
-        loop = self._loop
-        asyncio.set_event_loop(loop)
-        # asyncio's own words, and all of them in its debug mode, quote what the peer sent.
-        loop.set_debug(False)
-        loop.set_exception_handler(self._on_loop_error)
-        try:
-            try:
-                runner, listener = loop.run_until_complete(self._start())
-            except BaseException as error:
-                started.set_exception(error)
-                return
-            started.set_result(None)
-            loop.run_forever()
-            loop.run_until_complete(self._stop(runner, listener))
-        finally:
-            self._socket.close()
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
-
-    async def _start(self) -> tuple[web.AppRunner, Listener]:
+    def _make_app(self) -> web.Application:
         app = web.Application(middlewares=self._guard.middlewares(), client_max_size=MAX_REQUEST_BODY_BYTES)
         self._routes.add_to(app.router)
         self._watch_routes.add_to(app.router)
         self._guard.add_to(app)
-        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
-        await runner.setup()
-        server = runner.server
-        assert server is not None
-
-        def make_protocol(place: Place) -> PeerProtocol:
-            return PeerProtocol(
-                server,
-                loop=self._loop,
-                keep_alive_s=_KEEP_ALIVE_S,
-                admission=self._admission,
-                place=place,
-                trouble=self._trouble,
-                uploads=self._uploads,
-            )
-
-        def make_encrypted(place: Place) -> TLSProtocol:
-            assert tls is not None, "it speaks TLS"
-            protocol = tls.protocol(lambda: make_protocol(place), refused=lambda: self._admission.leave(place))
-            place.end = protocol.abort
-            return protocol
-
         if self._same_host is not None:
             self._same_host.start()
-        tls = self._tls
-        made = make_protocol if tls is None else make_encrypted
-        listener = Listener(
-            self._socket, self._admission, made, self._trouble, strangers=self._strangers, claims=self._guard.claims
-        )
-        return runner, listener
+        return app
 
-    async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
-        await listener.stop()
+    async def _end(self) -> None:
         if self._same_host is not None:
             self._same_host.stop()
-        if self._tls is not None:
-            self._tls.close()
         await self._guard.cancel_handlers()
-        await runner.cleanup()
-        self._uploads.close()
-        # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
-        for _ in range(_SETTLING_ROUNDS):
-            await asyncio.sleep(0)
-
-    def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        failure = describe_failure(context.get("exception"))
-        self._trouble.note(logging.ERROR, "the server", f"{context.get('message', 'an error')}: {failure}")
 
     def _on_change(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
-            self._loop.call_soon_threadsafe(self.requests.wake)
+            self._server.loop.call_soon_threadsafe(self.requests.wake)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
 
-from ft_transport.http.admission import Admission, Place
-from ft_transport.http.listener import Listener
+from ft_transport.http.admission import Admission
+from ft_transport.http.app_server import AppServer
 from ft_transport.http.own_names import REFUSAL, OwnNames
-from ft_transport.http.peer_protocol import PeerProtocol, place_of
-from ft_transport.http.strangers import Strangers
-from ft_transport.http.trouble_log import TroubleLog, describe_failure
+from ft_transport.http.peer_protocol import place_of
+from ft_transport.http.trouble_log import TroubleLog
 from ft_transport.publish.engines.pull_order import MAX_VERSION_DIGITS, MEANING, ROUTE, STATUS, Reason
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +26,6 @@ _MAX_REQUEST_BYTES: Final = 8 << 10
 _MAX_CONNECTIONS: Final = 64
 _MAX_ORDERS: Final = 32
 _KEEP_ALIVE_S: Final = 10.0
-_START_TIMEOUT_S: Final = 30.0
-_SETTLING_ROUNDS: Final = 5
-_ENDING_S: Final = 1.0
 
 _body_decoder: Final = msgspec.json.Decoder()
 
@@ -76,86 +68,33 @@ class OrderServer:
     """
 
     def __init__(self, listening: socket.socket, answering: Answering, *, names: OwnNames | None) -> None:
-        self._socket = listening
         self._names = names
         self._answering = answering
         self._num_orders = 0
         self._admission = Admission(_MAX_CONNECTIONS, time.monotonic)
-        self._strangers = Strangers(time.monotonic)
         self._trouble = TroubleLog(logger, time.monotonic)
-        self._loop = asyncio.new_event_loop()
-        started: Future[None] = SafeFuture()
-        self._thread = SafeThread(target=self._run, args=(started,), name="ft-transport-weights", daemon=True)
-        self._thread.start()
-        started.result(_START_TIMEOUT_S)
+        self._server = AppServer(
+            listening=listening,
+            name="ft-transport-weights",
+            keep_alive_s=_KEEP_ALIVE_S,
+            admission=self._admission,
+            trouble=self._trouble,
+            claims=_nobody,
+            make_app=self._make_app,
+            end=answering.end,
+        )
+        self._server.start()
 
     def close(self) -> None:
         """Stops answering. May be called twice."""
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # The thread has ended already.
-                self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._server.stop()
+        self._server.join()
 
-    def _run(self, started: Future[None]) -> None:
-        loop = self._loop
-        asyncio.set_event_loop(loop)
-        # asyncio's own words, and all of them in its debug mode, quote what the peer sent.
-        loop.set_debug(False)
-        loop.set_exception_handler(self._on_loop_error)
-        try:
-            try:
-                runner, listener = loop.run_until_complete(self._start())
-            except BaseException as error:
-                started.set_exception(error)
-                return
-            started.set_result(None)
-            loop.run_forever()
-            loop.run_until_complete(self._stop(runner, listener))
-        finally:
-            self._socket.close()
-            loop.close()
-
-    async def _start(self) -> tuple[web.AppRunner, Listener]:
+    def _make_app(self) -> web.Application:
         app = web.Application(middlewares=[_close_after, self._guard], client_max_size=_MAX_REQUEST_BYTES)
         order_route = rf"{ROUTE}/{{version:\d{{1,{MAX_VERSION_DIGITS}}}}}"
         app.add_routes([web.get(ROUTE, self._say), web.post(order_route, self._receive)])
-        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=_ENDING_S)
-        await runner.setup()
-        server = runner.server
-        assert server is not None
-
-        def make_protocol(place: Place) -> PeerProtocol:
-            return PeerProtocol(
-                server,
-                loop=self._loop,
-                keep_alive_s=_KEEP_ALIVE_S,
-                admission=self._admission,
-                place=place,
-                trouble=self._trouble,
-            )
-
-        listener = Listener(
-            self._socket, self._admission, make_protocol, self._trouble, strangers=self._strangers, claims=_nobody
-        )
-        return runner, listener
-
-    async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
-        await listener.stop()
-        await self._answering.end()
-        await runner.cleanup()
-        # aiohttp forgets a connection that its peer has left while it still reads the rest of a body.
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_ENDING_S)
-        # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
-        for _ in range(_SETTLING_ROUNDS):
-            await asyncio.sleep(0)
-
-    def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        failure = describe_failure(context.get("exception"))
-        self._trouble.note(logging.ERROR, "the receiver", f"{context.get('message', 'an error')}: {failure}")
+        return app
 
     @web.middleware
     async def _guard(

@@ -22,6 +22,8 @@ from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.watch import Watch
 
 LONG_S = 20.0
+MUCH_BYTES = 12 << 20
+"""More than the buffers of a connection hold."""
 
 
 def scrape(served: Serving, **headers: str) -> Answer:
@@ -217,7 +219,7 @@ def test_a_part_that_hangs_holds_up_neither_the_server_nor_its_end() -> None:
 @pytest.mark.parametrize("path", ["/state", "/metrics"])
 def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_routes, "_WRITE_S", 0.2)
-    much = "x" * (32 << 20)
+    much = "x" * MUCH_BYTES
     watch = Watch(Recorder())
     watch.tell("part", lambda: much)
     watch.metrics.collect(lambda: [Reading("build_info", 1, (much, ""))])
@@ -232,4 +234,4 @@ def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.M
         with suppress(ConnectionResetError):
             while received := stalled.recv(1 << 20):
                 num_bytes += len(received)
-        assert num_bytes < 32 << 20
+        assert num_bytes < MUCH_BYTES

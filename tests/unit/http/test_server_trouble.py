@@ -17,7 +17,7 @@ from served_memory import MemorySnapshot, Serving, serving, until
 from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.http import admission, body_sender, listener
 from ft_transport.http import server as server_module
-from ft_transport.http.server import SnapshotServer
+from ft_transport.http.request_guard import RequestGuard
 from ft_transport.http.snapshot_cache import SnapshotCache
 
 # More than the socket buffers of both ends take.
@@ -374,9 +374,9 @@ def test_the_loop_is_one_that_can_sendfile_whatever_the_process_uses(monkeypatch
 
 
 def test_a_server_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(_self: SnapshotServer) -> None:
+    def fail(*_: object) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(SnapshotServer, "_start", fail)
+    monkeypatch.setattr(RequestGuard, "add_to", fail)
     with pytest.raises(OSError, match="no room"), serving():
         pass
