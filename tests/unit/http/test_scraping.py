@@ -17,7 +17,7 @@ from served_memory import Answer, Serving, serving, until
 from ft_transport.http import watch_routes
 from ft_transport.http.watch_routes import Scraping
 from ft_transport.telemetry.exposition import TEXT, Exposition
-from ft_transport.telemetry.metrics import Metrics, Reading
+from ft_transport.telemetry.metrics import METRICS, Metric, Metrics, Reading
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.watch import Watch
 
@@ -222,7 +222,8 @@ def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.M
     much = "x" * MUCH_BYTES
     watch = Watch(Recorder())
     watch.tell("part", lambda: much)
-    watch.metrics.collect(lambda: [Reading("build_info", 1, (much, ""))])
+    monkeypatch.setitem(METRICS, "engines", Metric("engines", much))
+    watch.metrics.collect(lambda: [Reading("engines", 1)])
     with serving(watch=watch) as served, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.settimeout(LONG_S)
