@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 _NUM_LEARNING_STEPS: Final = 3
 """Steps of a plan after which the parameters that ``forward`` changes are known, before anybody has asked for them."""
 
-_Signature: TypeAlias = tuple[object, ...]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Plan:
@@ -73,7 +71,7 @@ class _Plan:
         spare: Buffers of the last boundary, if nobody took them.
     """
 
-    signature: _Signature
+    signature: tuple[object, ...]
     parts: list[Part] = field(default_factory=list)
     guarded: frozenset[Memory] = frozenset()
     watched: list[torch.Tensor] = field(default_factory=list)
@@ -81,37 +79,29 @@ class _Plan:
     spare: list[torch.Tensor] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Notes:
-    """What a boundary notes: values, the tensors of optimizer states, and the manager's own part of the state."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptBoundary:
+    """The copies and notes of one boundary. One thread at a time owns it: first the trainer's, then the snapshot's.
 
+    Attributes:
+        keeper: Made it.
+        plan: Which the boundary followed.
+        optimizers: The attached ones.
+        copies: Of the tensors that something besides the optimizers may change.
+        values: Of parameter groups, and of the functions that were called, by key.
+        references: The tensors of optimizer states that steps replace, by key.
+        counters: The manager's own part of the state.
+        check: Raises if a tensor that was not copied has changed since, outside of an optimizer's step.
+    """
+
+    keeper: BoundaryKeeper
+    plan: _Plan
+    optimizers: Sequence[Optimizer]
+    copies: list[torch.Tensor]
     values: Mapping[str, object]
     references: Mapping[str, Sequence[torch.Tensor]]
     counters: Mapping[str, object]
-
-
-class KeptBoundary:
-    """What was copied at one boundary. Belongs to one thread at a time: first the trainer's, then the snapshot's."""
-
-    def __init__(
-        self,
-        keeper: BoundaryKeeper,
-        plan: _Plan,
-        optimizers: Sequence[Optimizer],
-        *,
-        copies: list[torch.Tensor],
-        notes: _Notes,
-        check: Callable[[], None],
-    ) -> None:
-        """For `BoundaryKeeper` alone."""
-        self._keeper = keeper
-        self._plan = plan
-        self.optimizers = optimizers
-        """Those that were attached there."""
-        self._copies = copies
-        self._notes = notes
-        self.check = check
-        """Raises if a tensor that was not copied has changed since, outside of an optimizer's step."""
+    check: Callable[[], None]
 
     def state(self) -> dict[str, object]:
         """Return the replica's state at the boundary. Called once; the read section of the boundary is still open.
@@ -122,20 +112,20 @@ class KeptBoundary:
         try:
             user = self._user_part()
         except NotKeepableError as error:
-            self._keeper.forget()
+            self.keeper.forget()
             raise SnapshotError(f"expected the state of the step boundary, and {error}") from None
         self.check()
-        return {USER_KEY: user, MANAGER_KEY: self._keeper.own_part(self._notes.counters)}
+        return {USER_KEY: user, MANAGER_KEY: own_part(self.counters, self.keeper.registry)}
 
     def let_go(self) -> None:
-        """Nobody needs it: the next boundary may have its buffers."""
-        self._plan.spare = self._copies
+        """Give the buffers to the next boundary."""
+        self.plan.spare = self.copies
 
     def _user_part(self) -> dict[str, object]:
         user: dict[str, object] = {}
-        copies = iter(self._copies)
+        copies = iter(self.copies)
         stable: list[object] = []
-        for part in self._plan.parts:
+        for part in self.plan.parts:
             key = part.entry.key
             match part:
                 case ModulePart():
@@ -148,33 +138,33 @@ class KeptBoundary:
                     self._check_known(key, [tensor for name, tensor in state.items() if name not in copied])
                 case OptimizerPart():
                     state = part.entry.state_dict()
-                    groups: Any = self._notes.values[key]
+                    groups: Any = self.values[key]
                     if len(state["param_groups"]) != len(groups):
                         raise NotKeepableError(f"the parameter groups of {key!r} have changed")
                     for group, values in zip(state["param_groups"], groups, strict=True):
                         indices = group["params"]
                         group.clear()
                         group.update(values, params=indices)
-                    self._check_known(key, state["state"], self._notes.references.get(key, ()))
+                    self._check_known(key, state["state"], self.references.get(key, ()))
                 case CalledPart():
-                    state = self._notes.values[key]
+                    state = self.values[key]
             if part.entry.is_stable:
                 stable.append(state)
             user[key] = state
         present = memory_of_optimizers(self.optimizers) | memory_of(stable)
-        for part in self._plan.parts:
+        for part in self.plan.parts:
             for tensor in tensors_in(user[part.entry.key]):
                 memory = memory_at(tensor)
-                if memory in self._plan.guarded and memory not in present:
+                if memory in self.plan.guarded and memory not in present:
                     raise NotKeepableError(f"a tensor of {part.entry.key!r} is no longer an attached optimizer's")
         return user
 
     def _check_known(self, key: str, live: object, references: Sequence[torch.Tensor] = ()) -> None:
         known = set(map(id, references))
         for tensor in tensors_in(live):
-            if id(tensor) not in known and memory_at(tensor) not in self._plan.guarded:
+            if id(tensor) not in known and memory_at(tensor) not in self.plan.guarded:
                 # The next boundary is prepared for steps that replace tensors.
-                self._keeper.replaced.found(key)
+                self.keeper.replaced.found(key)
                 raise NotKeepableError(f"{key!r} has a tensor {list(tensor.shape)} that it did not have there")
 
 
@@ -186,21 +176,18 @@ class BoundaryKeeper:
         counters: Returns the manager's own part of the state.
 
     Attributes:
+        registry: See above.
         replaced: Knows the parts whose tensors steps replace.
     """
 
     def __init__(self, registry: StateRegistry, counters: Callable[[], Mapping[str, object]]) -> None:
-        self._registry = registry
+        self.registry = registry
         self._counters = counters
         self._plan: _Plan | None = None
         self._moving: set[Memory] = set()
         self._num_steps_to_learn = 0
         self._lesson: Callable[[], None] | None = None
         self.replaced = ReplacedTensors()
-
-    def own_part(self, counters: Mapping[str, object]) -> dict[str, object]:
-        """Return the manager's own part of a state with these counters."""
-        return own_part(counters, self._registry)
 
     def guarded(self, optimizers: Iterable[Optimizer]) -> set[Memory]:
         """Memory that waits for a step of the optimizers: theirs, but for what is known to change without one."""
@@ -209,14 +196,14 @@ class BoundaryKeeper:
     def stable(self, state: object) -> set[Memory]:
         """Memory of a replica's state that waits for a write section."""
         whole = cast("Mapping[str, Mapping[str, object]]", state)
-        parts = [whole[USER_KEY][entry.key] for entry in self._registry.entries("replicated") if entry.is_stable]
+        parts = [whole[USER_KEY][entry.key] for entry in self.registry.entries("replicated") if entry.is_stable]
         return memory_of(parts) - self._unguarded() if parts else set()
 
     def values(self, state: object) -> dict[str, object]:
         """Return the values of parameter groups and schedulers in a state, by key; they are replicated, too."""
         whole = cast("Mapping[str, Mapping[str, Any]]", state)[USER_KEY]
         found: dict[str, object] = {}
-        for entry in self._registry.entries("replicated"):
+        for entry in self.registry.entries("replicated"):
             if isinstance(entry.holder, LRScheduler):
                 found[entry.key] = whole[entry.key]
             elif isinstance(entry.holder, Optimizer):
@@ -235,7 +222,7 @@ class BoundaryKeeper:
             moved = watch.moved()
             if moved:
                 self.note_moving(moved)
-                names = names_of(self._registry.entries("replicated"), moved)
+                names = names_of(self.registry.entries("replicated"), moved)
                 raise StateMovedError(
                     "expected tensors that only an optimizer's step or a write section changes, and "
                     f"{names} changed in place since the step boundary (a forward with max_norm, a "
@@ -289,8 +276,16 @@ class BoundaryKeeper:
         if self._num_steps_to_learn > 0:
             self._num_steps_to_learn -= 1
             self._lesson = check
-        notes = _Notes(values=values, references=references, counters=counters)
-        return KeptBoundary(self, plan, optimizers, copies=copies, notes=notes, check=check)
+        return KeptBoundary(
+            keeper=self,
+            plan=plan,
+            optimizers=optimizers,
+            copies=copies,
+            values=values,
+            references=references,
+            counters=counters,
+            check=check,
+        )
 
     def forget_lesson(self) -> None:
         """Stop watching for changes by ``forward``: a write section changes the state from here on."""
@@ -308,11 +303,11 @@ class BoundaryKeeper:
     # --------------------------------------------------------------------------------------------------------- inside
 
     def _unguarded(self) -> set[Memory]:
-        return self._moving | renormalised_memory(self._registry.entries("replicated"))
+        return self._moving | renormalised_memory(self.registry.entries("replicated"))
 
-    def _signature(self, optimizers: Sequence[Optimizer]) -> _Signature:
+    def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
         """What a plan depends on and a glance shows; what a glance misses is found when the state is taken."""
-        found: list[object] = [self._registry.num_changes]
+        found: list[object] = [self.registry.num_changes]
         for optimizer in optimizers:
             found += (id(optimizer), len(optimizer.state))
             for group in optimizer.param_groups:
@@ -320,9 +315,9 @@ class BoundaryKeeper:
                 found += (id(params), len(params), id(params[0]) if params else 0)
         return tuple(found)
 
-    def _make_plan(self, signature: _Signature, optimizers: Sequence[Optimizer]) -> _Plan:
+    def _make_plan(self, signature: tuple[object, ...], optimizers: Sequence[Optimizer]) -> _Plan:
         plan = _Plan(signature=signature)
-        entries = self._registry.entries("replicated")
+        entries = self.registry.entries("replicated")
         kinds = {entry.key: kind_of(entry, optimizers) for entry in entries}
         stable = [entry.state_dict() for entry in entries if entry.is_stable and kinds[entry.key] is not None]
         plan.guarded = frozenset((memory_of_optimizers(optimizers) | memory_of(stable)) - self._unguarded())
@@ -364,7 +359,7 @@ class BoundaryKeeper:
                 {name: frozen(value, plan.guarded, budget) for name, value in group.items() if name != "params"}
                 for group in part.optimizer.param_groups
             ]
-        value = self._registry.call(part.entry)
+        value = self.registry.call(part.entry)
         guarded: Set[Memory] = plan.guarded
         if part.entry.is_stable:
             stable = list(tensors_in(value))
