@@ -1,5 +1,5 @@
-"""The network side: a server that sends what it is given, and clients that fill the memory they are given.
+"""The network side: a server that sends the snapshots it is given, and clients that fill the memory they are given.
 
-``transfer`` comes in with memory and manifests; ``transport``, ``checkpoint`` and ``publish`` with addresses and
-keys. Nothing here imports torch.
+``transfer`` passes in memory and manifests; ``transport``, ``checkpoint`` and ``publish`` pass in addresses and keys.
+Nothing here imports torch.
 """

@@ -1,13 +1,13 @@
-"""Who has a place among a server's connections, and who loses it where there is no further one.
+"""Connection slots of a server, and which connection loses its slot when all are taken.
 
 A connection is a newcomer until it has shown that it belongs to the job; in a server without a secret, until its first
-request. Newcomers never take more than a part of the places, those of one address a part of that, and none keeps its
-place for longer than seconds. Where there are too many, the next one goes in and another newcomer goes out: first who
-has asked for nothing, and of those who came first. So whoever opens connections without end competes with others of its
-kind, and a genuine peer, which asks at once, is a newcomer for an instant. Where all places are taken, and not by a
-crowd of newcomers, those go who have been idle for longest between two requests.
+request. Newcomers never take more than a part of the slots, newcomers of one address a part of that, and a newcomer
+keeps its slot for seconds at most. When there are too many newcomers, the next one evicts another: first one that has
+sent no request, the oldest first. So a client that opens connections without end competes with other newcomers, and a
+genuine peer, which sends its request at once, is a newcomer for an instant. When all slots are taken, but not by a
+crowd of newcomers, the server closes the connections that have been idle for longest between two requests.
 
-Nothing here knows sockets: a place is given back when its connection has ended, however it is made.
+This module knows no sockets: a slot returns when its connection has ended, whatever kind of connection it was.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 NEWCOMER_S: Final = 10.0
-"""How long a connection may take for a whole first request that shows that it belongs here."""
+"""Deadline for a complete first request that shows that the connection belongs to the job."""
 _IPV6_SITE_BITS: Final = 64
-"""One host has all addresses of a network of this size (RFC 7421); they count as one."""
+"""Prefix length of the network that one host owns (RFC 7421); its addresses count as one."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of one connection.
+    """The slot of one connection.
 
     Attributes:
-        address: Of the peer, as ``client_of`` gives it.
-        entered_s: When it came, by the clock of its `Admission`.
-        end: Ends the connection, at once or soon. Whoever makes the connection sets it.
-        is_authenticated: Whether it has shown that it belongs to the job.
-        is_ending: Whether its connection was told to end.
-        has_left: Whether it has ended.
-        paid: Gives back what its connection has cost, if anything, see ``http.strangers``.
-        num_requests: How many have come on it, of those that count there.
-        claims: Whether it has said something that strangers do not know: other newcomers go before it.
+        address: The peer's address, as `client_of` returns it.
+        entered_s: When the connection was accepted, by the clock of its `Admission`.
+        end: Closes the connection, at once or soon. Set by the code that makes the connection.
+        is_authenticated: Whether the connection has shown that it belongs to the job.
+        is_ending: Whether the connection is being closed.
+        has_left: Whether the connection has ended.
+        paid: Refunds the connection's charge, if there was one; see ``http.strangers``.
+        num_requests: Number of its requests that ``http.strangers`` counts.
+        claims: Whether its request contains something that strangers do not know: other newcomers are evicted first.
     """
 
     address: str
@@ -52,7 +52,7 @@ class Place:
     claims: bool = False
 
     def pay_back(self) -> bool:
-        """Gives back what the connection has cost; whether it had cost anything."""
+        """Refund the connection's charge; return whether there was one."""
         paid, self.paid = self.paid, None
         if paid is not None:
             paid()
@@ -60,7 +60,7 @@ class Place:
 
 
 class _Queues:
-    """Places by address, each address's in the order in which they came."""
+    """Slots by address; those of each address in the order of arrival."""
 
     def __init__(self) -> None:
         self._by_address: dict[str, dict[Place, None]] = {}
@@ -89,7 +89,7 @@ class _Queues:
         return next(iter(self._by_address.get(address, ())), None)
 
     def first_of_crowd(self) -> Place | None:
-        """Of the address that has most: who comes in a crowd does not drive out who comes alone."""
+        """Return the oldest slot of the address with the most: a lone client is not evicted for a crowd."""
         crowd = max(self._by_address.values(), key=len, default=None)
         return next(iter(crowd)) if crowd is not None else None
 
@@ -99,10 +99,10 @@ class _Queues:
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """Gives places to connections. Belongs to the server's event loop.
+    """Gives slots to connections. Used only on the server's event loop.
 
     Args:
-        max_connections: No more are open at any moment.
+        max_connections: Maximum number of open connections.
         clock: Monotonic seconds.
     """
 
@@ -117,7 +117,7 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Connections that have a place, also those that are about to lose it."""
+        """Number of connections that have a slot, including those being closed."""
         return len(self._open)
 
     @property
@@ -127,48 +127,48 @@ class Admission:
 
     @property
     def has_room(self) -> bool:
-        """Whether a place is free."""
+        """Whether a slot is free."""
         return len(self._open) < self.max_connections
 
     @property
     def is_full(self) -> bool:
-        """Whether every place is taken by somebody who is being served."""
+        """Whether every slot is taken and no connection is being closed."""
         return len(self._open) >= self.max_connections and not self._num_ending
 
     @property
     def max_newcomers(self) -> int:
-        """Places that are never for those who have shown that they belong here."""
+        """Maximum number of newcomers."""
         return max(1, self.max_connections // 2)
 
     @property
     def max_newcomers_of_address(self) -> int:
-        """How many of these one address may have."""
+        """Maximum number of newcomers of one address."""
         return max(1, self.max_connections // 4)
 
     @property
     def max_of_address(self) -> int:
-        """How many places one address may have in all: those of the ranks of a host, and not everything."""
+        """Maximum number of slots of one address: enough for the ranks of a host, but not all."""
         return self.max_connections - self.max_connections // 4
 
     def make_room(self) -> bool:
-        """Whether one more connection may be accepted now.
+        """Return whether one more connection may be accepted now.
 
-        If not, somebody was told to go and a place will be free in a moment, or `is_full`.
+        If not, a connection is being closed and a slot becomes free in a moment, or `is_full` is true.
         """
         if len(self._open) >= self.max_connections and not self._num_ending:
             self._end(self._dispensable())
         return self.has_room
 
     def enter(self, address: str, end: Callable[[], object]) -> Place | None:
-        """Gives a place to a connection that was accepted after `make_room`.
+        """Give a slot to a connection that was accepted after `make_room`.
 
         Args:
-            address: Of the peer, as `client_of` gives it.
+            address: The peer's address, as `client_of` returns it.
             end: See `Place`.
 
         Returns:
-            The place, to be given back with `leave`; ``None`` if this address has as many as one may have, and uses
-            all of them.
+            The slot, to be returned with `leave`; ``None`` if this address has its maximum of slots and uses all of
+            them.
         """
         num_newcomers = self._waiting.num_of(address) + self._asking.num_of(address)
         if num_newcomers >= self.max_newcomers_of_address:
@@ -187,13 +187,13 @@ class Admission:
         return place
 
     def asks(self, place: Place) -> None:
-        """A whole request of a newcomer has come: others lose their places before it does, until it is answered."""
+        """Note a newcomer's complete request: others lose their slots first until it is answered."""
         if not place.is_ending:
             self._waiting.discard(place)
             self._asking.add(place)
 
     def authenticated(self, place: Place) -> None:
-        """Its connection has shown that it belongs to the job. May be called with each request."""
+        """Note that the connection has shown that it belongs to the job. May be called with each request."""
         if not place.is_authenticated:
             place.is_authenticated = True
             self._waiting.discard(place)
@@ -201,7 +201,7 @@ class Admission:
 
     @contextlib.contextmanager
     def serving(self, place: Place) -> Iterator[None]:
-        """While one of its requests is being answered; who belongs to the job isn't told to go then."""
+        """Protect the connection of an authenticated peer from eviction while its request is answered."""
         if place.is_authenticated:
             self._idle.discard(place)
         else:
@@ -216,7 +216,7 @@ class Admission:
 
     @contextlib.contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
-        """While a request that is being answered waits for its peer: that's as good as no request."""
+        """Treat the connection as idle while a request in progress waits for its peer."""
         if place.is_authenticated and not place.is_ending:
             self._idle.add(place)
         try:
@@ -225,12 +225,12 @@ class Admission:
             self._idle.discard(place)
 
     def leave(self, place: Place) -> None:
-        """Its connection has ended. May be called twice."""
+        """Return the slot of a connection that has ended. May be called twice."""
         if place not in self._open:
             return
         self._open.remove(place)
         place.has_left = True
-        # It leads back to the place, and training loops run with the cyclic collector off.
+        # It refers back to the slot, and training loops run with the cyclic collector off.
         place.end = _nothing
         if place.is_ending:
             self._num_ending -= 1
@@ -238,14 +238,14 @@ class Admission:
             self._stop_counting(place)
 
     def end_overdue(self) -> None:
-        """Ends the connections that have taken too long to show that they belong here."""
+        """Close the connections that have taken too long to show that they belong to the job."""
         overdue_s = self.clock() - NEWCOMER_S
         for place in [*self._waiting.all(), *self._asking.all()]:
             if place.entered_s <= overdue_s:
                 self._end(place)
 
     def _dispensable(self) -> Place | None:
-        # Without a few newcomers nobody would ever get in beside those who have asked once and keep their places.
+        # Without a few newcomers no new client would ever get in beside idle clients that keep their slots.
         has_many = len(self._waiting) + len(self._asking) > self.max_newcomers // 2
         newcomer, idle = self._newcomer_of_crowd(), self._idle.first_of_crowd()
         return newcomer or idle if has_many else idle or newcomer
@@ -282,7 +282,7 @@ class Admission:
 
 @functools.lru_cache(maxsize=1024)
 def client_of(host: str) -> str:
-    """The address of a peer as it counts: IPv4 also where it comes as IPv6, else the peer's IPv6 network."""
+    """Return the address by which a peer counts: IPv4 also if mapped into IPv6, else its IPv6 network."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

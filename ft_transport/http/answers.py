@@ -1,4 +1,4 @@
-"""What an answer means that is no success, and whether it is one to the request that was made."""
+"""Translates error responses, and detects responses that do not belong to the request as it was sent."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _REQUEST_TIMEOUT: Final = 408
 
 
 def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool, has_token: bool = False) -> PeerError:
-    """The error that an answer means which is no success.
+    """Return the error that an unsuccessful response stands for.
 
     Args:
-        response: Its head; its body is read.
-        source: Who sent it.
-        in_session: Whether the peer has proved itself, and the answer.
+        response: Its head; this function reads its body.
+        source: The peer that sent it.
+        in_session: Whether the peer and this response are authenticated.
         has_token: Whether this side has tried to prove that it knows the job token.
     """
     peer = str(source)
@@ -58,7 +58,7 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
         case 409:
             return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
         case 421:
-            # This side names whom it asks as it was told to; another name was changed on its way.
+            # This side sends the peer's name as it was configured; another name was changed on the way.
             refusal = PeerProtocolError(f"the peer does not have the name in its address: {reason}", peer=peer)
             return MessageDamagedError(refusal.message, refusal=refusal, peer=peer)
         case 501:
@@ -76,22 +76,22 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
 def check_understood(
     request: RequestRead, response: HTTPResponse, refusal: PeerError | None, peer: PeerAddress
 ) -> None:
-    """Tells an answer that is meant from one to a request, or with a head, that was damaged on its way.
+    """Check that neither the request nor the head of its response was damaged on the way.
 
     Args:
-        request: As it was sent.
+        request: The request as it was sent.
         response: Its head.
-        refusal: What it means if it is no success.
-        peer: Who sent it.
+        refusal: The error that it stands for; ``None`` after a success.
+        peer: The peer that sent it.
 
     Raises:
-        MessageDamagedError: It was, as far as can be told.
+        MessageDamagedError: One of them was, as far as this side can tell.
     """
     announced = response.headers.get(EXCHANGE_DIGEST_HEADER)
     if announced == exchange_digest(request, response.status, response.headers):
         return
     if refusal is None:
-        # What comes in answer to a body shows by nothing else that it is what was asked for.
+        # Only the digest shows that a response to a posted body belongs to it.
         if announced is None and request.body is None:
             return
     elif response.status != _REQUEST_TIMEOUT:
@@ -109,14 +109,14 @@ def check_understood(
 
 
 def _text_of(response: HTTPResponse) -> str:
-    """What the peer says of its refusal."""
+    """Return the peer's explanation of its refusal."""
     with contextlib.suppress(OSError, HTTPException, ValueError):
         return response.read(MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
     return ""
 
 
 def _seconds(text: str | None) -> float:
-    """What a ``Retry-After`` header says, within reason; one second where it says nothing of use."""
+    """Return the seconds of a ``Retry-After`` header, within reason; one second without a usable value."""
     if text is not None and text.isascii() and text.isdigit() and len(text) <= 3:
         return float(text)
     return 1.0

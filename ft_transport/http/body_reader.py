@@ -1,4 +1,4 @@
-"""The body of one answer, read straight from its socket into given memory, at no less than the pace that is allowed."""
+"""Reads the body of one response straight from its socket into given memory, and enforces the minimum throughput."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ft_transport.http.timed_socket import TimedSocket
 _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
 _WAKE_BYTES: Final = 256 << 10
-"""Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
+"""Halves a receiver's wake-ups; with far more, the sender runs into a full window."""
 _TICK_S: Final = 0.1
-"""How often a read that waits for more looks at the clock."""
+"""Interval at which a waiting read checks the clock."""
 
 
 class BodyReader:
-    """Made when the head of the answer is there. Used by one thread.
+    """Reads one body; made when the head of the response has arrived. Used by one thread.
 
     Args:
         timed: The socket.
-        peer: Who answers.
-        timeouts: How long things may take.
-        length: The bytes of the body, as the head says; 0 if it does not.
+        peer: The responding peer.
+        timeouts: Deadlines and the minimum throughput.
+        length: Bytes of the body according to the head; 0 if the head has no length.
 
     Attributes:
-        ahead: What was read while looking for the end of the head, and belongs to the body.
-        num_bytes: How many bytes of the body have come.
+        ahead: Bytes of the body that were read together with the head.
+        num_bytes: Bytes of the body received so far.
     """
 
     def __init__(self, timed: TimedSocket, *, peer: PeerAddress, timeouts: Timeouts, length: int) -> None:
@@ -45,18 +45,18 @@ class BodyReader:
         self._tick_s = 0.0
 
     def read_into(self, views: Sequence[memoryview]) -> None:
-        """Fills all views, in order, with the next bytes.
+        """Fill all views, in order, with the next bytes.
 
         Raises:
             PeerUnreachableError: The body ended early.
-            TimeoutError: It came too slowly, or the deadline passed.
+            TimeoutError: The body came too slowly, or the deadline passed.
             OSError: The connection broke.
         """
-        # What this side did in between is no fault of the peer's.
+        # The peer is not to blame for time that this side spent in between.
         self._received_s = time.monotonic()
         if self.num_bytes:
             self._timeouts.note_progress()
-        # What comes behind these views may be a while in coming: a relay sends each chunk when it has it.
+        # The bytes behind these views may take a while: a relay sends each chunk when it has it.
         early, late = _split(views, sum(map(len, views)) - _WAKE_BYTES)
         for num_bytes, part in ((_WAKE_BYTES, early), (1, late)):
             for start in range(0, len(part), _MAX_VIEWS_PER_READ):
@@ -97,11 +97,11 @@ class BodyReader:
                 index += 1
 
     def pace_anew(self) -> None:
-        """Counts the minimum throughput from here on: bytes that came fast before do not excuse a trickle now."""
+        """Restart the throughput measurement: fast bytes before do not excuse a trickle now."""
         self._started_s, self._num_paced = time.monotonic(), self.num_bytes
 
     def _check_pace(self) -> None:
-        """Allows the next read, until the deadline, the stall timeout or the minimum throughput ends it."""
+        """Limit the next read to the deadline, the stall timeout and the minimum throughput."""
         timeouts = self._timeouts
         until_s = min(
             timeouts.end_s(),
@@ -118,7 +118,7 @@ class BodyReader:
 
 
 def _split(views: Sequence[memoryview], at: int) -> tuple[Sequence[memoryview], Sequence[memoryview]]:
-    """The first ``at`` bytes, and the rest."""
+    """Split views after the first ``at`` bytes."""
     if at <= 0:
         return (), views
     early: list[memoryview] = []

@@ -1,8 +1,7 @@
-"""Sending a part of a snapshot's file as the body of an answer, from where it lies straight to the socket.
+"""Sends a part of a snapshot's file as the body of a response, from memory straight to the socket.
 
-A thread per body lets the kernel send in large pieces while it waits for the receiver by itself: an event loop would
-wake up for each megabyte or so that the receiver takes, and would ask the training thread for the interpreter each
-time.
+One thread per body lets the kernel send in large pieces and wait for the receiver by itself: an event loop would wake
+up for each megabyte or so that the receiver takes, and would take the interpreter from the training thread each time.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _ACKED_BYTES: Final = struct.Struct("=120xQ")
 MAX_VIEWS_PER_SEND: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
 _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
-"""``struct timeval``, 20 ms: the longest that one call waits for the receiver while it has shared memory pinned."""
+"""``struct timeval``, 20 ms: the longest wait of one call for the receiver while shared memory is pinned."""
 _NO_LIMIT: Final = struct.pack("ll", 0, 0)
 _FLUSH_TICK_S: Final = 0.005
 _LEAST_SHARE: Final = 0.1
-"""Of the stall timeout: a receiver that had something to take for less of it is not judged by that."""
+"""Share of the stall timeout; a receiver that had bytes to take for less than this share is not judged."""
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
 
 
@@ -57,9 +56,9 @@ async def send(
     stall_timeout_s: float,
     cap: SendCap | None = None,
 ) -> web.StreamResponse:
-    """Answers with a part of what is served, or with the head alone if that was asked for.
+    """Send a part of the snapshot as the response, or only the head if the request was for the head.
 
-    A receiver that goes away or stalls ends its connection; that is its own affair and no error of the server.
+    A receiver that disconnects or stalls loses its connection; that is no error of the server.
     """
     response.content_length = content.end - content.position
     try:
@@ -86,11 +85,11 @@ async def _send_body(request: web.Request, content: Content, stall_timeout_s: fl
     await _flushed(request, transport, stall_timeout_s)
     if transport.is_closing():
         raise ConnectionResetError("it closed the connection")
-    # With a descriptor of its own, the thread can never write to a connection that came after this one.
+    # With its own descriptor, the thread can never write to a later connection.
     connected = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     was_reading = transport.is_reading()
     transport.pause_reading()
-    # What a thread writes to the socket itself would go out in the clear.
+    # A thread that writes to the socket directly would send plain text.
     channel = transport.lend() if isinstance(transport, TLSTransport) else None
     try:
         body = _Body(connected, content, channel, Pace(connected, cap))
@@ -106,7 +105,7 @@ async def _send_body(request: web.Request, content: Content, stall_timeout_s: fl
 async def _send_few(
     request: web.Request, transport: asyncio.Transport, content: Content, memory: MemoryFile, stall_timeout_s: float
 ) -> None:
-    """Sends a small body from the event loop: a thread for it would cost more than the sending."""
+    """Send a small body from the event loop: a thread would cost more than sending it."""
     num_bytes = content.end - content.position
     with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
         # The event loop's own sendfile waits until the head of the answer has left its buffers.
@@ -116,7 +115,7 @@ async def _send_few(
         except asyncio.TimeoutError:
             raise _stalled(request, num_bytes, stall_timeout_s) from None
         except RuntimeError:
-            # asyncio's, where the connection was closed just before; it would be logged with all that it keeps.
+            # asyncio raises it if the connection was closed just before; it would be logged with all its references.
             if not transport.is_closing():
                 raise
             raise ConnectionResetError("it closed the connection") from None
@@ -124,20 +123,20 @@ async def _send_few(
 
 
 class Content(Protocol):
-    """A body, or what is left of one: bytes ``[position, end)`` have yet to be sent."""
+    """A body of which bytes ``[position, end)`` have yet to be sent."""
 
     position: int
     end: int
 
     def send_to(self, connected: PacedSocket) -> None:
-        """Sends what is left; blocks. Counts ``position`` up."""
+        """Sends the rest and advances ``position``; blocks."""
 
     def send_encrypted(self, encrypted: EncryptedSocket) -> None:
-        """The same over TLS."""
+        """Sends the rest over TLS."""
 
 
 class FileRange:
-    """Bytes ``[position, end)`` of the file."""
+    """Bytes ``[position, end)`` of the snapshot's file."""
 
     def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
         self.memory = memory
@@ -164,12 +163,12 @@ class FileRange:
                         encrypted.encrypt(views)
                 except SnapshotError as error:
                     raise ConnectionAbortedError(str(error)) from error
-                # The owner has waited for the encryption, and does not wait for the receiver.
+                # The owner waits for the encryption, but not for the receiver.
                 encrypted.flush()
             self.position = end
 
     def _send_file(self, connected: PacedSocket, file: MemoryFile) -> None:
-        # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
+        # Where the system does not report acknowledged bytes, the bytes that the kernel took stand for them.
         piece_bytes = _PIECE_BYTES if _acked_bytes(connected.raw) else CHUNK_BYTES
         while self.position < self.end:
             num_bytes = min(self.end - self.position, piece_bytes)
@@ -179,11 +178,11 @@ class FileRange:
             self.position += sent
 
     def _send_shared(self, connected: PacedSocket, file: SharedFile) -> None:
-        """Pins a piece at a time. The kernel copies it, so the owner waits for one call and never for a receiver."""
+        """Send a pinned piece at a time; the kernel copies it, so the owner waits for one call and no receiver."""
         raw, pace = connected.raw, connected.pace
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         while self.position < self.end:
-            # Pinning digests it: no more than what the processor's cache still holds when it is sent.
+            # Pinning digests the piece, so it is small enough to be in the processor's cache when it is sent.
             end = min(self.end, self.position + min(CHUNK_BYTES, pace.piece_bytes))
             # First, because the owner of the memory waits for a pin.
             pace.admit(end - self.position)
@@ -201,7 +200,7 @@ class FileRange:
 
 
 def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
-    """Bytes ``[start, end)`` of the file: the header is mapped nowhere, its data is."""
+    """Yield bytes ``[start, end)`` of the file; only its data is mapped, so the header is read."""
     num_header_bytes = file.data_start - file.start
     if start < num_header_bytes:
         yield memoryview(os.pread(file.descriptor, min(end, num_header_bytes) - start, file.start + start))
@@ -235,7 +234,7 @@ class Slices:
 
 
 class _Body:
-    """What one thread sends, and how far the receiver is."""
+    """The body that one thread sends, and the receiver's progress."""
 
     def __init__(self, connected: socket.socket, content: Content, channel: TLSChannel | None, pace: Pace) -> None:
         self.connected = connected
@@ -246,11 +245,11 @@ class _Body:
         self._num_bytes = content.end - content.position
 
     def send(self) -> None:
-        """Sends everything; blocks."""
-        # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
+        """Send everything; blocks."""
+        # The flag is the connection's, not the descriptor's: the event loop needs it restored.
         self.connected.settimeout(None)
         try:
-            # asyncio has it send each part at once; a body is better sent in full segments, until its end.
+            # asyncio sets TCP_NODELAY; a body is better sent in full segments, until its end.
             self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
             if self._channel is not None:
                 self._content.send_encrypted(EncryptedSocket(self.connected, self._channel, self.pace))
@@ -258,20 +257,20 @@ class _Body:
                 self._content.send_to(PacedSocket(self.connected, self.pace))
         finally:
             os.set_blocking(self.connected.fileno(), False)
-            with contextlib.suppress(OSError):  # The receiver is gone.
+            with contextlib.suppress(OSError):  # The receiver disconnected.
                 self.connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _NO_LIMIT)
-                # Sends what is left (man 7 tcp).
+                # This sends the rest (man 7 tcp).
                 self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def remaining_bytes(self) -> int:
-        """How much the receiver has yet to take; too little by what was on its way when the body began."""
+        """Return the bytes that the receiver has yet to take, less those in flight when the body began."""
         if self._num_acked_before:
             return self._num_bytes - (_acked_bytes(self.connected) - self._num_acked_before)
         return self._content.end - self._content.position
 
 
 async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:
-    """Returns when the head of the answer has left the event loop's buffers, as it has at once as a rule."""
+    """Wait until the head of the response has left the event loop's buffers; usually it has at once."""
     deadline_s = time.monotonic() + stall_timeout_s
     while num_bytes := transport.get_write_buffer_size():
         if time.monotonic() > deadline_s:
@@ -289,7 +288,7 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
             body.send()
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
+        with contextlib.suppress(RuntimeError):  # A shutdown closed the loop at the same moment.
             loop.call_soon_threadsafe(ended.set_result, error)
 
     remaining, waited_s = body.remaining_bytes(), 0.0
@@ -298,14 +297,14 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
             before, remaining = remaining, body.remaining_bytes()
             waited_before_s, waited_s = waited_s, body.pace.waited_s()
-            # While it was held up, by the cap or for the next chunk, there was nothing to take.
+            # While the thread waited for the cap or the next chunk, there was nothing to take.
             share = min(1.0, 1.0 - (waited_s - waited_before_s) / stall_timeout_s)
             expected = max(1, int(share * min(CHUNK_BYTES, before)))
-            # What was sent a moment ago may be on its way.
+            # The last bytes sent may still be in flight.
             if before - remaining < expected and share > _LEAST_SHARE:
                 raise _stalled(request, expected, stall_timeout_s)
     finally:
-        # Whatever ended the wait: the thread uses the socket and the memory file, which belong to the caller.
+        # However the wait ended, the thread must end first: it uses the caller's socket and memory file.
         while not ended.done():
             _cut_off(body.connected)
             with contextlib.suppress(asyncio.CancelledError):
@@ -316,7 +315,7 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
 
 
 def drop_connection(transport: asyncio.Transport) -> None:
-    """Ends a connection at once, with all that was sent and not received; also a body that a thread is sending."""
+    """Abort a connection with all unreceived data, including a body that a thread is sending."""
     connected = transport.get_extra_info("socket")
     if connected is not None and not transport.is_closing():
         _cut_off(connected)
@@ -324,14 +323,14 @@ def drop_connection(transport: asyncio.Transport) -> None:
 
 
 def _cut_off(connected: socket.socket) -> None:
-    """Wakes the thread that is sending; its call fails. What is unsent is dropped when the connection is closed."""
+    """Wake the sending thread; its call fails. Unsent bytes are dropped when the connection is closed."""
     with contextlib.suppress(OSError):  # The receiver was faster.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_UNSENT)
         connected.shutdown(socket.SHUT_RDWR)
 
 
 def _acked_bytes(connected: socket.socket) -> int:
-    """How much of what was sent the receiver's system has acknowledged since the connection began; 0 if unknown."""
+    """Return the bytes that the receiver's system has acknowledged on the connection; 0 if unknown."""
     if sys.platform != "linux":
         return 0
     info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_BYTES.size)
@@ -342,5 +341,5 @@ def _stalled(request: web.Request, num_bytes: int, stall_timeout_s: float) -> Co
     logger.warning(
         "receiver %s took less than %d bytes in %.0f s and was cut off", request.remote, num_bytes, stall_timeout_s
     )
-    # `send` aborts: only that frees the socket of a peer that does not read; a close would wait for it.
+    # `send` aborts: only an abort frees the socket of a peer that does not read; a close would wait for the peer.
     return ConnectionResetError("it stalled")

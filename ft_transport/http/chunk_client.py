@@ -1,6 +1,6 @@
-"""Fetching the data of a snapshot: its chunks over parallel connections, each byte into its place.
+"""Fetches the data of a snapshot: chunks over parallel connections, each byte straight into its final memory.
 
-``wire.fetch`` and ``wire.fleet_work`` decide which peer is asked for what; ``http.fetch_pool`` has the threads.
+``wire.fetch`` and ``wire.fleet_work`` decide which peer to ask for which chunks; ``http.fetch_pool`` runs the threads.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 _IN_FLIGHT_BYTES: Final = 16 << 20
 """More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
 _RELAY_WAIT_S: Final = 1.0
-"""How long a relay holds a request until something has landed there; longer where chunks take longer."""
+"""How long a relay holds a request until a chunk lands there; longer if chunks take longer."""
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_PAUSE_S: Final = 2.5
-"""How long a relay may pause within an answer, at most, and for no longer than half of the stall timeout."""
+"""Longest pause of a relay within a response; at most half of the stall timeout."""
 _LEAST_PAUSE_S: Final = 0.1
-"""Before a relay is asked again that has not held a request for so long."""
+"""Pause before the next request to a relay that answered sooner than it should."""
 _WAIT_IN_CHUNKS: Final = 2.0
-"""So many times as long as a chunk from a source has taken here: the relays get theirs at about the same rate."""
+"""Wait for a relay, in longest times of a chunk from a source: relays receive at about the same rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ class SourceFile:
 
     Attributes:
         peer: The source.
-        snapshot_id: Its own name for it.
-        header_bytes: Where the data begins.
+        snapshot_id: The source's own name for the snapshot.
+        header_bytes: Position at which the data begins.
     """
 
     peer: PeerAddress
@@ -64,18 +64,18 @@ class SourceFile:
 
     @classmethod
     def of(cls, peer: PeerAddress, manifest: Manifest) -> SourceFile:
-        """That of the manifest which the peer has sent."""
+        """Return the file that the peer's manifest describes."""
         return cls(peer=peer, snapshot_id=manifest.snapshot_id, header_bytes=manifest.header_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receivers:
-    """Who receives the same content now.
+    """The replicas that receive the same content now.
 
     Attributes:
-        peers: All of them, this one too, in an order that is the same for all.
-        own: Which of them this one is.
-        relay: What this one passes on.
+        peers: All receivers, this one included, in the same order everywhere.
+        own: Index of this receiver.
+        relay: Chunks that this receiver passes on.
     """
 
     peers: Sequence[PeerAddress]
@@ -84,7 +84,7 @@ class Receivers:
 
     @property
     def others(self) -> Sequence[PeerAddress]:
-        """All but this one."""
+        """All receivers but this one."""
         return [*self.peers[: self.own], *self.peers[self.own + 1 :]]
 
 
@@ -98,18 +98,18 @@ def fetch_data(
     receivers: Receivers | None = None,
     on_landed: Callable[[int], None] | None = None,
 ) -> None:
-    """Fetches the data of a snapshot into ``destination``; returns when every chunk landed.
+    """Fetch the data of a snapshot into ``destination``; return when every chunk has landed.
 
-    Each has been verified then, if that is asked for and the manifest has digests.
+    Every chunk is verified by then if the settings ask for it and the manifest has digests.
 
     Args:
-        sources: Peers that serve this very content.
+        sources: Peers that serve exactly this content.
         manifest: Its manifest; with digests, if there are several sources or other receivers.
-        destination: Where the bytes go. After an error its content is undefined.
+        destination: Memory to fill. After an error its content is undefined.
         settings: How to fetch.
-        chunks: Only these, ascending.
-        receivers: Who passes on what they have; nobody does by default.
-        on_landed: Called with each chunk that is there now, by the thread that received it.
+        chunks: Only these chunks, ascending.
+        receivers: Replicas that pass on received chunks; none by default.
+        on_landed: Called with each landed chunk, on the thread that received it.
 
     Raises:
         FetchFailedError: No source could deliver the rest; carries each failure.
@@ -155,7 +155,7 @@ def fetch_data(
 
 
 class _ChunkWire:
-    """Requests for consecutive chunks: of a source's file, or of what another receiver passes on."""
+    """Requests consecutive chunks: of a source's file, or from another receiver."""
 
     def __init__(
         self,
@@ -204,12 +204,12 @@ class _ChunkWire:
                 chunk = self._next_relayed(connection, left)
                 num_bytes = self._receive_chunk(connection, chunk)
             except PeerSilentError:
-                # Whoever has no more of them in time ends its answer.
+                # A relay that has no more chunks in time ends its response, so a silent one has failed.
                 raise
             except PeerUnreachableError as error:
                 if len(left) == len(chunks):
                     raise
-                # It had no more of them in time, or has gone; the next request tells which.
+                # The relay had no more chunks in time, or exited; the next request shows which.
                 logger.debug("%s ended its answer before %d chunks: %s", connection.peer, len(left), error)
                 return
             left.remove(chunk)
@@ -218,7 +218,7 @@ class _ChunkWire:
         connection.end_response(response)
 
     def _next_relayed(self, connection: Connection, left: Set[int]) -> int:
-        """Reads the header of the next chunk, and returns which chunk that is."""
+        """Read the header of the next chunk; return the chunk's number."""
         header = bytearray(HEADER.size)
         connection.pace_anew()
         connection.read_into([memoryview(header)])
@@ -269,7 +269,7 @@ class _ChunkWire:
                 answer_within_s=wait_s,
             )
         except PeerNotReadyError as error:
-            # It was asked to say so after a while, and not when to come again.
+            # The relay was asked to answer after a while; its time to retry means nothing here.
             is_early = time.monotonic() - began_s < wait_s / 2
             least_s = _LEAST_PAUSE_S if is_early else 0.0
             error.retry_after_s = min(_LONGEST_PAUSE_S, max(least_s, error.retry_after_s))
@@ -280,11 +280,11 @@ class _ChunkWire:
         return response
 
     def _receive_chunk(self, connection: Connection, chunk: int) -> int:
-        """Returns its length."""
+        """Receive a chunk; return its length in bytes."""
         start, stop = self._manifest.chunks.range_of(chunk, chunk + 1)
         views = self._destination.buffers(start, stop)
-        # All of it at once, and the digest afterwards: smaller parts would be digested from a nearer cache, but each
-        # of them costs more than that saves.
+        # Reads the whole chunk at once and digests it afterwards: smaller parts would be digested from a nearer cache,
+        # but each part costs more than that saves.
         connection.read_into(views)
         if self._digests is None:
             return stop - start

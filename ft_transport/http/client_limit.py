@@ -1,4 +1,4 @@
-"""How many receivers are sent data at once; the others are told to come back."""
+"""Limits how many receivers are sent data at once; the others have to retry."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Final, TypeAlias
 from ft_transport.errors import PeerNotReadyError
 
 Client: TypeAlias = tuple[str, str]
-"""A receiver: its address, and what it calls itself. Its connections, and the ranks of one replica, are one."""
+"""A receiver: its address and its name. Its connections count as one, and so do the ranks of one replica."""
 
 _KEPT_S: Final = 1.0
-"""How long a receiver has its place without a request: it makes the next one as a rule within milliseconds."""
+"""How long a receiver keeps its slot without a request: the next one usually comes within milliseconds."""
 _RETRY_AFTER_S: Final = 1.0
 
 
@@ -24,10 +24,10 @@ class _Place:
 
 
 class ClientLimit:
-    """The places of receivers. Belongs to the server's event loop.
+    """The slots of receivers. Used only on the server's event loop.
 
     Args:
-        max_clients: How many; ``None`` for any number.
+        max_clients: Maximum number of receivers; ``None`` for any number.
         clock: Monotonic seconds.
     """
 
@@ -38,10 +38,10 @@ class ClientLimit:
 
     @contextlib.contextmanager
     def serving(self, client: Client) -> Iterator[None]:
-        """Has a place for the receiver while it is sent an answer, and for a moment after the last one.
+        """Reserve a slot for the receiver while a response is sent, and for a moment after the last one.
 
         Raises:
-            PeerNotReadyError: All are taken.
+            PeerNotReadyError: All slots are taken.
         """
         if self._max_clients is None:
             yield

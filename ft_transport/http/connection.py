@@ -1,7 +1,7 @@
-"""One HTTP connection with blocking reads straight into given memory, every wait of which has a deadline.
+"""One HTTP connection with blocking reads straight into given memory; every wait has a deadline.
 
-``http.client`` parses the answers; the bytes of a body are read from its socket directly (`body_reader`), because
-passing them through Python objects costs more than the transfer itself.
+``http.client`` parses the responses; `body_reader` reads the bytes of a body directly from the socket, because passing
+them through Python objects costs more than the transfer itself.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class Connection:
 
     Args:
         peer: The server.
-        keys: Those of the job, if it has any: the peer has to prove that it knows them, and so does each request.
-        certificates: This side's, if it has any: peers are reached by TLS alone then, and otherwise without it.
-        timeouts: How long things may take.
-        replica: What the peer is told of who asks, for its audit.
+        keys: The job's keys, if it has any: the peer has to prove that it knows them, and so does each request.
+        certificates: This side's certificates, if it has any: then only TLS is used, and otherwise none.
+        timeouts: Deadlines and the minimum throughput.
+        replica: Name of this replica, for the peer's audit log.
 
     Attributes:
-        peer: As above.
-        same_host: What the peer last said of where receivers on its host get memory; ``None`` if it said nothing.
+        peer: The server.
+        same_host: The socket at which receivers on the peer's host get its memory, as the peer last announced it;
+            ``None`` if it did not.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Connection:
         if timed is not None and candidate.fileno() == timed.raw.fileno():
             return True
         try:
-            # While it is being closed, Python has forgotten its descriptor already.
+            # During a close Python has already forgotten the descriptor.
             return bool(candidate.getpeername() == self._address)
         except OSError:  # not connected
             return False
@@ -106,28 +107,28 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Drops the connection; the next request opens a new one."""
+        """Drop the connection; the next request opens a new one."""
         if self._socket is not None:
             self._socket.raw.close()
         self._http = self._socket = self._session = None
 
     @property
     def reached(self) -> str:
-        """Where the peer was reached last: an address and a port, and not the name that stands for it."""
+        """The address and port, without host names, at which the peer was last reached."""
         return socket_address(self._address) if isinstance(self._address, tuple) else ""
 
     @property
     def stall_timeout_s(self) -> float:
-        """How long nothing may come, in seconds."""
+        """The longest silence of the peer, in seconds."""
         return self._timeouts.stall_timeout_s
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether it was given up; no request on it succeeds any more."""
+        """Whether `interrupt` was called; no further request succeeds."""
         return self._is_interrupted
 
     def interrupt(self) -> None:
-        """Ends what another thread is waiting for at once, and all requests to come. Thread-safe."""
+        """End another thread's wait at once, and refuse further requests. Thread-safe."""
         self._is_interrupted = True
         timed = self._socket
         if timed is not None:
@@ -143,19 +144,19 @@ class Connection:
         answer_within_s: float,
         body: bytes | None = None,
     ) -> HTTPResponse:
-        """Sends a request and reads the head of the answer; the body is read with ``read_into`` afterwards.
+        """Send a request and read the head of the response; read the body with ``read_into`` afterwards.
 
         Args:
             path: Path and query.
-            headers: Further ones.
+            headers: Further headers.
             expected_status: Any other is an error.
-            answer_within_s: How long the peer may take on purpose, in seconds.
-            body: Is posted, if there is one.
+            answer_within_s: How long the peer may hold the request on purpose, in seconds.
+            body: Body to post; ``None`` for a GET.
 
         Raises:
-            PeerUnreachableError: No connection, it broke, or nothing came for too long.
-            PeerError: The peer refused, or has not proved itself; the class says why.
-            MessageDamagedError: The peer has not understood the request, or the head of its answer was damaged.
+            PeerUnreachableError: The connection failed or broke, or nothing came for too long.
+            PeerError: The peer refused or did not authenticate itself; the class says why.
+            MessageDamagedError: The request or the head of its response was damaged on the way.
             DeadlineExceededError: The deadline passed.
         """
         method = "GET" if body is None else "POST"
@@ -182,7 +183,7 @@ class Connection:
             if refusal is not None:
                 raise refusal
             self.same_host = response.headers.get(SAME_HOST_HEADER, self.same_host)
-            # What was read ahead while looking for the end of the head belongs to the body.
+            # Bytes that were read together with the head are the body's.
             assert self._socket is not None
             self._socket.head_complete = True
             assert self._body is not None
@@ -192,16 +193,16 @@ class Connection:
             self._fail(error, f"waiting for the answer to {path}")
 
     def read_body(self, response: HTTPResponse, *, max_bytes: int) -> bytearray:
-        """Reads all of a body, compares it with the digest that a peer's proof covers, and ends the answer.
+        """Read a whole body, compare it with the digest that the peer's proof covers, and end the response.
 
         Args:
-            response: As `get` returned it.
-            max_bytes: The longest that is accepted.
+            response: The result of `get`.
+            max_bytes: Maximum length.
 
         Raises:
-            PeerProtocolError: It is longer, or of unknown length.
-            MessageDamagedError: It was changed on its way.
-            PeerUnreachableError: It ended early or came too slowly.
+            PeerProtocolError: The body is longer, or of unknown length.
+            MessageDamagedError: The body was changed on the way.
+            PeerUnreachableError: The body ended early or came too slowly.
             DeadlineExceededError: The deadline passed.
         """
         length = response.length
@@ -219,7 +220,7 @@ class Connection:
         return body
 
     def _begin_session(self, http: HTTPConnection, keys: Keys) -> ClientSession:
-        """Has the peer prove that it knows the job token, at the address where it was reached."""
+        """Make the peer prove that it knows the job token, at the address where it was reached."""
         assert self._socket is not None
         challenge = make_challenge(keys, socket_address(self._socket.raw.getpeername()))
         path = f"{CHALLENGE_ROUTE}?{urlencode(challenge.query())}"
@@ -229,7 +230,7 @@ class Connection:
             refusal = refusal_of(response, self.peer, in_session=False, has_token=True)
             if refusal.retryable:
                 if isinstance(refusal, PeerNotReadyError):
-                    # Nobody has proved anything yet: with an ``after`` of the way an older snapshot were new enough.
+                    # This answer is not authenticated: with a forged ``after``, an older snapshot would be new enough.
                     refusal.after = None
                 raise refusal
             refusal = PeerAuthenticationError(f"{expected}, it did not: {refusal.message}", peer=str(self.peer))
@@ -238,7 +239,7 @@ class Connection:
         session = begin_session(keys, challenge, response.read(MAX_ERROR_BODY_BYTES))
         if session is None:
             self._num_unproved += 1
-            # The first time something on the way may have changed a byte.
+            # The first failure may be a byte that was changed on the way.
             error_type = MessageDamagedError if self._num_unproved == 1 else PeerAuthenticationError
             raise error_type(f"{expected}, its proof is wrong", peer=str(self.peer))
         self._num_unproved = 0
@@ -259,7 +260,7 @@ class Connection:
         body: bytes | None = None,
         answer_within_s: float = 0.0,
     ) -> HTTPResponse:
-        """Sends a request and reads the head of its answer."""
+        """Send a request and read the head of its response."""
         assert self._socket is not None
         self._body = None
         self._socket.read_until_s = min(
@@ -274,7 +275,7 @@ class Connection:
         return response
 
     def read_into(self, views: Sequence[memoryview]) -> None:
-        """Fills all views, in order, with the next bytes of the body.
+        """Fill all views, in order, with the next bytes of the body.
 
         Raises:
             PeerUnreachableError: The body ended early or came too slowly.
@@ -293,7 +294,7 @@ class Connection:
         self._body.pace_anew()
 
     def end_response(self, response: HTTPResponse) -> None:
-        """Frees the connection for the next request, once the body was read to its end."""
+        """Free the connection for the next request, after the whole body was read."""
         response.close()
         if response.will_close:
             self.close()
@@ -309,7 +310,7 @@ class Connection:
         return self._http
 
     def _check_scheme(self) -> None:
-        """Refuses a peer that would be reached in another way than this side is reached."""
+        """Refuse a peer whose use of TLS differs from this side's."""
         if self.peer.is_tls == (self._certificates is not None):
             return
         raise PeerAuthenticationError(
@@ -321,7 +322,7 @@ class Connection:
         )
 
     def _open(self) -> TimedSocket:
-        """Connects to the first of the peer's addresses that answers."""
+        """Connect to the first of the peer's addresses that accepts."""
         doing = f"connecting to {self.peer}"
         timeout_s = min(self._timeouts.connect_timeout_s, self._timeouts.remaining_s(doing, self.peer))
         failures = []
@@ -354,11 +355,11 @@ class Connection:
 
     @property
     def _num_received(self) -> int:
-        """How much of the last answer's body has come."""
+        """Bytes received of the last response's body."""
         return self._body.num_bytes if self._body is not None else 0
 
     def _fail(self, error: BaseException, doing: str) -> NoReturn:
-        """Closes the connection after whatever went wrong, and raises that as an error of ours where it has one."""
+        """Close the connection, and raise the failure as an error of this package where one exists for it."""
         self.close()
         match error:
             case TransportError():
@@ -377,7 +378,7 @@ class Connection:
                 raise error
 
     def _timed_out(self, doing: str) -> TransportError:
-        """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
+        """Return the error after a wait: the deadline passed, or this peer is too slow and a retry may help."""
         doing = f"{doing} after {self._num_received} bytes"
         if self._timeouts.is_over():
             return DeadlineExceededError(f"timed out {doing}: {self._timeouts.reason()}", peer=str(self.peer))

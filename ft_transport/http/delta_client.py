@@ -1,4 +1,4 @@
-"""Asking a peer for what leads from one version to a later one."""
+"""Fetches the delta from one version to a later one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from ft_transport.wire.routes import DELTA_ROUTE
 
 
 def fetch_delta(connection: Connection, base: int, *, max_bytes: int) -> bytearray | None:
-    """The delta that a peer keeps for those who have ``base``.
+    """Fetch the delta that a peer caches for receivers that have ``base``.
 
     Args:
-        connection: To the peer.
-        base: The step that the receiver has.
-        max_bytes: A larger one is left where it is.
+        connection: Connection to the peer.
+        base: The receiver's step.
+        max_bytes: Maximum size; a larger delta is not fetched.
 
     Returns:
-        The delta, encoded; ``None`` if the peer has none, or a larger one.
+        The encoded delta; ``None`` if the peer has none, or only a larger one.
 
     Raises:
         PeerError: The peer cannot be reached, or refuses.
-        DeadlineExceededError: It did not come in time.
+        DeadlineExceededError: The delta did not come in time.
     """
     try:
         response = connection.get(DELTA_ROUTE.format(step=base), headers={}, expected_status=200, answer_within_s=0.0)

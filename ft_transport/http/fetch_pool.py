@@ -1,7 +1,7 @@
-"""The threads of a fetch: each asks the fetch's machine what to do next, and does it over connections of its own.
+"""The threads of a fetch: each asks the fetch's state machine for its next request, and performs it.
 
-The decisions are those of ``wire.fetch``. Reads block and release the GIL, so a receiver's threads move bytes as fast
-as the kernel hands them out.
+``wire.fetch`` makes the decisions. Reads block and release the GIL, so a receiver's threads move bytes as fast as the
+kernel hands them out.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from ft_transport.wire.fetch import (
 )
 
 _LOOK_S: Final = 0.1
-"""How long who watches waits for the pool's lock, under which callers are told of progress."""
+"""How long a request for the transfers waits for the pool's lock, under which ``on_progress`` runs."""
 _RELAY_STALL_S: Final = 5.0
 _TICK_S: Final = 0.25
-"""How often a worker that waits looks whether relays have become too slow."""
+"""Interval at which a waiting worker checks whether relays have become too slow."""
 
 
 class _ProgressError(Exception):
-    """The caller's ``on_progress`` raised; never to be taken for a failure of a source."""
+    """The caller's ``on_progress`` raised; never taken for a failure of a source."""
 
 
 class Wire(Protocol[Unit]):
-    """How units are asked for and received. Called by any thread, each with a connection of its own."""
+    """Requests and receives units. Called by any thread, each with its own connection."""
 
     def receive(self, connection: Connection, request: Request[Unit]) -> Iterator[tuple[Unit, int]]:
-        """Sends one request and takes its answer; yields each unit, and its bytes, when it has landed and is verified.
+        """Sends one request; yields each unit and its number of bytes when it has landed and is verified.
 
-        Fewer than were asked for where the source has no more of them yet. It is not continued when the rest is not
-        wanted any more; the connection is closed then.
+        Yields fewer units than requested if the source has no more of them yet. The caller stops iterating when the
+        rest is no longer wanted, and closes the connection.
         """
 
 
@@ -58,15 +58,15 @@ class FetchPool(Generic[Unit]):
     """The threads of one fetch around its machine.
 
     Args:
-        sources: Who serves, by the index that the machine uses.
-        machine: Decides; called under the pool's lock only.
-        wire: Performs.
+        sources: The serving peers, by the index that the machine uses.
+        machine: Makes the decisions; called only under the pool's lock.
+        wire: Performs the requests.
         settings: How to fetch.
-        num_workers: How many threads.
-        num_sources: So many of ``sources`` have what they are asked for; the others are relays, which others can stand
-            in for, so that nobody waits for one that is silent.
+        num_workers: Number of threads.
+        num_sources: The first this many of ``sources`` have all units; the others are relays, which other peers can
+            replace, so no worker waits long for a silent one.
         step: The step, for errors.
-        total_bytes: What comes in all, for progress and errors.
+        total_bytes: Bytes of all units, for progress and errors.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class FetchPool(Generic[Unit]):
         self._num_sources = num_sources if num_sources is not None else len(sources)
         self._step = step
         self._total_bytes = total_bytes
-        # Guards the machine. Those who have nothing to do wait for it...
+        # Guards the machine. Workers without work wait for it......
         self._changed = SafeCondition()
-        # ...and those who pause before a request for the end.
+        # ...and workers that pause before a request wait for the end.
         self._pausing = SafeCondition(self._changed)
         self._connections = KeptConnections(self._connect)
         self._used_by: dict[WorkerIndex, Connection] = {}
@@ -106,15 +106,16 @@ class FetchPool(Generic[Unit]):
         self._reached: dict[str, None] = {}
 
     def summary(self) -> str:
-        """From where how much came, and how fast, for the log; after `run`."""
+        """Return how much came from where and how fast, for the log; call after `run`."""
         took_s = time.monotonic() - self._started_s
         rate = self._done_bytes / max(took_s, 1e-6) / 1e6
         return f"{self._done_bytes} bytes in {took_s:.2f} s, {rate:.1f} MB/s, from {', '.join(self._reached)}"
 
     def run(self) -> None:
-        """Runs one thread per further connection, and the first one on this thread.
+        """Run one thread per further connection, and the first worker on this thread.
 
-        Returns or raises only when no thread writes to the destination any more, whatever signals come meanwhile.
+        Returns or raises only when no thread writes to the destination any more, even if signal handlers raise
+        meanwhile.
         """
         threads = [
             SafeThread(
@@ -130,8 +131,9 @@ class FetchPool(Generic[Unit]):
             self._work(WorkerIndex(0))
         except BaseException as error:
             self._interrupt(error)
-        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one. No
-        # count of starts: such a handler may come before the count. Who begins only now finds that all is over.
+        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one.
+        # Starts are not counted: such a handler may come before the count. A thread that begins only now finds that the
+        # fetch has ended.
         while len(self._ended) < sum(thread.ident is not None for thread in threads):
             try:
                 self._ends.get()
@@ -139,7 +141,7 @@ class FetchPool(Generic[Unit]):
                 self._interrupt(error)
         for thread in threads:
             if thread.ident is not None:
-                with contextlib.suppress(RuntimeError):  # It begins only now.
+                with contextlib.suppress(RuntimeError):  # The thread begins only now.
                     thread.join()
         with self._changed:
             self._connections.close()
@@ -155,7 +157,7 @@ class FetchPool(Generic[Unit]):
             raise stopped.error
 
     def _transfers(self) -> list[Transfer]:
-        """What has come from each peer so far. Any thread may ask; nothing where the pool's owner takes its time."""
+        """Return the bytes received from each peer so far, or nothing if the lock is busy. Thread-safe."""
         if not self._changed.acquire(timeout=_LOOK_S):
             return []
         try:
@@ -173,7 +175,7 @@ class FetchPool(Generic[Unit]):
             self._ends.put(worker)
 
     def _interrupt(self, error: BaseException) -> None:
-        """Ends the fetch because ``error`` was raised where none is expected; ``run`` raises it again."""
+        """End the fetch after an unexpected ``error``; ``run`` raises it again."""
         if self._interruption is None:
             self._interruption = error
         self._abort(TransportError(f"the fetch was interrupted: {type(error).__name__}"))
@@ -185,8 +187,8 @@ class FetchPool(Generic[Unit]):
                     instruction = self._next(worker)
                     if isinstance(instruction, Stop):
                         return
-                    # There may be more to do, and another one looks after the relays now. Not all are woken for that:
-                    # where there are many, most have nothing to do, and waking them costs more than what they would do.
+                    # There may be more to do, and another worker watches the relays now. Only one is woken: of many
+                    # workers most have nothing to do, and waking them costs more than their work.
                     self._changed.notify()
                     connection = self._connections.take(instruction.source)
                     self._used_by[worker] = connection
@@ -205,7 +207,7 @@ class FetchPool(Generic[Unit]):
                 self._connections.close_idle()
 
     def _next(self, worker: WorkerIndex) -> Request[Unit] | Stop:
-        """What the worker does next; waits for it. Called under the lock."""
+        """Wait for the worker's next request, or the end. Called under the lock."""
         instruction = self._machine.next(worker)
         while not isinstance(instruction, Request | Stop):
             if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
@@ -216,10 +218,10 @@ class FetchPool(Generic[Unit]):
         return instruction
 
     def _wait(self) -> None:
-        """Until something changes, or the time is over. Called under the lock."""
+        """Wait until something changes, or the time is over. Called under the lock."""
         timeouts = self._settings.timeouts
         longest_s = min(timeouts.stall_timeout_s, timeouts.end_s() - time.monotonic())
-        # Only who waits for relays may have something better to do as time passes, and one worker looks for all.
+        # Only with relays may the passing of time bring work for a waiting worker; one worker checks for all.
         is_looking = self._has_relays and not self._is_looked_after
         if is_looking:
             self._is_looked_after = True
@@ -239,7 +241,7 @@ class FetchPool(Generic[Unit]):
         return self._num_sources < len(self._sources)
 
     def _tell_time(self) -> bool:
-        """Tells the machine the time; says whether waiting workers have something to do now. Called under the lock."""
+        """Pass the time to the machine; return whether waiting workers have work now. Called under the lock."""
         return self._machine.time_passed(time.monotonic() - self._started_s)
 
     def _connect(self, source: int) -> Connection:
@@ -291,19 +293,19 @@ class FetchPool(Generic[Unit]):
                 if self._machine.stopped is not None:
                     connection.close()
                     return
-                # First, because an error of the caller's own must end a fetch also at its last unit.
+                # First, because an error of the caller's callback must end a fetch even at its last unit.
                 self._report_progress(num_bytes)
                 self._log.received(request.source, num_bytes)
                 if self._machine.unit_landed(worker, unit):
                     self._wake_all()
                 is_cut_short = num_left > 0 and not self._machine.has_request(worker)
             if is_cut_short:
-                # Others fetch the rest; HTTP has no other way to say that it is not wanted any more.
+                # Other workers fetch the rest; HTTP has no other way to cancel a response.
                 connection.close()
                 return
         with self._changed:
             self._machine.request_cut(worker)
-            # Else this worker looks first what there is to do now, and wakes another one when it has found something.
+            # Otherwise this worker first looks for work, and wakes another worker when it has found some.
             if self._machine.stopped is not None or (self._has_relays and self._tell_time()):
                 self._wake_all()
 
@@ -319,14 +321,14 @@ class FetchPool(Generic[Unit]):
         return out_of_time
 
     def _abort(self, error: TransportError) -> None:
-        """Stops the machine and wakes every worker, also those that are reading."""
+        """Stop the machine and wake every worker, including those that are reading."""
         with self._changed:
             self._machine.abort(error)
             self._wake_all()
         self._interrupt_connections()
 
     def _wake_all(self) -> None:
-        """Has every worker look anew what there is to do. Called under the lock."""
+        """Make every worker check for work again. Called under the lock."""
         self._changed.notify_all()
         self._pausing.notify_all()
 
@@ -335,7 +337,7 @@ class FetchPool(Generic[Unit]):
             self._connections.interrupt()
 
     def _report_progress(self, num_bytes: int) -> None:
-        """So many more bytes have landed. Called under the lock."""
+        """Report ``num_bytes`` more landed bytes. Called under the lock."""
         self._done_bytes += num_bytes
         if self._settings.on_progress is not None:
             progress = FetchProgress(

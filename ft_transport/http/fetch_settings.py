@@ -1,4 +1,4 @@
-"""How one fetch goes about it, as one value that all its parts are handed."""
+"""The settings of one fetch, as one value for all its parts."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class FetchTimeout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchSettings:
-    """How to fetch.
+    """Settings of one fetch.
 
     Attributes:
-        num_connections: Parallel connections, at most one per chunk is used.
-        verify: Whether each chunk is compared with its digest as it lands, where the manifest has them.
-        max_failures: Failures in a row after which a source is given up.
-        keys: Those of the job, if it has any.
-        certificates: This side's, if it has any.
+        num_connections: Parallel connections; at most one per chunk is used.
+        verify: Whether each chunk is compared with its digest as it lands, if the manifest has digests.
+        max_failures: Consecutive failures after which a source is given up.
+        keys: The job's keys, if it has any.
+        certificates: This side's certificates, if it has any.
         unreachable_s: How long a source may be out of reach before the first byte, in seconds.
-        timeouts: Deadlines and the least throughput.
-        on_progress: Called after each chunk, from the fetching threads, one call at a time; must be quick.
-        replica: What the sources are told of who fetches, for their audit.
+        timeouts: Deadlines and the minimum throughput.
+        on_progress: Called after each chunk, on the fetching threads, one call at a time; must be quick.
+        replica: Name of this replica, for the sources' audit logs.
     """
 
     num_connections: int
@@ -76,7 +76,7 @@ class FetchSettings:
         num_connections: int,
         timeout: FetchTimeout,
     ) -> FetchSettings:
-        """The settings of a transport as those of one fetch; the deadlines begin now."""
+        """Return the settings of one fetch from those of a transport; the deadlines begin now."""
         unreachable = timeout.total if timeout.unreachable is None else timeout.unreachable
         return cls(
             num_connections=num_connections,
@@ -97,7 +97,7 @@ class FetchSettings:
         )
 
     def with_stall_timeout(self, longest_s: float) -> FetchSettings:
-        """The same, but for less patience with a silent peer."""
+        """Return the same settings with at most this stall timeout."""
         timeouts = self.timeouts
         shorter_s = min(longest_s, timeouts.stall_timeout_s)
         return replace(
@@ -108,7 +108,7 @@ class FetchSettings:
         )
 
     def connection_to(self, peer: PeerAddress) -> Connection:
-        """A connection that is made at its first request."""
+        """Return a connection that opens at its first request."""
         return Connection(
             peer,
             keys=self.keys,

@@ -1,4 +1,4 @@
-"""How long a peer may take: one value for all connections of a fetch."""
+"""The deadlines of a fetch, as one value for all its connections."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ft_transport.errors import DeadlineExceededError
 from ft_transport.http.peer_address import PeerAddress
 
 _CLOCK_TOLERANCE_S: Final = 0.001
-"""A wait may end this much before its time, because the system counts in milliseconds."""
+"""A wait may end this much early, because the system counts in milliseconds."""
 
 
 class Progress:
-    """When the data of a fetch last came on. Shared by its connections.
+    """The time of the last progress of a fetch. Shared by its connections.
 
     Args:
-        timeout_s: How long it may stand still, in seconds.
+        timeout_s: Longest time without progress, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -27,23 +27,23 @@ class Progress:
         self.last_s = time.monotonic()
 
     def note(self) -> None:
-        """Something has come, or this side was busy by itself."""
+        """Note that data came, or that this side was busy by itself."""
         self.last_s = time.monotonic()
 
 
 class Interruptible(Protocol):
-    """What waits for a peer."""
+    """A waiting object, such as a connection."""
 
     def interrupt(self) -> None:
-        """Ends the wait at once, and all waits to come. Thread-safe."""
+        """Ends the current wait and all future ones at once. Thread-safe."""
 
 
 class FetchHandle:
-    """Of a fetch that another thread watches, and may end whatever it waits for. Thread-safe.
+    """Lets another thread watch a fetch and end all its waits. Thread-safe.
 
     Attributes:
-        num_bytes: How many bytes of bodies have come so far, about.
-        reason: Why it was cancelled; empty while it was not.
+        num_bytes: Approximate bytes of bodies received so far.
+        reason: Why the fetch was cancelled; empty while it is not.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class FetchHandle:
         self._waiting: weakref.WeakSet[Interruptible] = weakref.WeakSet()
 
     def cancel(self, reason: str) -> None:
-        """Ends the fetch as if its deadline had passed."""
+        """End the fetch as if its deadline had passed."""
         with self._mutex:
             self.reason = self.reason or reason
             waiting = list(self._waiting)
@@ -61,7 +61,7 @@ class FetchHandle:
             each.interrupt()
 
     def add(self, waiting: Interruptible) -> None:
-        """Has `cancel` interrupt it as well."""
+        """Let `cancel` interrupt ``waiting`` as well."""
         with self._mutex:
             self._waiting.add(waiting)
             is_cancelled = bool(self.reason)
@@ -71,15 +71,15 @@ class FetchHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long a peer may take.
+    """Deadlines and the minimum throughput of one fetch.
 
     Attributes:
-        deadline_s: When all has to be done, on the monotonic clock.
-        connect_timeout_s: For one connection attempt, in seconds.
+        deadline_s: Deadline of the whole fetch, on the monotonic clock.
+        connect_timeout_s: Timeout of one connection attempt, in seconds.
         stall_timeout_s: The longest silence, and the head start that a slow body has before ``min_bytes_per_s`` counts.
-        min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
-        progress: Ends everything where no data comes for too long, however many requests are tried.
-        handle: Ends everything when another thread says so.
+        min_bytes_per_s: Minimum throughput, averaged over the request; a slower body is given up.
+        progress: Ends the fetch if no data comes for too long, however many requests are tried.
+        handle: Ends the fetch when another thread cancels it.
     """
 
     deadline_s: float
@@ -90,7 +90,7 @@ class Timeouts:
     handle: FetchHandle | None = None
 
     def end_s(self) -> float:
-        """When the deadline, or the time without progress, is over; the latter moves on with every byte."""
+        """Return when the deadline passes or the time without progress is over; every byte postpones the latter."""
         if self.handle is not None and self.handle.reason:
             return 0.0
         if self.progress is None:
@@ -102,14 +102,14 @@ class Timeouts:
         return time.monotonic() >= self.end_s() - _CLOCK_TOLERANCE_S
 
     def note_progress(self, num_bytes: int = 0) -> None:
-        """The time without progress begins anew; so many bytes have come."""
+        """Note progress of ``num_bytes``, and restart the time without progress."""
         if self.handle is not None:
             self.handle.num_bytes += num_bytes
         if self.progress is not None:
             self.progress.note()
 
     def reason(self) -> str:
-        """Why no more time is left."""
+        """Return why no time is left."""
         if self.handle is not None and self.handle.reason:
             return self.handle.reason
         if self.progress is not None and self.end_s() < self.deadline_s:
@@ -117,7 +117,7 @@ class Timeouts:
         return "the deadline passed"
 
     def check_deadline(self) -> None:
-        """To be called now and then by what takes long on this side, which counts as no lack of progress.
+        """Check the deadline during long work on this side, which counts as progress.
 
         Raises:
             DeadlineExceededError: The deadline passed.
@@ -127,10 +127,10 @@ class Timeouts:
         self.note_progress()
 
     def remaining_s(self, doing: str, peer: PeerAddress) -> float:
-        """Seconds left.
+        """Return the seconds left.
 
         Raises:
-            DeadlineExceededError: None are.
+            DeadlineExceededError: No time is left.
         """
         remaining_s = self.end_s() - time.monotonic()
         if remaining_s <= 0:

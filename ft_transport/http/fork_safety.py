@@ -1,4 +1,4 @@
-"""A forked child keeps no connection of its parent's alive, and no memory that was lent to it.
+"""Makes forked children close the connections and the borrowed memory of their parent.
 
 A child that the trainer forks, such as a worker of a data loader, inherits every descriptor. If the trainer dies, its
 peers would see their connections stay open and silent for as long as one such child lives, and wait for their stall
@@ -22,31 +22,31 @@ from ft_transport.runtime.handler_safety import Place, Places, SafeCondition
 
 _DESCRIPTORS: Final = "/dev/fd"
 _LONGEST_DELAY_S: Final = 5.0
-"""A fork that has waited as long for `delaying_forks` goes on, and its child may keep a socket."""
+"""Longest wait of a fork for `delaying_forks`; then the fork goes on, and its child may keep a socket."""
 
 
 class SocketHolder(Protocol):
-    """Whatever has sockets open."""
+    """An object with open sockets."""
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """Whether a socket belongs to it. Called in the child."""
+        """Returns whether a socket is the holder's. Called in the child."""
 
 
 class FileHolder(Protocol):
-    """Whatever has files open that are not its own."""
+    """An object with open files that are not its own."""
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """Says whether an open file is one of the holder's. Called in the child."""
+        """Returns whether an open file is one of the holder's. Called in the child."""
 
 
 making_socket: Final = threading.RLock()
-"""Held from the moment that a socket or a file exists until its holder knows it; a fork waits for that."""
+"""Held from the creation of a socket or file until its holder has it; forks wait for it."""
 _holders: weakref.WeakSet[SocketHolder] = weakref.WeakSet()
 _file_holders: weakref.WeakSet[FileHolder] = weakref.WeakSet()
 
 
 class _Gate:
-    """Lets a fork wait until nobody makes sockets that have no holder yet."""
+    """Lets a fork wait until no thread is making sockets that have no holder yet."""
 
     def __init__(self) -> None:
         self._changed = SafeCondition()
@@ -55,7 +55,7 @@ class _Gate:
     def enter(self) -> Place:
         with self._changed:
             place = self._inside.take()
-        return place  # noqa: RET504 - within the block a handler may raise behind it
+        return place  # noqa: RET504 - inside the block a handler could still raise after it
 
     def leave(self, place: Place) -> None:
         with self._changed:
@@ -75,9 +75,9 @@ _gate = _Gate()
 
 @contextlib.contextmanager
 def delaying_forks() -> Iterator[None]:
-    """Lets forks of other threads wait, for a while, until the end of the block.
+    """Delay forks of other threads, for a while, until the end of the block.
 
-    For code that makes sockets inside a library, where they are found only when the library is done. Several threads
+    For code that makes sockets inside a library, where they get a holder only when the library is done. Several threads
     may be inside at once.
     """
     gate = _gate
@@ -89,17 +89,17 @@ def delaying_forks() -> Iterator[None]:
 
 
 def close_in_children(holder: SocketHolder) -> None:
-    """Closes the holder's sockets in every child that is forked from now on, for as long as the holder lives."""
+    """Close the holder's sockets in every child forked from now on, while the holder lives."""
     _holders.add(holder)
 
 
 def close_files_in_children(holder: FileHolder) -> None:
-    """Closes the holder's files in every child that is forked from now on, for as long as the holder lives."""
+    """Close the holder's files in every child forked from now on, while the holder lives."""
     _file_holders.add(holder)
 
 
 def _before_fork() -> None:
-    # The gate first: who waits for a library must not keep others from making sockets.
+    # The gate first: a fork that waits for a library must not keep other threads from making sockets.
     _gate.close()
     making_socket.acquire()
 
@@ -110,7 +110,7 @@ def _after_fork() -> None:
 
 
 def _close_all() -> None:
-    global _gate  # noqa: PLW0603 - nobody inside the parent's ever leaves it here
+    global _gate  # noqa: PLW0603 - no thread inside the parent's gate leaves it here
     making_socket.release()
     _gate = _Gate()
     holders, file_holders = list(_holders), list(_file_holders)
@@ -132,13 +132,13 @@ def _close_all() -> None:
 def _open_descriptors() -> Iterable[int]:
     try:
         return [int(name) for name in os.listdir(_DESCRIPTORS)]
-    except OSError:  # The table is full, or there is no such directory.
+    except OSError:  # The table is full, or the directory does not exist.
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return range(soft_limit if 0 <= soft_limit < 1 << 16 else 1 << 16)
 
 
 def _is_of_any(holders: list[SocketHolder], file_holders: list[FileHolder], number: int) -> bool:
-    """Asks the system what the descriptor is, and not the objects that know of it: the fork may have come between."""
+    """Return whether a descriptor is a holder's, by asking the system: the fork may have split an update."""
     try:
         status = os.fstat(number)
     except OSError:

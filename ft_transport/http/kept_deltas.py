@@ -1,4 +1,4 @@
-"""The deltas that a server keeps for receivers that have one of the latest versions."""
+"""Caches deltas for receivers that have one of the latest versions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ft_transport.errors import StepNotServedError
 from ft_transport.wire.routes import parse_step
 
 _NUM_KEPT: Final = 4
-"""A receiver that missed more versions is behind by so much that chunks are hardly more."""
+"""For a receiver that missed more versions, chunks are hardly larger than deltas."""
 
 
 class KeptDeltas:
-    """The latest few deltas, each under the step that it is applied to. Thread-safe."""
+    """The latest few deltas, by the step to which they apply. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._by_base: OrderedDict[int, bytes] = OrderedDict()
 
     def keep(self, base: int, delta: bytes) -> None:
-        """Keep a delta, and let go of the oldest."""
+        """Cache a delta and evict the oldest."""
         with self._mutex:
             self._by_base.pop(base, None)
             self._by_base[base] = delta
@@ -29,10 +29,10 @@ class KeptDeltas:
                 self._by_base.popitem(last=False)
 
     def leading_from(self, step: str) -> memoryview:
-        """The delta that leads from a step to a later one.
+        """Return the delta from a step to a later one.
 
         Raises:
-            StepNotServedError: None is kept.
+            StepNotServedError: No delta from this step is cached.
         """
         base = parse_step(step)
         with self._mutex:

@@ -1,4 +1,4 @@
-"""Digests that come after the data: of a snapshot in shared memory, which is digested while it is sent."""
+"""Digests that are sent after the data: a snapshot in shared memory is digested while it is sent."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Views: TypeAlias = Callable[[int, int], Iterable[memoryview]]
 
 
 def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: int) -> tuple[int, ...]:
-    """The digests of all chunks.
+    """Fetch the digests of all chunks.
 
     Args:
-        connection: To the peer that served the data; it may have been closed for having been idle.
-        manifest: Of the snapshot.
-        max_failures: How often it may fail.
+        connection: Connection to the peer that served the data; it may have been closed while idle.
+        manifest: The snapshot's manifest.
+        max_failures: Failures after which the last error is raised.
 
     Raises:
-        PeerError: It cannot be reached, refuses, or answers outside the protocol.
-        ManifestError: What it sent are no digests.
+        PeerError: The peer cannot be reached, refuses, or violates the protocol.
+        ManifestError: The peer sent something other than digests.
         DeadlineExceededError: They did not come in time.
     """
     if not manifest.chunks.num_chunks:
@@ -64,13 +64,13 @@ def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
 def find_damaged(
     manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
 ) -> list[int]:
-    """The chunks whose bytes do not have the digest of the manifest.
+    """Return the chunks whose bytes do not match the digests of the manifest.
 
     Args:
-        manifest: With digests.
-        views: Of what was received, or lies there.
-        num_threads: Threads that read it.
-        chunks: Only these are looked at.
+        manifest: The manifest, with digests.
+        views: Views of the received or stored data.
+        num_threads: Threads that read the data.
+        chunks: Only these chunks are checked.
     """
     expected = manifest.digests
     assert expected is not None, "they have been asked for"
@@ -82,7 +82,7 @@ def find_damaged(
 def digest_chunks(
     manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
 ) -> list[int]:
-    """The digests of all chunks of data, or of these, in their order."""
+    """Return the digests of all chunks, or of ``chunks`` in their order."""
 
     def digest(chunk: int) -> int:
         return manifest.digester.digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
