@@ -108,7 +108,7 @@ async def _send_few(
     """Send a small body from the event loop: a thread would cost more than sending it."""
     num_bytes = content.end - content.position
     with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
-        # The event loop's own sendfile waits until the head of the answer has left its buffers.
+        # The loop's sendfile waits until the head of the response has left its buffers.
         sending = asyncio.get_running_loop().sendfile(transport, file, memory.start + content.position, num_bytes)
         try:
             await asyncio.wait_for(sending, timeout=stall_timeout_s)
@@ -324,7 +324,7 @@ def drop_connection(transport: asyncio.Transport) -> None:
 
 def _cut_off(connected: socket.socket) -> None:
     """Wake the sending thread; its call fails. Unsent bytes are dropped when the connection is closed."""
-    with contextlib.suppress(OSError):  # The receiver was faster.
+    with contextlib.suppress(OSError):  # The receiver disconnected first.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_UNSENT)
         connected.shutdown(socket.SHUT_RDWR)
 

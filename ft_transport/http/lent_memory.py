@@ -1,7 +1,7 @@
-"""The memory of a snapshot that a source on the same host lends: a descriptor to read from, until it is given back.
+"""Memory of a snapshot that a source on the same host lends: a descriptor to read from until it is returned.
 
-It is read with ``preadv``, which fills many tensors in one call without the interpreter. To map it and copy was slower:
-a page that is mapped for one look costs as much as copying it.
+It is read with ``preadv``, which fills many tensors in one call without the interpreter. Mapping and copying was
+slower: mapping a page for one use costs as much as copying it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ft_transport.http.same_host import is_own_user, is_sealed
 from ft_transport.wire.same_host import DONE, HELD, LENT, MemoryTicket, socket_name
 
 _MAX_BUFFERS: Final = 1024
-"""Of one call: ``IOV_MAX`` of Linux."""
+"""Maximum per call: ``IOV_MAX`` of Linux."""
 
 
 class LentMemory:
-    """A connection to the source, and what it has lent. A context manager that gives it back.
+    """A connection to the source and the memory that it lends; a context manager that returns the memory.
 
-    `read` and `is_held` may be called by several threads at once, `interrupt` by any; the rest belongs to one.
+    Several threads may call `read` and `is_held` at once, and any thread `interrupt`; one thread calls the rest.
 
     Args:
-        name: As the source told it.
-        timeout_s: For each wait, in seconds.
+        name: The socket's name, as the source announced it.
+        timeout_s: Timeout of each wait, in seconds.
 
     Raises:
         PeerUnreachableError: The source is not on this host, or does not answer.
-        PeerProtocolError: It is another user's.
+        PeerProtocolError: The source is another user's process.
     """
 
     def __init__(self, name: str, *, timeout_s: float) -> None:
@@ -54,7 +54,7 @@ class LentMemory:
         try:
             self._socket.settimeout(timeout_s)
             self._socket.connect(remote)
-            # With a timeout Python waits for data also where it is told not to.
+            # With a timeout, Python waits for data even in calls that should not wait.
             self._socket.setblocking(False)
             if not is_own_user(self._socket):
                 raise PeerProtocolError("expected a source of the same user at the socket of this host")
@@ -71,7 +71,7 @@ class LentMemory:
         self.close()
 
     def close(self) -> None:
-        """Gives the memory back. Nobody may be reading any more."""
+        """Return the memory. No thread may be reading any more."""
         self._socket.close()
         if self._memory is not None:
             self._memory.close()
@@ -89,16 +89,16 @@ class LentMemory:
         return self._file == (status.st_dev, status.st_ino)
 
     def borrow(self, ticket: MemoryTicket) -> None:
-        """Shows the ticket, and keeps what comes for it. Called once.
+        """Show the ticket and take the memory that the source sends. Called once.
 
         Raises:
             PeerUnreachableError: Nothing came.
-            PeerProtocolError: The snapshot is gone, or what came cannot be trusted to stay.
+            PeerProtocolError: The snapshot no longer exists, or its memory could change or shrink.
         """
         try:
             self._socket.sendall(ticket.ticket.encode())
             self._wait()
-            # No fork comes between: a child would keep what it inherits.
+            # No fork may come between: a child would keep the inherited descriptor.
             with making_socket:
                 answer, lent, _flags, _address = socket.recv_fds(self._socket, len(LENT), 1, socket.MSG_CMSG_CLOEXEC)
                 if lent:
@@ -110,14 +110,14 @@ class LentMemory:
             raise PeerUnreachableError(f"the socket of this host broke: {error}") from error
 
     def read(self, buffers: Sequence[memoryview], start: int) -> None:
-        """Fills buffers with the data from byte ``start`` on.
+        """Fill buffers with the data from byte ``start`` on.
 
         Args:
-            buffers: Writable bytes, one behind the other; none is empty.
-            start: Of the data.
+            buffers: Writable bytes, filled in order; none is empty.
+            start: Position in the data.
 
         Raises:
-            OSError: The memory cannot be read, or is shorter than was said.
+            OSError: The memory cannot be read, or is shorter than announced.
         """
         assert self._memory is not None, "after borrow"
         descriptor, position, left = self._memory.fileno(), self._data_start + start, list(buffers)
@@ -135,7 +135,7 @@ class LentMemory:
                 left[0] = left[0][num_bytes:]
 
     def is_held(self) -> bool:
-        """Whether the source has not taken the memory back so far, as far as is known here."""
+        """Whether the source still lends the memory, as far as this side knows."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
@@ -144,7 +144,7 @@ class LentMemory:
             return False
 
     def was_held(self) -> bool:
-        """Gives the memory back; says whether it stayed as it was until now, by the source's own word."""
+        """Give the memory back; return whether the source says that it was unchanged until now."""
         try:
             self._socket.sendall(DONE)
             self._wait()
@@ -153,7 +153,7 @@ class LentMemory:
             return False
 
     def interrupt(self) -> None:
-        """Ends what another thread is waiting for. Thread-safe."""
+        """End another thread's wait. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -164,7 +164,7 @@ class LentMemory:
             raise TimeoutError(f"nothing came for {self._timeout_s:.3g} s")
 
     def _take(self, descriptor: int) -> None:
-        """Owns a descriptor by an object, which closes it once, whatever a signal handler raises from here on."""
+        """Give the descriptor to an object that closes it once, even if a signal handler raises."""
         try:
             self._memory = io.FileIO(descriptor)
         except OSError:  # a directory

@@ -1,4 +1,4 @@
-"""The body of an answer with relayed chunks: each as soon as it lands, whichever it is (``wire.relayed``)."""
+"""The body of a response with relayed chunks: each is sent as soon as it lands, in any order (``wire.relayed``)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.relayed import HEADER, answer_bytes
 
 _LOOK_S: Final = 0.1
-"""How often an answer that waits for its next chunk looks whether the receiver is still there."""
+"""Interval at which a response that waits for its next chunk checks whether the receiver is still connected."""
 
 
 class RelayedChunks:
     """See ``body_sender.Content``.
 
     Args:
-        follower: Tells of the chunks; closed by the caller.
-        pause_s: How long it waits for each chunk that has not landed yet; then it ends early.
+        follower: Reports landed chunks; the caller closes it.
+        pause_s: Longest wait for the next chunk, in seconds; then the response ends early.
     """
 
     def __init__(self, follower: Follower, *, pause_s: float) -> None:
@@ -58,15 +58,15 @@ class RelayedChunks:
             start, end, header = self._next_chunk(encrypted)
             encrypted.sendall(header)
             self.position += len(header)
-            # Looked up for each piece: a slow receiver keeps this waiting between them, and what the trainer frees
-            # meanwhile must not be read here. In the other way the kernel reads, which bears that.
+            # Looks up the memory for each piece: a slow receiver delays the loop, and the trainer may free memory
+            # meanwhile, which must not be read here. Without TLS the kernel reads it, which is safe.
             for at in range(start, end, PIECE_BYTES):
                 for view in self._views(at, min(end, at + PIECE_BYTES)):
                     encrypted.sendall(view)
                     self.position += len(view)
 
     def _next_chunk(self, connected: PacedSocket | EncryptedSocket) -> tuple[int, int, memoryview]:
-        """Where one lies that is there, and its header."""
+        """Return the range of the next landed chunk, and its header."""
         chunk = self._follower.next(0.0)
         if chunk is None:
             chunk = self._await_chunk(connected)
@@ -75,7 +75,7 @@ class RelayedChunks:
 
     def _await_chunk(self, connected: PacedSocket | EncryptedSocket) -> int:
         until_s = time.monotonic() + self._pause_s
-        # The end of the chunk before would wait until that is acknowledged (man 7 tcp).
+        # Otherwise the end of the previous chunk would wait for an acknowledgement (man 7 tcp).
         connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connected.pace.held_up():
             while (chunk := self._follower.next(min(_LOOK_S, until_s - time.monotonic()))) is None:
@@ -94,6 +94,6 @@ class RelayedChunks:
         try:
             return self._views_of(start, end)
         except RestoreError as error:
-            # The trainer has freed what it received: whoever asks next is told so before it waits for an answer.
+            # The trainer has freed the received data: the next request is refused before it waits for chunks.
             self._relay.end()
             raise ConnectionAbortedError(str(error)) from error

@@ -1,7 +1,7 @@
-"""What this process is receiving, passed on to others who receive the same: each chunk as soon as it is verified.
+"""Passes the data that this process is receiving on to other receivers: each chunk as soon as it is verified.
 
-The bytes are sent from where they were received to, without a copy. Nothing here makes sure that they stay as they are:
-whoever takes them compares them with digests from a source, and asks somebody else where they have changed.
+The bytes are sent from the destination memory, without a copy. Nothing here ensures that they stay unchanged: receivers
+compare them with digests from a source, and ask another peer if they have changed.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.relayed import chunks_of
 
 Views: TypeAlias = Callable[[int, int], Sequence[memoryview]]
-"""Views that cover bytes ``[start, end)`` of the data once, in order; whoever has the function keeps the memory alive.
-Called by any thread."""
+"""Returns views that cover bytes ``[start, end)`` of the data once, in order; the function keeps the memory alive.
+Called by any thread.
+"""
 
 _IDLE_S: Final = 10.0
-"""How long what is here whole is kept for others without a request."""
+"""How long a complete relay stays open for other receivers without a request."""
 _TICK_S: Final = 1.0
 
 
 class Relay:
-    """One content that is being received. Thread-safe.
+    """One content that this process receives and passes on. Thread-safe.
 
     Args:
-        content: Which it is.
-        step: The committed step that it shows.
-        chunks: How it divides.
-        views: Where it lies.
-        missing: The chunks that are yet to come; all others are there.
+        content: Id of the content.
+        step: The committed step of the content.
+        chunks: Division of the content into chunks.
+        views: Returns views of the destination memory.
+        missing: Chunks that have yet to land; all others are there.
 
     Attributes:
-        content: Which it is.
-        step: The committed step that it shows.
-        chunks: How it divides.
-        end_s: When it ends unless it is asked for, once all is there; monotonic seconds.
+        content: Id of the content.
+        step: The committed step of the content.
+        chunks: Division of the content into chunks.
+        end_s: When a complete relay ends unless it is requested; monotonic seconds.
     """
 
     def __init__(
@@ -61,31 +62,31 @@ class Relay:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is sent."""
+        """Whether no more chunks are sent."""
         return self._views is None
 
     @property
     def furthest(self) -> int:
-        """How many chunks that receiver has received which has received most, of all that this one has heard of."""
+        """The largest number of chunks that any receiver, as far as known here, has received."""
         return max(self._has_landed.count(1) - self._num_there, self._furthest)
 
     def heard(self, num_landed: int) -> None:
-        """Another receiver has received so many chunks. Called by any thread."""
+        """Note that another receiver has received ``num_landed`` chunks. Called by any thread."""
         self._furthest = max(self._furthest, min(num_landed, self.chunks.num_chunks))
 
     def has(self, chunk: int) -> bool:
-        """Whether the chunk is there and verified."""
+        """Whether the chunk has landed and is verified."""
         return bool(self._has_landed[chunk])
 
     def landed(self, chunk: int) -> None:
-        """A chunk is there and verified. Called by any thread."""
+        """Note that a chunk has landed and is verified. Called by any thread."""
         self._has_landed[chunk] = 1
-        # A follower that comes meanwhile looks for what is there when it is among them.
+        # A follower that is added meanwhile looks for landed chunks once it is in the tuple.
         for follower in self._followers:
             follower.landed(chunk)
 
     def landed_but_for(self, missing: Collection[int]) -> None:
-        """All chunks but these are there and verified, before any has been received."""
+        """Note that all chunks but ``missing`` are there and verified, before any was received."""
         has_landed = bytearray(b"\x01" * self.chunks.num_chunks)
         for chunk in missing:
             has_landed[chunk] = 0
@@ -95,11 +96,11 @@ class Relay:
             follower.look()
 
     def follow(self, chunks: Iterable[int], on_first: Callable[[], None]) -> Follower:
-        """Whoever is to be told of these chunks, until it is closed; what is there comes first, in this order.
+        """Return a follower of these chunks, closed by the caller; it reports present ones first, in this order.
 
         Args:
-            chunks: Which.
-            on_first: Called by any thread when the first one is there, or when this ends.
+            chunks: The chunks to follow.
+            on_first: Called by any thread when the first chunk has landed, or when the relay ends.
         """
         follower = Follower(self, chunks, on_first)
         with self._mutex:
@@ -110,30 +111,30 @@ class Relay:
         return follower
 
     def unfollow(self, follower: Follower) -> None:
-        """The follower is told no more. May be called twice."""
+        """Remove a follower. May be called twice."""
         with self._mutex:
             self._followers = tuple(each for each in self._followers if each is not follower)
 
     def touch(self) -> None:
-        """Somebody has asked for it."""
+        """Note a request: a complete relay stays open for another while."""
         if self.end_s != float("inf"):
             self.end_s = time.monotonic() + _IDLE_S
 
     def complete(self) -> None:
-        """All is there: it is kept for others for a while."""
+        """Note that all chunks are there; the relay stays open for a while."""
         self.end_s = time.monotonic() + _IDLE_S
 
     def end(self) -> None:
-        """Sends nothing more but what is on its way already. May be called twice, and returns at once."""
+        """Stop sending, except bytes already in flight. May be called twice, and returns at once."""
         self._views = None
         for follower in self._followers:
             follower.end()
 
     def views(self) -> Views:
-        """Where it lies.
+        """Return the function that returns views of the data.
 
         Raises:
-            PeerNotReadyError: It has ended.
+            PeerNotReadyError: The relay has ended.
         """
         views = self._views
         if views is None:
@@ -142,11 +143,11 @@ class Relay:
 
 
 class Follower:
-    """Chunks that one answer is to have, as they land. Told by any thread, asked by one.
+    """Reports the chunks of one response as they land. Any thread may report chunks; one thread reads them.
 
     Attributes:
-        relay: What they are of.
-        chunks: All of them; of those that are there an earlier one goes first.
+        relay: The relay of the chunks.
+        chunks: All requested chunks; of the landed ones, the earliest in this order goes first.
     """
 
     def __init__(self, relay: Relay, chunks: Iterable[int], on_first: Callable[[], None]) -> None:
@@ -160,30 +161,30 @@ class Follower:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a chunk is there, or the relay has ended."""
+        """Whether a chunk has landed, or the relay has ended."""
         return not self._ready.empty()
 
     def landed(self, chunk: int) -> None:
-        """The chunk is there. Called by any thread."""
+        """Note that the chunk has landed. Called by any thread."""
         try:
             self._wanted.remove(chunk)
         except KeyError:
-            # No business of this one, or another thread has told of it.
+            # The chunk was not requested, or another thread has reported it.
             return
         self._tell(chunk)
 
     def look(self) -> None:
-        """Chunks may be there of which it has not been told."""
+        """Check for landed chunks that were not reported."""
         for chunk in self.chunks:
             if chunk in self._wanted and self.relay.has(chunk):
                 self.landed(chunk)
 
     def end(self) -> None:
-        """The relay has ended."""
+        """Note that the relay has ended."""
         self._tell(None)
 
     def next(self, within_s: float) -> int | None:
-        """The first one of the chunks that are there; ``None`` if none is within so many seconds, or the relay ends."""
+        """Return the first landed chunk; ``None`` if none lands within ``within_s``, or the relay ends."""
         with contextlib.suppress(Empty):
             if not self._in_turn and within_s > 0:
                 self._take(self._ready.get(timeout=within_s))
@@ -193,14 +194,14 @@ class Follower:
             return None
         chunk = self.chunks[heapq.heappop(self._in_turn)]
         if not self.relay.has(chunk):
-            # It was damaged, and is fetched again.
+            # The chunk was damaged, and is being fetched again.
             self._wanted.add(chunk)
             self.look()
             return None
         return chunk
 
     def close(self) -> None:
-        """The follower is told no more. May be called twice."""
+        """Close this subscription. Idempotent."""
         self.relay.unfollow(self)
 
     def _take(self, chunk: int | None) -> None:
@@ -215,10 +216,10 @@ class Follower:
 
 
 class Relays:
-    """All that is passed on at the moment. Thread-safe, but for `follow`, which belongs to the server's event loop.
+    """All open relays. Thread-safe, except `follow`, which runs on the server's event loop.
 
     Args:
-        loop: The server's.
+        loop: The server's event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -226,26 +227,26 @@ class Relays:
         self._mutex = threading.Lock()
         self._by_content: dict[ContentId, Relay] = {}
         self._waiting: dict[ContentId, list[asyncio.Future[None]]] = {}
-        """Futures of the requests that wait for a content to begin."""
+        """Futures of requests that wait for a relay of a content."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_open(self) -> int:
-        """How many contents are passed on."""
+        """Number of open relays."""
         return len(self._by_content)
 
     def begin(self, relay: Relay) -> None:
-        """Passes on what comes from now on; one of the same content that is there already ends."""
+        """Open a relay; an earlier one of the same content ends."""
         with self._mutex:
             earlier = self._by_content.pop(relay.content, None)
             self._by_content[relay.content] = relay
         if earlier is not None:
             earlier.end()
-        with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
+        with contextlib.suppress(RuntimeError):  # A shutdown closed the loop.
             self._loop.call_soon_threadsafe(self._begun, relay.content)
 
     def end_all(self) -> None:
-        """Passes nothing more on. Costs nothing where there is nothing."""
+        """End all relays. Costs nothing if there is none."""
         if not self._by_content:
             return
         with self._mutex:
@@ -255,16 +256,16 @@ class Relays:
             relay.end()
 
     async def follow(self, content: ContentId, ranges: Sequence[tuple[int, int]], *, wait_s: float) -> Follower:
-        """Waits until the first of some chunks is there; to be closed by the caller.
+        """Wait until the first of the requested chunks has landed; return a follower, which the caller closes.
 
         Args:
-            content: Of which content.
-            ranges: Bytes of the data, half-open, of whole chunks; of those that are there an earlier one goes first.
-            wait_s: The longest that it waits, in seconds.
+            content: The content of the chunks.
+            ranges: Half-open byte ranges of whole chunks; of the landed ones, the earliest in this order goes first.
+            wait_s: Longest wait, in seconds.
 
         Raises:
-            PeerNotReadyError: None is there in time.
-            ConfigurationError: These are no ranges of whole chunks.
+            PeerNotReadyError: None has landed in time.
+            ConfigurationError: The ranges are not of whole chunks.
         """
         until_s = self._loop.time() + wait_s
         while True:
@@ -289,11 +290,11 @@ class Relays:
                 raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
 
     async def _follow(self, relay: Relay, chunks: Sequence[int], until_s: float) -> Follower | None:
-        """Whoever has the first of these chunks; ``None`` if there is none in time, or the relay has ended."""
+        """Return a follower once it has a chunk; ``None`` if none lands in time, or the relay has ended."""
         told: asyncio.Future[None] = self._loop.create_future()
 
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
+            with contextlib.suppress(RuntimeError):  # A shutdown closed the loop.
                 self._loop.call_soon_threadsafe(_set_done, told)
 
         follower = relay.follow(chunks, tell)
@@ -309,7 +310,7 @@ class Relays:
 
     @contextlib.contextmanager
     def _told_of(self, content: ContentId) -> Iterator[asyncio.Future[None]]:
-        """A future that is done as soon as the content begins."""
+        """Yield a future that completes when a relay of the content opens."""
         told = self._loop.create_future()
         waiting = self._waiting.setdefault(content, [])
         waiting.append(told)

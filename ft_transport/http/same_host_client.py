@@ -1,7 +1,7 @@
-"""Fetching the data of a snapshot from a source on the same host: straight out of its memory.
+"""Fetches the data of a snapshot from a source on the same host, straight out of the source's memory.
 
-Whatever goes wrong here is left to the ordinary way, chunk by chunk; only the deadline, and what the receiver's own
-code raises, end a fetch.
+After any failure here, the caller fetches over HTTP, chunk by chunk; only the deadline and errors of the receiver's own
+code end a fetch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ft_transport.wire.strided import Memory
 logger = logging.getLogger(__name__)
 
 _WAIT_S: Final = 5.0
-"""For a process of this host that does nothing but answer."""
+"""Timeout for a process of this host that only has to answer."""
 _MAX_TICKET_BYTES: Final = 4096
 _LOOK_S: Final = 1.0
-"""For the kernel of this host, where very many are at a source's socket."""
+"""Timeout of the kernel's queue, if very many receivers connect to a source's socket."""
 _PIECE_BYTES: Final = 512 << 10
-"""Is digested while it is in the processor's nearest large cache; smaller ones cost more for each."""
+"""A piece is digested while in the processor's nearest large cache; smaller pieces cost more overhead."""
 
 
 def is_on_this_host(source: Connection) -> bool:
-    """Whether a source is on this host, and lends this process the memory of its snapshot.
+    """Whether a source is on this host and lends its snapshot's memory to this process.
 
     Args:
-        source: The connection to it; its manifest came over it.
+        source: The connection to the source over which the manifest came.
     """
     if source.same_host is None:
         return False
@@ -60,19 +60,19 @@ def fetch_from_memory(
     chunks: Sequence[int],
     num_threads: int,
 ) -> Sequence[int]:
-    """Copies chunks out of the memory of the source, if that is on this host.
+    """Copy chunks from the source's memory, if the source is on this host.
 
     Args:
-        connection: To the source; its manifest came over it.
-        manifest: Of the snapshot.
-        destination: Where the bytes go.
-        settings: How to fetch.
-        chunks: Which, ascending.
-        num_threads: That copy and digest.
+        connection: The connection to the source over which the manifest came.
+        manifest: The snapshot's manifest.
+        destination: Memory to fill.
+        settings: Settings of the fetch.
+        chunks: Chunks to copy, ascending.
+        num_threads: Threads that copy and digest.
 
     Returns:
-        The chunks that have yet to be fetched: all, some or none of them. What has landed was verified, if that is
-        asked for and the manifest has digests; else the source has said that the snapshot was kept all the while.
+        The chunks that have yet to be fetched: all, some or none of them. Copied chunks are verified if the settings
+        ask for it and the manifest has digests; otherwise the source has confirmed that the snapshot was unchanged.
 
     Raises:
         DeadlineExceededError: The deadline passed.
@@ -85,7 +85,7 @@ def fetch_from_memory(
     try:
         lent = _borrowed(name, connection, manifest, settings)
     except TransportError as error:
-        # If the deadline was it, the ordinary way says so at once.
+        # If the deadline passed, the fetch over HTTP reports it at once.
         logger.debug("the memory of %s is not to be had on this host: %s", connection.peer, error)
         return chunks
     with lent:
@@ -105,7 +105,7 @@ def fetch_from_memory(
 
 def _borrowed(name: str, connection: Connection, manifest: Manifest, settings: FetchSettings) -> LentMemory:
     peer, timeouts = str(connection.peer), settings.timeouts
-    # Here first: of a source on another host nothing is asked.
+    # Connects first: a source on another host gets no request.
     lent = LentMemory(
         name, timeout_s=min(_WAIT_S, timeouts.remaining_s("asking for memory on this host", connection.peer))
     )
@@ -131,7 +131,7 @@ def _borrowed(name: str, connection: Connection, manifest: Manifest, settings: F
 
 
 class _Copying:
-    """The threads that copy, and what they have copied."""
+    """The copying threads and their progress."""
 
     def __init__(
         self,
@@ -161,19 +161,19 @@ class _Copying:
         self._ended: set[int] = set()
 
     def run(self, num_threads: int) -> None:
-        """Copies on this thread and others; returns or raises when none of them writes any more."""
+        """Copy on this thread and others; return or raise when none of them writes any more."""
         threads = [
             SafeThread(target=self._work_on_thread, args=(index,), name=f"ft-transport-copy-{index}", daemon=True)
             for index in range(1, min(num_threads, len(self._chunks)))
         ]
         try:
             for thread in threads:
-                with contextlib.suppress(ThreadRefusedError):  # There is no further thread: the others do its part.
+                with contextlib.suppress(ThreadRefusedError):  # No further thread: the others do its part.
                     thread.start()
             self._work()
         except BaseException as error:
             self._fail(error)
-        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one.
+        # Not Thread.join: after a signal handler raises in it, it takes a running thread for an ended one.
         while len(self._ended) < sum(thread.ident is not None for thread in threads):
             try:
                 self._ends.get()
@@ -183,8 +183,8 @@ class _Copying:
             raise self._error
 
     def left(self) -> list[int]:
-        """What has not landed."""
-        # Without a digest, what was copied after the source took the memory back may be of another snapshot.
+        """Return the chunks that have not landed."""
+        # Without digests, bytes copied after the source reclaimed the memory may be of another snapshot.
         if self._digests is None and not self._lent.was_held():
             return list(self._chunks)
         return [chunk for chunk in self._chunks if chunk not in self._landed]
@@ -228,13 +228,13 @@ class _Copying:
                     self._landed.add(chunk)
                     self._report(end - start)
             elif not self._lent.is_held():
-                # A newer snapshot takes its place: the ordinary way says so.
+                # A newer snapshot replaces it: the fetch over HTTP reports that.
                 self._is_over = True
 
     def _copy(self, chunk: int, start: int, end: int) -> bool:
-        """Says whether what is there now is the chunk."""
+        """Copy a chunk; return whether the destination holds the chunk now."""
         lent = self._lent
-        # With digests a source that has died costs nothing: its memory lives on here.
+        # With digests, a source that has exited does not matter: this process keeps its memory alive.
         if self._digests is None and not lent.is_held():
             return False
         views = [view for view in self._destination.buffers(start, end) if view]
@@ -254,7 +254,7 @@ class _Copying:
         return hasher.intdigest() == self._digests[chunk]
 
     def _report(self, num_bytes: int) -> None:
-        """So many more bytes have landed. Called under the lock."""
+        """Report ``num_bytes`` more landed bytes. Called under the lock."""
         self._done_bytes += num_bytes
         on_progress = self._settings.on_progress
         if on_progress is None:
@@ -274,7 +274,7 @@ class _Copying:
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in pieces of about `_PIECE_BYTES`, each of many small views or of a part of a large one."""
+    """Yield the bytes in pieces of about `_PIECE_BYTES`: many small views, or a part of a large one."""
     piece: list[memoryview] = []
     piece_bytes = 0
     for view in views:

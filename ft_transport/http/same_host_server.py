@@ -1,12 +1,12 @@
-"""The socket where receivers on the same host get descriptors of the memory that snapshots lie in.
+"""The socket that gives receivers on the same host descriptors of the memory of snapshots.
 
-A stranger gets none: the kernel says who is at the other end (``SO_PEERCRED``), and any other user is turned away
-unheard. The others show a ticket, which the HTTP server gives to whoever may fetch (``wire.same_host``). What they get
-is sealed, so that they cannot change it, and opened anew, only to be read.
+Other users get none: the kernel reports the user at the other end (``SO_PEERCRED``), and any other user is refused
+unread. Receivers show a ticket, which the HTTP server gives to clients that may fetch (``wire.same_host``). The memory
+is sealed, so that receivers cannot change it, and its descriptor is opened again, read-only.
 
-Whoever has a descriptor is a reader as any other: its snapshot is kept as long as its connection is open, but no longer
-than a slow receiver may take, and it is cut off where a newer snapshot wants the memory. It can still look into the
-memory then, at whatever that holds; so a receiver believes digests, or what the source says at the end.
+A receiver with a descriptor is a reader like any other: the cache keeps its snapshot while its connection is open, but
+no longer than a slow receiver may take, and cuts the receiver off when a newer snapshot needs the memory. It can still
+read the memory then, with any content; so a receiver trusts digests, or the source's word at the end.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ft_transport.wire.served import MemoryFile, Snapshot
 _MAX_CONNECTIONS: Final = 64
 _MAX_TICKETS: Final = 256
 _TICKET_S: Final = 10.0
-"""How long a ticket counts, and how long a connection may be open without one."""
+"""How long a ticket is valid, and how long a connection may be open without one."""
 _BACKLOG: Final = 64
 _NO_DESCRIPTOR_PAUSE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """What a ticket stands for."""
+    """The snapshot that a ticket stands for."""
 
     step: int
     snapshot_id: SnapshotId
@@ -48,18 +48,18 @@ class _Promise:
 
 
 class SameHostServer:
-    """Lends the memory of snapshots to receivers on this host. Belongs to the server's event loop.
+    """Lends the memory of snapshots to receivers on this host. Used only on the server's event loop.
 
     Args:
-        cache: What is served.
-        name: Drawn at random; receivers are told.
+        cache: The served snapshots.
+        name: The socket's random name, which receivers get over HTTP.
         stall_timeout_s: How long a receiver may take for 4 MiB, in seconds.
 
     Attributes:
-        name: As above.
+        name: The socket's name.
 
     Raises:
-        OSError: This system has no such sockets.
+        OSError: This system has no abstract unix sockets.
     """
 
     def __init__(self, cache: SnapshotCache, *, name: str, stall_timeout_s: float) -> None:
@@ -84,16 +84,16 @@ class SameHostServer:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``http.fork_safety``. Whatever was accepted has the address of the listener."""
+        """See ``http.fork_safety``. Accepted sockets have the address of the listener."""
         return candidate.family == socket.AF_UNIX and candidate.getsockname() == self._address
 
     def start(self) -> None:
-        """Accepts from now on. On the event loop."""
+        """Start to accept connections. On the event loop."""
         self._loop = asyncio.get_running_loop()
         self._resume()
 
     def stop(self) -> None:
-        """Takes back what is lent, and accepts nobody. On the event loop."""
+        """Reclaim lent memory, and accept no further connection. On the event loop."""
         if self._resuming is not None:
             self._resuming.cancel()
         self._loop.remove_reader(self._listening.fileno())
@@ -102,15 +102,15 @@ class SameHostServer:
         self.close()
 
     def close(self) -> None:
-        """Lets go of a listener that never started, or has stopped."""
+        """Close a listener that never started, or has stopped."""
         self._listening.close()
 
     def can_lend(self, snapshot: Snapshot) -> bool:
-        """Whether `ticket_for` has a ticket for this one."""
+        """Whether `ticket_for` returns a ticket for this snapshot."""
         return isinstance(snapshot.memory, MemoryFile) and is_sealed(snapshot.memory.descriptor)
 
     def ticket_for(self, snapshot: Snapshot) -> MemoryTicket | None:
-        """A ticket for a snapshot's memory; ``None`` if that cannot be lent."""
+        """Return a ticket for a snapshot's memory; ``None`` if it cannot be lent."""
         memory = snapshot.memory
         if not isinstance(memory, MemoryFile) or not is_sealed(memory.descriptor):
             return None
@@ -123,14 +123,14 @@ class SameHostServer:
         return MemoryTicket(ticket, memory.data_start, snapshot.total_bytes - len(snapshot.header))
 
     def redeem(self, ticket: str, reader: Reader) -> Reading | None:
-        """Begins reading what a ticket stands for, once; ``None`` for no ticket, or if the snapshot is gone."""
+        """Redeem a ticket once; return ``None`` if it is invalid or its snapshot is no longer served."""
         promise = self._promises.pop(ticket, None)
         if promise is None or promise.until_s <= time.monotonic():
             return None
         return self._cache.read(promise.step, snapshot_id=promise.snapshot_id, reader=reader)
 
     def patience_s(self, num_bytes: int) -> float:
-        """How long a receiver may keep so many bytes: as long as a slow one may take over a connection."""
+        """Return how long a receiver may hold ``num_bytes``: as long as a slow transfer over HTTP."""
         return self._stall_timeout_s * (1 + num_bytes / CHUNK_BYTES)
 
     def _resume(self) -> None:
@@ -142,7 +142,7 @@ class SameHostServer:
             accepted, _ = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError:  # No descriptor is left: receivers fetch in the ordinary way.
+        except OSError:  # No descriptor is left: receivers fetch over HTTP.
             self._loop.remove_reader(self._listening.fileno())
             self._resuming = self._loop.call_later(_NO_DESCRIPTOR_PAUSE_S, self._resume)
             return
@@ -153,7 +153,7 @@ class SameHostServer:
 
 
 class _Lending:
-    """One connection: a ticket comes, a descriptor goes, and the snapshot is kept until the end."""
+    """One connection: it gets a ticket, sends a descriptor, and keeps the snapshot until the end."""
 
     def __init__(
         self,
@@ -174,13 +174,13 @@ class _Lending:
         self._overdue = loop.call_later(_TICKET_S, self.close)
 
     def close(self) -> None:
-        """Ends the connection, and lets the snapshot go."""
+        """End the connection, and release the snapshot."""
         if self._is_closed:
             return
         self._is_closed = True
         self._overdue.cancel()
         self._loop.remove_reader(self._connected.fileno())
-        with contextlib.suppress(OSError):  # Also where a child that was just forked has a copy.
+        with contextlib.suppress(OSError):  # Ends it even if a child that was just forked has a copy.
             self._connected.shutdown(socket.SHUT_RDWR)
         self._connected.close()
         self._end_reading()
@@ -208,7 +208,7 @@ class _Lending:
                 self._lend(self._received.decode("ascii", "replace"))
 
     def _confirm(self, received: bytes) -> None:
-        """The receiver has copied everything, while the snapshot was kept."""
+        """Confirm that the snapshot was kept until the receiver had copied everything."""
         self._end_reading()
         with contextlib.suppress(OSError):
             self._connected.send(HELD if received == DONE else GONE)
@@ -231,7 +231,7 @@ class _Lending:
                 socket.send_fds(self._connected, [LENT], [lent])
             finally:
                 os.close(lent)
-        except OSError:  # It is gone, or there is no such directory.
+        except OSError:  # The memory was closed, or ``/proc`` is missing.
             self.close()
             return
         self._overdue.cancel()
@@ -246,5 +246,5 @@ class _Lending:
 
         try:
             self._loop.call_soon_threadsafe(close)
-        except RuntimeError:  # The loop was closed, and every connection before it.
+        except RuntimeError:  # The loop was closed, after every connection.
             ended()

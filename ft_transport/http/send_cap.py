@@ -1,9 +1,9 @@
-"""The share of the network that a server takes: bodies are sent in pieces, each when the cap has room for it.
+"""Limits the server's share of the network: bodies are sent in pieces, each when the limit allows.
 
 A trainer shares the machine with the threads that send its state: the kernel copies each byte on the trainer's cores,
-and over the network that its gradients need. The cap is one for all bodies, whoever they are for and however they are
-sent. It is kept by pieces of 25 milliseconds: it holds for any short while too, and the sending threads ask the trainer
-for its interpreter only a few times in each.
+and sends it over the network that its gradients need. One limit covers all bodies, for any receiver and any way of
+sending. Pieces of 25 milliseconds enforce it: the limit holds over any short interval too, and the sending threads take
+the interpreter from the trainer only a few times in each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ft_transport.wire.chunks import CHUNK_BYTES
 _PIECE_S: Final = 0.025
 _LEAST_PIECE_BYTES: Final = 4 << 10
 _CREDIT_S: Final = 0.04
-"""Sleeping threads wake up late: so much is made up for, and no more, after a pause."""
+"""Sleeping threads wake up late: after a pause, a thread may catch up by this much."""
 _UNCAPPED_PIECE_BYTES: Final = 1 << 62
 _CLOSED_BY_PEER: Final = getattr(select, "POLLRDHUP", 0)
 
@@ -35,7 +35,7 @@ class SendCap:
         clock: Monotonic seconds.
 
     Attributes:
-        piece_bytes: How much is asked for at once at most.
+        piece_bytes: Maximum size of one grant.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class SendCap:
         self.piece_bytes: int = max(_LEAST_PIECE_BYTES, min(CHUNK_BYTES, int(bytes_per_s * _PIECE_S)))
 
     def grant(self, num_bytes: int) -> float:
-        """When so many bytes may be sent, in seconds from now; those who ask first come first."""
+        """Return the seconds until ``num_bytes`` may be sent; callers are served in order."""
         now_s = self._clock()
         with self._mutex:
             start_s = max(self._free_s, now_s - _CREDIT_S)
@@ -54,37 +54,37 @@ class SendCap:
         return start_s - now_s
 
     def take_back(self, num_bytes: int) -> None:
-        """So many bytes that were granted were not sent."""
+        """Return unused bytes to the budget."""
         with self._mutex:
             self._free_s -= num_bytes / self._bytes_per_s
 
 
 class Pace:
-    """How fast one body is sent. Belongs to the thread that sends it, but for `waited_s`.
+    """The throughput limit of one body. Used only by the thread that sends it, except `waited_s`.
 
     Args:
-        connected: Where it goes. Its end ends a wait.
-        cap: For all bodies of the server; ``None`` for none.
+        connected: Socket to the receiver; its closing ends a wait.
+        cap: Limit for all bodies of the server; ``None`` for none.
     """
 
     def __init__(self, connected: socket.socket, cap: SendCap | None) -> None:
         self._connected = connected
         self._cap = cap
         self._held_up: tuple[float, float | None] = (0.0, None)
-        """How long so far, and since when now; one value, for others look at it."""
+        """Total wait so far, and start of the current wait; one value, because other threads read it."""
         self._poll = select.poll()
         self.piece_bytes: int = cap.piece_bytes if cap is not None else _UNCAPPED_PIECE_BYTES
 
     def waited_s(self) -> float:
-        """How long it has been held up so far, in seconds. Called by any thread."""
+        """Return the seconds of waiting so far. Called by any thread."""
         waited_s, began_s = self._held_up
         return waited_s + (time.monotonic() - began_s if began_s is not None else 0.0)
 
     def admit(self, num_bytes: int) -> None:
-        """Returns when so many bytes, at most ``piece_bytes``, may be sent; nothing may be pinned meanwhile.
+        """Wait until ``num_bytes``, at most ``piece_bytes``, may be sent; no memory may be pinned meanwhile.
 
         Raises:
-            ConnectionResetError: The connection has ended meanwhile.
+            ConnectionResetError: The connection ended meanwhile.
         """
         if self._cap is None:
             return
@@ -94,7 +94,7 @@ class Pace:
         until_s = time.monotonic() + left_s
         with self.held_up():
             while left_s > 0:
-                # Not time.sleep: whoever ends the connection waits for this thread.
+                # Not time.sleep: the thread that ends the connection waits for this one.
                 if self.has_ended(left_s):
                     self._cap.take_back(num_bytes)
                     raise ConnectionResetError("the connection has ended")
@@ -102,7 +102,7 @@ class Pace:
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
-        """Counts the time of the block to `waited_s`: the receiver has nothing to take meanwhile."""
+        """Add the time of the block to `waited_s`: the receiver has nothing to take meanwhile."""
         self._held_up = self._held_up[0], time.monotonic()
         try:
             yield
@@ -110,22 +110,22 @@ class Pace:
             self._held_up = self.waited_s(), None
 
     def has_ended(self, within_s: float) -> bool:
-        """Waits at most so long for the end of the connection, at either side; says whether that has come."""
+        """Wait at most ``within_s`` for either side to end the connection; return whether it ended."""
         self._poll.register(self._connected, _CLOSED_BY_PEER)
         return bool(self._poll.poll(within_s * 1e3))
 
     def unsent(self, num_bytes: int) -> None:
-        """So many of the bytes that were admitted were not sent after all."""
+        """Return admitted but unsent bytes to the budget."""
         if self._cap is not None and num_bytes:
             self._cap.take_back(num_bytes)
 
 
 class PacedSocket:
-    """A blocking socket to which one body is sent at a pace.
+    """A blocking socket to which one body is sent under a throughput limit.
 
     Args:
         raw: The socket.
-        pace: The pace.
+        pace: The limit.
     """
 
     def __init__(self, raw: socket.socket, pace: Pace) -> None:
@@ -133,7 +133,7 @@ class PacedSocket:
         self.pace = pace
 
     def sendall(self, data: memoryview) -> None:
-        """Sends all of ``data``; blocks."""
+        """Send all of ``data``; blocks."""
         piece_bytes = self.pace.piece_bytes
         for start in range(0, len(data), piece_bytes):
             piece = data[start : start + piece_bytes]
@@ -141,7 +141,7 @@ class PacedSocket:
             self.raw.sendall(piece)
 
     def send_file(self, descriptor: int, position: int, num_bytes: int) -> int:
-        """Sends the beginning of a part of a file; blocks. Returns how much it was; 0 behind the file's end."""
+        """Send the beginning of a part of a file; return the bytes sent, 0 after the file's end. Blocks."""
         num_bytes = min(num_bytes, self.pace.piece_bytes)
         self.pace.admit(num_bytes)
         sent = os.sendfile(self.raw.fileno(), descriptor, position, num_bytes)

@@ -1,7 +1,7 @@
-"""Fetching what a receiver in another layout needs: planned reads from several sources, each byte into its place.
+"""Fetches data for a receiver with another layout: planned reads from several sources, each byte into its final memory.
 
-What is asked of whom is decided by ``wire.reshard``, ``wire.fetch`` and ``wire.read_work``; the threads are those of
-``http.fetch_pool``.
+``wire.reshard``, ``wire.fetch`` and ``wire.read_work`` decide which source to ask for what; ``http.fetch_pool`` runs
+the threads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ft_transport.wire.strided import Memory, put
 logger = logging.getLogger(__name__)
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
-"""Smaller pieces are received together and copied: each piece of a read costs the system more than a copy of it."""
+"""Smaller pieces are received together and copied: a separate piece of a read costs more than a copy."""
 
 
 class Source(NamedTuple):
-    """Who serves, and what."""
+    """A serving peer and its manifest."""
 
     peer: PeerAddress
     manifest: Manifest
@@ -42,16 +42,16 @@ def fetch_slices(
     destination: Memory,
     settings: FetchSettings,
 ) -> None:
-    """Fetches what is wanted into ``destination``; returns when every byte landed, and was verified if that is asked.
+    """Fetch ``wanted`` into ``destination``; return when every byte has landed, verified if the settings ask for it.
 
     Args:
-        sources: What they serve is all of one step.
-        wanted: What is needed, and who has it.
+        sources: Sources, all with the same step.
+        wanted: The needed parts, and the sources that have each.
         destination: The receiver's data. After an error its content is undefined.
-        settings: How to fetch.
+        settings: Settings of the fetch.
 
     Raises:
-        RestoreError: The sources do not have all that is wanted; nothing was fetched then.
+        RestoreError: The sources lack a part of ``wanted``; nothing was fetched.
         FetchFailedError: No source could deliver the rest; carries each failure.
         DeadlineExceededError: The deadline passed first.
     """
@@ -75,7 +75,7 @@ def fetch_slices(
 
 
 class _SliceWire:
-    """Requests for frames of slices, each of which is answered with its digest behind it."""
+    """Requests frames of slices; the response has each frame's digest after it."""
 
     def __init__(
         self, manifests: Sequence[Manifest], planner: Planner, destination: Memory, *, is_verified: bool
@@ -118,7 +118,7 @@ class _SliceWire:
             if run_start is None:
                 run_start = filled
                 views.append(staging[run_start:end])
-            else:  # What is staged side by side is received as one.
+            else:  # Adjacent staged pieces are received as one.
                 views[-1] = staging[run_start:end]
             filled = end
         what = f"a frame with parts of {frame[0].wanted.path}"

@@ -1,4 +1,4 @@
-"""The receiver's side of frames of slices (``wire.slices``): asked for many at once, each with its digest behind it."""
+"""The receiver's side of frames of slices (``wire.slices``): many per request, each followed by its digest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ft_transport.wire.slices import FRAME_DIGEST_BYTES, SliceFrame, answer_byte
 
 
 def ask_for_frames(connection: Connection, manifest: Manifest, frames: Sequence[SliceFrame]) -> HTTPResponse:
-    """Asks a source for frames of its snapshot.
+    """Request frames of a source's snapshot.
 
     Returns:
-        The answer, of which each frame is to be received in turn; then ``connection.end_response`` ends it.
+        The response: receive each frame in turn, then call ``connection.end_response``.
 
     Raises:
-        MessageDamagedError: It has another length than they.
+        MessageDamagedError: The response's length differs from that of the frames.
         PeerError: The source refuses, or cannot be reached.
     """
     response = connection.get(
@@ -45,18 +45,18 @@ def receive_frame(
     is_verified: bool,
     what: str,
 ) -> None:
-    """Receives the next frame of an answer.
+    """Receive the next frame of a response.
 
     Args:
-        connection: Where it comes.
-        manifest: Of the source.
-        frame: As it was asked for.
-        views: Where its bytes go, in their order.
-        is_verified: Whether its digest is compared.
-        what: Says in an error what it is.
+        connection: The connection to the source.
+        manifest: The source's manifest.
+        frame: The frame as it was requested.
+        views: Memory for its bytes, in order.
+        is_verified: Whether to compare its digest.
+        what: Description of the frame, for errors.
 
     Raises:
-        IntegrityError: It has another digest. Its bytes are in ``views`` already.
+        IntegrityError: The frame has another digest. Its bytes are in ``views`` already.
     """
     told = bytearray(FRAME_DIGEST_BYTES)
     connection.read_into([*views, memoryview(told)])

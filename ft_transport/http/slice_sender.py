@@ -1,4 +1,4 @@
-"""Sending slices: what a receiver in another layout needs of a snapshot, frame by frame, each with its digest."""
+"""Sends slices of a snapshot to a receiver with another layout, frame by frame, each with its digest."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame, fram
 from ft_transport.wire.strided import copy_out
 
 _LEAST_SENDFILE_BYTES: Final = 64 << 10
-"""Below, a copy costs less than a system call of its own."""
+"""Below this size, a copy costs less than a separate system call."""
 
 
 def send_frames(
     connected: PacedSocket | EncryptedSocket, snapshot: Snapshot, frames: Sequence[SliceFrame]
 ) -> Iterator[int]:
-    """Sends the frames of a request; blocks. Yields after each piece how many bytes it had.
+    """Send the frames of a request; yield the number of bytes after each piece. Blocks.
 
     Args:
-        connected: Where they go.
-        snapshot: What is sent.
-        frames: What is asked for; inside the data.
+        connected: Socket to the receiver.
+        snapshot: The snapshot.
+        frames: The requested frames, inside the data.
 
     Raises:
         SnapshotError: The data is lost, or a slice reaches from one tensor into another.
-        OSError: The receiver is gone.
+        OSError: The receiver disconnected.
     """
     memory = snapshot.memory
     largest = max(sum(piece.num_bytes for piece in frame) for frame in frames)
@@ -39,7 +39,7 @@ def send_frames(
         filled = 0
         only = frame[0]
         if isinstance(memory, MemoryFile) and len(frame) == 1 and _is_worth_sendfile(only):
-            # The digest brings it to the processor's cache; the kernel sends the pages themselves.
+            # The digest brings the data into the processor's cache; the kernel sends the pages themselves.
             hasher.update(memory.data[only.start : only.end])
             if isinstance(connected, EncryptedSocket):
                 yield from _encrypt(connected, memory.data[only.start : only.end])

@@ -1,4 +1,4 @@
-"""A socket whose reads end in time, as ``http.client`` takes one."""
+"""A socket with a deadline for reads, in the form that ``http.client`` takes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ft_transport.tls import CERTIFICATE_VARIABLE
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _ALERT: Final = b"\x15\x03"
-"""How a server that expects TLS answers anything else; no head of an answer begins so."""
+"""Beginning of a TLS server's answer to anything but TLS; no HTTP response begins with it."""
 
 
 class TimedSocket:
-    """What http.client asks of a socket; its reads end at ``read_until_s``, however the bytes trickle.
+    """The part of a socket that http.client uses; reads end at ``read_until_s``, however the bytes trickle.
 
     Attributes:
         raw: The socket.
-        tls: Encrypts all that is sent, and decrypts all that comes; ``None`` without TLS.
+        tls: Encrypts sent and decrypts received bytes; ``None`` without TLS.
     """
 
     def __init__(self, raw: socket.socket) -> None:
@@ -37,35 +37,35 @@ class TimedSocket:
         self._wakes_at_bytes = 1
 
     def arm(self) -> None:
-        """Lets the next call on the socket take no longer than until ``read_until_s``."""
+        """Limit the next call on the socket to ``read_until_s``."""
         remaining_s = self.read_until_s - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
         self.raw.settimeout(remaining_s)
 
     def block(self, at_most_s: float) -> None:
-        """Lets reads wait in the kernel, for about ``at_most_s`` or until all that they ask for is there.
+        """Let reads wait in the kernel for about ``at_most_s``, or until they are complete.
 
-        With a timeout of its own, Python asks for each part of a read whether it is there, and is woken for each.
+        With a timeout, Python polls for each part of a read, and is woken for each.
         """
         self.raw.settimeout(None)
         microseconds = max(1, round(at_most_s * 1e6))
         self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
 
     def wake_at(self, num_bytes: int) -> None:
-        """Lets the system wake a waiting read once so many bytes are there, and not for each segment (man 7 socket).
+        """Wake a waiting read after ``num_bytes``, and not after each segment (man 7 socket).
 
-        The caller makes sure that as many are still to come.
+        The caller ensures that at least as many bytes are still to come.
         """
-        # With TLS, some of what is still to come may have been taken from the socket already.
+        # With TLS, some of those bytes may have been taken from the socket already.
         if num_bytes != self._wakes_at_bytes and sys.platform == "linux" and self.tls is None:
             self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._wakes_at_bytes = num_bytes
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Fills the views, in order, with what comes next; returns how many bytes those are, 0 at the end.
+        """Fill the views, in order, with the next bytes; return their number, 0 at the end.
 
-        Waits for all of it where nothing bounds a read but what `block` allows.
+        After `block`, waits until all views are full or its time is over.
 
         Raises:
             OSError: The connection broke, or the wait was too long (``BlockingIOError`` after `block`).
@@ -78,11 +78,11 @@ class TimedSocket:
         return self.raw.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
 
     def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
-        """Where http.client reads the head of an answer from."""
+        """Return the file from which http.client reads the head of a response."""
         return io.BufferedReader(_Borrowed(self))
 
     def sendall(self, data: bytes) -> None:
-        """Sends a request, in time."""
+        """Send a request before the deadline."""
         self.arm()
         if self.tls is not None:
             self.tls.sendall(data)
@@ -90,11 +90,11 @@ class TimedSocket:
             self.raw.sendall(data)
 
     def close(self) -> None:
-        """Nothing: http.client closes after the head of an answer that ends its connection, before the body."""
+        """Do nothing: http.client closes after the head of a connection's last response, before its body."""
 
 
 class _Borrowed(io.RawIOBase):
-    """Reads the head of an answer from the timed socket, and no further once that is complete.
+    """Reads the head of a response from the timed socket, and nothing after it.
 
     Closing it leaves the socket open for the next request.
     """
@@ -119,7 +119,7 @@ class _Borrowed(io.RawIOBase):
             )
         self._is_at_start = False
         if not got and self._timed.in_head:
-            # http.client would take what has come of the head for a whole one.
+            # http.client would take a part of the head for all of it.
             raise ConnectionResetError("the peer closed the connection before the end of the answer's head")
         return got
 

@@ -1,7 +1,7 @@
-"""TLS between two peers, apart from any socket: what comes goes in as records, and what leaves comes out as records.
+"""TLS between two peers without a socket: takes received records, and returns records to send.
 
-So the owner of the socket waits for it in the way that it always does, with its own deadlines, and a body may be
-encrypted by another thread than the one that has answered the request.
+So the owner of the socket waits for it with its own methods and deadlines, and another thread than the one that
+answered the request may encrypt the body.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE
 from ft_transport.wire.key import Bytes
 
 MAX_RECORD_BYTES: Final = 16 << 10
-"""Of one record's content (RFC 8446, section 5.1)."""
+"""Maximum length of one record's content (RFC 8446, section 5.1)."""
 PLAIN_ALERT: Final = bytes((0x15, 3, 3, 0, 2, 2, 40))
-"""A fatal ``handshake_failure``, before anything is encrypted (RFC 8446, section 6): the answer to plain HTTP."""
+"""A fatal ``handshake_failure``, unencrypted (RFC 8446, section 6): the answer to plain HTTP."""
 
 _HTTP: Final = re.compile(rb"[A-Z]{3}")
-"""How an answer of HTTP begins, and a request; no record does, nor does one with a bit changed."""
+"""The beginning of an HTTP request or response; no record begins so, not even with one bit changed."""
 _NOTHING_IN_COMMON: Final = frozenset(
     {
         "INSUFFICIENT_SECURITY",
@@ -36,23 +36,23 @@ _NOTHING_IN_COMMON: Final = frozenset(
 
 
 class TLSRefusedError(Exception):
-    """One side does not take the other for a peer; no further attempt can succeed. The text says which and why."""
+    """One side rejects the other; no retry can succeed. The text says which side and why."""
 
 
 class TLSBrokenError(ConnectionError):
-    """What came is not what the other end has sent, as far as can be told; another attempt may succeed."""
+    """The received bytes are apparently not those that the other end sent; a retry may succeed."""
 
 
 class TLSChannel:
     """One end of a TLS connection. Used by one thread at a time.
 
     Args:
-        context: Of this end; ``ft_transport.tls``.
+        context: This end's context; see ``ft_transport.tls``.
         server_hostname: On the client's end, the host or address that the peer's certificate has to be valid for.
             ``None`` on the server's end.
 
     Attributes:
-        is_ended: Whether the other end has said that nothing more comes.
+        is_ended: Whether the other end has announced the end of its data.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server_hostname: str | None) -> None:
@@ -71,28 +71,28 @@ class TLSChannel:
             ) from error
 
     def feed(self, data: Bytes) -> None:
-        """Takes what has come."""
+        """Take received bytes."""
         if len(self._first) < 3:
             self._first += bytes(data[: 3 - len(self._first)])
         self._incoming.write(data)
 
     def take(self) -> bytes:
-        """What has to be sent now."""
+        """Return the bytes to send now."""
         return self._outgoing.read()
 
     @property
     def must_send(self) -> bool:
-        """Whether `take` has something."""
+        """Whether `take` returns any bytes."""
         return bool(self._outgoing.pending)
 
     def shake_hands(self) -> bool:
-        """Goes on with the handshake as far as what has come allows; returns whether it is complete.
+        """Continue the handshake with the received bytes; return whether it is complete.
 
         Raises:
-            TLSRefusedError: One side refuses the other. `take` may have an alert that says so.
-            TLSBrokenError: What came is no TLS.
+            TLSRefusedError: One side refuses the other. `take` may return an alert about it.
+            TLSBrokenError: The received bytes are not TLS.
         """
-        # Before TLS sees it: it would complain of a version.
+        # Checked before TLS, which would complain of a version.
         if _HTTP.fullmatch(self._first):
             raise TLSRefusedError("expected TLS, the peer speaks without it")
         try:
@@ -104,14 +104,14 @@ class TLSChannel:
         return True
 
     def read_into(self, view: memoryview) -> int:
-        """Decrypts into the view, one record at most; 0 where no whole record has come, or none will.
+        """Decrypt one record at most into the view; return 0 without a whole record, or at the end.
 
         Raises:
-            TLSRefusedError: The other end refuses this one after all: in TLS 1.3 it does so after the handshake.
-            TLSBrokenError: It is no record, or was changed.
+            TLSRefusedError: The other end refuses this one: in TLS 1.3 it does so after the handshake.
+            TLSBrokenError: The record is malformed or was changed.
         """
         try:
-            # With a buffer it returns a number.
+            # With a buffer, ``read`` returns a number.
             got = cast(int, self.object.read(min(len(view), MAX_RECORD_BYTES), view))
         except ssl.SSLWantReadError:
             return 0
@@ -124,12 +124,12 @@ class TLSChannel:
         return got
 
     def write(self, data: Bytes) -> None:
-        """Encrypts all of ``data``; `take` has it then."""
+        """Encrypt all of ``data`` for `take`."""
         self.object.write(data)
 
     def end(self) -> None:
-        """Says that nothing more is sent (RFC 8446, section 6.1); `take` has it then."""
-        with contextlib.suppress(ssl.SSLError, ValueError):  # It would wait for the other end's word.
+        """Prepare the end of this side's data (RFC 8446, section 6.1) for `take`."""
+        with contextlib.suppress(ssl.SSLError, ValueError):  # unwrap would wait for the other end.
             self.object.unwrap()
 
     def _failure(self, error: ssl.SSLError) -> TLSRefusedError | TLSBrokenError:
@@ -142,7 +142,7 @@ class TLSChannel:
         if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return TLSRefusedError(f"the {other} has shown no certificate")
         if reason in _NOTHING_IN_COMMON:
-            # No peer that has another version is of the job; one whose first words were changed on their way is.
+            # No member has another version; a member's first bytes may have been changed on the way.
             return TLSBrokenError(f"expected TLS 1.2 or later with a cipher of both sides: {_words(reason)}")
         if "_ALERT_" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
             words = _words(reason.partition("_ALERT_")[2])

@@ -1,8 +1,8 @@
 """The server's end of TLS, between asyncio's transport and the protocol that answers requests.
 
-Not asyncio's own: a thread that sends a body has to encrypt on the connection that the event loop has begun, and
-asyncio shares its state of TLS with nobody. A body that a thread wrote to the socket beside it would go out in the
-clear. Here `TLSTransport.lend` hands that state over, and the loop leaves it alone until it is back.
+asyncio's own TLS does not suffice: a thread that sends a body has to encrypt on the connection that the event loop has
+begun, and asyncio does not share its TLS state. A body that a thread wrote to the socket directly would be plain text.
+Here `TLSTransport.lend` hands that state over, and the loop does not touch it until it is returned.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
 _MAX_OUTSIDE: Final = 128
-"""Connections whose handshake is under way, or has failed; one more ends the oldest."""
+"""Maximum number of connections whose handshake is running or has failed; one more ends the oldest."""
 _LINGERING_S: Final = 1.0
-"""How long a refused peer is still listened to: closed at once, the connection would lose the alert that says why."""
+"""How long a refused connection stays open: closed at once, it would lose the alert with the reason."""
 _TOLD_AGAIN_S: Final = 60.0
 _MAX_TOLD: Final = 256
 
 
 class TLSAcceptor:
-    """Makes the protocols of connections that have to begin with a handshake. Belongs to the event loop.
+    """Makes the protocols of connections that begin with a handshake. Used only on the event loop.
 
     Args:
-        certificates: This side's.
+        certificates: This side's certificates.
     """
 
     def __init__(self, certificates: Certificates) -> None:
@@ -44,21 +44,21 @@ class TLSAcceptor:
     def protocol(
         self, make_protocol: Callable[[], asyncio.BaseProtocol], *, refused: Callable[[], object] = lambda: None
     ) -> TLSProtocol:
-        """The protocol of one connection.
+        """Return the protocol of one connection.
 
         Args:
-            make_protocol: Makes the one inside, once both sides have shown their certificates.
-            refused: Called instead, when the connection has ended without one.
+            make_protocol: Makes the inner protocol, once both sides have shown their certificates.
+            refused: Called when the connection has ended without an inner protocol.
         """
         return TLSProtocol(self, make_protocol, refused)
 
     def close(self) -> None:
-        """Ends all connections whose handshake is not over."""
+        """End all connections whose handshake is not complete."""
         for protocol in tuple(self._outside):
             protocol.abort()
 
     def begin(self, protocol: TLSProtocol) -> TLSChannel:
-        """Counts a connection, and says what its handshake is done with."""
+        """Count a connection, and return the channel for its handshake."""
         if len(self._outside) >= _MAX_OUTSIDE:
             oldest = next(iter(self._outside))
             self.end(oldest)
@@ -67,11 +67,11 @@ class TLSAcceptor:
         return TLSChannel(self._certificates.for_server(), server_hostname=None)
 
     def end(self, protocol: TLSProtocol) -> None:
-        """The handshake has succeeded, or the connection is over."""
+        """Note that a connection's handshake has succeeded, or that the connection has ended."""
         self._outside.pop(protocol, None)
 
     def tell(self, host: str, why: str) -> None:
-        """Logs why a peer was refused, once a minute for each host, and for so many hosts that nobody fills the log."""
+        """Log why a peer was refused: once a minute per host, for at most `_MAX_TOLD` hosts."""
         now_s = time.monotonic()
         self._told_s = {each: told_s for each, told_s in self._told_s.items() if now_s - told_s < _TOLD_AGAIN_S}
         if host not in self._told_s and len(self._told_s) < _MAX_TOLD:
@@ -80,7 +80,7 @@ class TLSAcceptor:
 
 
 class TLSProtocol(asyncio.Protocol):
-    """One connection: handshake, then what comes is decrypted for the protocol inside."""
+    """One connection: performs the handshake, then decrypts received bytes for the inner protocol."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class TLSProtocol(asyncio.Protocol):
             self._inside.protocol.resume_writing()
 
     def abort(self) -> None:
-        """Ends the connection at once."""
+        """End the connection at once."""
         if self._raw is not None:
             self._raw.abort()
 
@@ -189,15 +189,15 @@ class TLSProtocol(asyncio.Protocol):
 
 
 class TLSTransport(asyncio.Transport):
-    """What the protocol inside writes to: asyncio's transport, but for the encryption.
+    """The inner protocol's transport: asyncio's transport with encryption.
 
     Args:
-        raw: Asyncio's.
-        channel: After the handshake.
-        protocol: The one inside.
+        raw: asyncio's transport.
+        channel: The channel after the handshake.
+        protocol: The inner protocol.
 
     Attributes:
-        protocol: The same.
+        protocol: The inner protocol.
     """
 
     def __init__(self, raw: asyncio.Transport, channel: TLSChannel, protocol: asyncio.Protocol) -> None:
@@ -210,14 +210,14 @@ class TLSTransport(asyncio.Transport):
         self._is_reading = True
 
     def lend(self) -> TLSChannel:
-        """Hands the state of TLS to a thread; until `give_back` nothing here reads, writes or closes by it."""
+        """Lend the TLS state to a thread; until `give_back` this object neither reads, writes nor closes with it."""
         assert not self._is_lent, "one body at a time is sent on a connection"
         self._is_lent = True
         self._raw.pause_reading()
         return self._channel
 
     def give_back(self) -> None:
-        """The thread is done with the state; what waited meanwhile is done."""
+        """Take the TLS state back from the thread, and catch up on delayed writes and reads."""
         self._is_lent = False
         unwritten, self._unwritten = self._unwritten, []
         self.writelines(unwritten)
@@ -225,7 +225,7 @@ class TLSTransport(asyncio.Transport):
             self._raw.resume_reading()
 
     def deliver(self) -> None:
-        """Decrypts what has come, and passes it on."""
+        """Decrypt received bytes for the inner protocol."""
         assert not self._is_lent, "nothing is read meanwhile"
         channel = self._channel
         buffer = memoryview(bytearray(MAX_RECORD_BYTES))
@@ -273,7 +273,7 @@ class TLSTransport(asyncio.Transport):
         """See ``asyncio.BaseTransport``."""
         if not self._is_lent and not self._raw.is_closing() and not self._raw.get_write_buffer_size():
             self._channel.end()
-            # If there is room for it, as there is unless the peer does not read; nobody waits for that.
+            # Sent only if the socket has room, as it has unless the peer does not read; nothing waits for that.
             with contextlib.suppress(OSError):
                 os.write(self._raw.get_extra_info("socket").fileno(), self._channel.take())
         self._raw.close()

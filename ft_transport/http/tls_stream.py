@@ -1,4 +1,4 @@
-"""The receiver's end of a TLS connection, over a blocking socket whose waits somebody else bounds."""
+"""The receiver's end of a TLS connection, over a blocking socket whose timeouts the caller sets."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ft_transport.http.tls_channel import TLSChannel, TLSRefusedError
 from ft_transport.tls import Certificates
 
 _BUFFER_BYTES: Final = 256 << 10
-"""Taken from the socket at once; stays in the processor's cache until it is decrypted."""
+"""Bytes read from the socket at once; they stay in the processor's cache until they are decrypted."""
 _ALERT_WAIT_S: Final = 1.0
-"""How long an alert is waited for where a request could not be sent."""
+"""Longest wait for an alert after a request could not be sent."""
 _MAX_READS_FOR_ALERT: Final = 3
 
 
 class TLSStream:
-    """Encrypts what is sent on a socket, and decrypts what comes. Belongs to whoever has the socket.
+    """Encrypts sent and decrypts received bytes. Used only by the socket's thread.
 
     Args:
-        raw: Connected.
+        raw: The connected socket.
         peer: The server; its certificate has to be valid for the peer's host, unless the files say otherwise.
-        certificates: This side's.
+        certificates: This side's certificates.
 
     Raises:
-        PeerAuthenticationError: The host's name can be in no certificate.
+        PeerAuthenticationError: No certificate can contain the host's name.
     """
 
     def __init__(self, raw: socket.socket, peer: PeerAddress, certificates: Certificates) -> None:
@@ -41,10 +41,10 @@ class TLSStream:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def shake_hands(self, arm: Callable[[], None]) -> None:
-        """Returns when the handshake is over; in TLS 1.3 the server may refuse this side yet.
+        """Perform the handshake; in TLS 1.3 the server may still refuse this side afterwards.
 
         Args:
-            arm: Called before each wait, to bound it.
+            arm: Called before each wait, to set its timeout.
 
         Raises:
             PeerAuthenticationError: One side refuses the other.
@@ -67,19 +67,19 @@ class TLSStream:
                     raise ConnectionResetError("the server closed the connection in the handshake of TLS")
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Fills the views, in order, with what comes next, as far as it has come; 0 at the end.
+        """Fill the views, in order, with the bytes that have come; return their number, 0 at the end.
 
-        Waits once for the network at most, so that its caller sees how time passes, however the bytes trickle.
+        Waits for the network at most once, so that the caller can check deadlines, however the bytes trickle.
 
         Raises:
-            BlockingIOError: Nothing has come yet, or a part of a record.
+            BlockingIOError: Nothing has come yet, or only a part of a record.
             PeerAuthenticationError: The server has refused this side.
             OSError: The connection broke, or the wait was too long.
         """
         got = self._decrypt_into(views)
         if got or self._channel.is_ended:
             return got
-        # Whatever is there: it is decrypted while more comes, which a wait for all of it would not let happen.
+        # Takes only the present bytes, to decrypt them while more come; a wait for all would prevent that.
         self._feed()
         got = self._decrypt_into(views)
         if not got and not self._channel.is_ended:
@@ -87,7 +87,7 @@ class TLSStream:
         return got
 
     def sendall(self, data: bytes) -> None:
-        """Sends a request.
+        """Send a request.
 
         Raises:
             PeerAuthenticationError: The server has refused this side.
@@ -115,7 +115,7 @@ class TLSStream:
         except TLSRefusedError as error:
             raise self._refused(error) from error
         finally:
-            # Such as the answer to a new key.
+            # For example, the response to a new key.
             if self._channel.must_send:
                 with contextlib.suppress(OSError):
                     self._flush()
@@ -133,7 +133,7 @@ class TLSStream:
             self._raw.sendall(data)
 
     def _raise_if_refused(self) -> None:
-        """Looks for the reason why the server has closed the connection before it got a request."""
+        """Raise the alert, if any, of a server that closed the connection before it got a request."""
         self._raw.settimeout(_ALERT_WAIT_S)
         one = memoryview(bytearray(1))
         with contextlib.suppress(OSError):

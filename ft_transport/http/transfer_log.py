@@ -1,4 +1,4 @@
-"""How much of one fetch came from whom, over which interface, in what time: what its record says of its transfers."""
+"""Sums up the transfers of one fetch for its record: bytes, peer, interface and time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TransferLog:
     """Sums up requests by peer. Not thread-safe: its owner calls it under one lock.
 
     Args:
-        peers: By the index that is told below.
-        num_sources: So many of them are sources, the others relays.
+        peers: The peers, by the index that the methods take.
+        num_sources: The first this many of ``peers`` are sources; the others are relays.
     """
 
     def __init__(self, peers: Sequence[PeerAddress], *, num_sources: int) -> None:
@@ -37,18 +37,18 @@ class TransferLog:
         self._flows: dict[int, _Flow] = {}
 
     def begun(self, peer: int) -> None:
-        """A request to a peer begins."""
+        """Note the start of a request to a peer."""
         now_s = time.monotonic()
         self._flows.setdefault(peer, _Flow(began_s=now_s, ended_s=now_s))
 
     def received(self, peer: int, num_bytes: int) -> None:
-        """So much more has come from it, and is verified."""
+        """Note ``num_bytes`` more verified bytes from a peer."""
         flow = self._flows[peer]
         flow.num_bytes += num_bytes
         flow.ended_s = time.monotonic()
 
     def ended(self, peer: int, connection: Connection, *, num_opened_before: int) -> None:
-        """A request to it has ended, well or not."""
+        """Note the end of a request to a peer, successful or not."""
         flow = self._flows[peer]
         flow.ended_s = time.monotonic()
         flow.num_connections += connection.num_opened - num_opened_before
@@ -56,7 +56,7 @@ class TransferLog:
         flow.peer_address = connection.reached or flow.peer_address
 
     def transfers(self) -> list[Transfer]:
-        """What came from each peer that was asked."""
+        """Return the transfers from each requested peer."""
         by_address = {str(address): name for address, name in interfaces().items()}
         return [
             Transfer(
@@ -74,10 +74,10 @@ class TransferLog:
 
 
 def interface_of(local_address: str, by_address: dict[str, str]) -> str:
-    """The interface that has an address of this host; the loopback has all that begin with 127."""
+    """Return the interface with this local address; every address that begins with 127 is the loopback's."""
     plain = local_address.partition("%")[0]
     try:
         is_loopback = ipaddress.ip_address(plain).is_loopback
-    except ValueError:  # there was no connection
+    except ValueError:  # no connection was made
         return ""
     return by_address.get(plain, "lo" if is_loopback else "")

@@ -1,7 +1,7 @@
-"""A log that no peer can fill, and in which no peer can write: one line for each address and minute.
+"""A log that peers can neither fill nor write to: one line per address and minute.
 
-What a peer sent never gets here, not even in part: it may hold the secret of the job, damaged by a bit, or lines that
-look like those of somebody else.
+It never contains bytes from a peer: they may contain the job's secret, damaged by a bit, or imitate the log lines of
+another peer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class _Told:
 
 
 class TroubleLog:
-    """Logs what goes wrong with peers. Belongs to one thread.
+    """Logs failures of peers. Used only by one thread.
 
     Args:
-        logger: Takes the lines.
+        logger: Gets the lines.
         clock: Monotonic seconds.
-        errors: Gets what is worth a warning as well, for who watches; ``None`` where nobody can.
+        errors: Gets warnings and errors as well, for ``/state``; ``None`` without monitoring.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, errors: LastErrors | None = None) -> None:
@@ -43,12 +43,12 @@ class TroubleLog:
         self._num_untold_elsewhere = 0
 
     def note(self, level: int, about: str, what: str) -> None:
-        """Logs one line, unless there was one about the same within a minute, or about too many others.
+        """Log one line, unless the last minute had a line about the same peer, or lines about too many others.
 
         Args:
-            level: Of ``logging``.
-            about: The peer's address as the system gives it, or another name of ours.
-            what: In words of ours.
+            level: A level of ``logging``.
+            about: The peer's address as the system reports it, or another name chosen by the server.
+            what: A text of the server's own.
         """
         if not self._logger.isEnabledFor(level):
             return
@@ -65,7 +65,7 @@ class TroubleLog:
         if self._num_untold_elsewhere:
             more += f"; {self._num_untold_elsewhere} about other addresses"
             self._num_untold_elsewhere = 0
-        # In this order: what is told last is forgotten last.
+        # Moves the address to the end: the latest line is forgotten last.
         self._told.pop(about, None)
         self._told[about] = _Told(now_s)
         self._logger.log(level, "%s: %s%s", about, what, more)
@@ -80,7 +80,7 @@ class TroubleLog:
 
 
 def describe_failure(error: BaseException | None) -> str:
-    """The type of an error and where it was raised. Not its message: that may hold what a peer has sent."""
+    """Return an error's type and where it was raised, without its message, which may quote a peer's bytes."""
     if error is None:
         return "no error"
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]

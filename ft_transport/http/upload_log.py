@@ -1,8 +1,8 @@
-"""The log of uploads: which receiver fetched what. ``/state`` shows it, and each fetch ends as a line of a logger.
+"""The log of uploads: which receiver fetched what. ``/state`` shows it, and each fetch ends with a log line.
 
 The logger is ``ft_transport.audit``, its level INFO. A fetch is many requests over several connections. They count as
 one while they come from one address (and replica, if the receiver names it), are for one snapshot, and one of the
-connections is open. A delta is a fetch of its own, of no snapshot, from the step that it is applied to.
+connections is open. A delta is a separate fetch, without a snapshot, from the step to which it applies.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Positioned(Protocol):
 
     @property
     def position(self) -> int:
-        """How far it has come, in bytes."""
+        """Bytes sent so far."""
 
 
 class FetchKey(NamedTuple):
-    """Requests with the same key belong to one fetch."""
+    """Key of a fetch; requests with the same key are of one fetch."""
 
     address: str
     replica: str
@@ -75,7 +75,7 @@ class UploadLog:
         self._rates = Rates()
 
     def begun(self, place: Place, key: FetchKey, content: Positioned, *, role: str) -> None:
-        """The server begins to answer a request with ``content``."""
+        """Note that the server begins to answer a request with ``content``."""
         with self._mutex:
             self._upload(place, key, self._clock(), role).running[content] = content.position
 
@@ -91,16 +91,16 @@ class UploadLog:
         content: Positioned | None,
         role: str,
     ) -> None:
-        """An answer has ended, whole or not.
+        """Note the end of a response, complete or not.
 
         Args:
-            place: The place of its connection.
+            place: The slot of its connection.
             key: The fetch.
-            route: Which part of the snapshot the request was for.
-            num_bytes: How much of the body the system took.
-            began_s: When the answer began, by the clock.
-            outcome: How it ended.
-            content: As in `begun`; ``None`` for a request without that call.
+            route: The requested part of the snapshot.
+            num_bytes: Bytes of the body that the system took.
+            began_s: When the response began, by the clock.
+            outcome: How the response ended.
+            content: The argument of `begun`; ``None`` for a request without that call.
             role: See `ToldFlow`.
         """
         with self._mutex:
@@ -115,20 +115,20 @@ class UploadLog:
             _end_if_left(key, upload)
 
     def left(self, place: Place) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         with self._mutex:
             for key, upload in self._uploads.items():
                 if place in upload.places:
                     _end_if_left(key, upload)
 
     def close(self) -> None:
-        """Logs all fetches that have not ended."""
+        """Log all fetches that have not ended."""
         with self._mutex:
             for key, upload in self._uploads.items():
                 _end(key, upload)
 
     def told(self) -> tuple[ToldFlow, ...]:
-        """Uploads that run or ended in the last seconds; the newest at the end."""
+        """Return the running uploads and those that just ended; the newest at the end."""
         now_s = self._clock()
         with self._mutex:
             recent = [
@@ -175,7 +175,7 @@ class UploadLog:
 
 
 def _end_if_left(key: FetchKey, upload: _Upload) -> None:
-    """Ends a fetch whose last connection has ended. An answer that is still running ends it later."""
+    """End a fetch whose last connection has ended; a response that is still running ends it later."""
     upload.places = {place for place in upload.places if not place.has_left}
     if not upload.places and not upload.running:
         _end(key, upload)
