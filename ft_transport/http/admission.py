@@ -1,13 +1,13 @@
 """Connection slots of a server, and which connection loses its slot when all are taken.
 
-A connection is a newcomer until it has shown that it belongs to the job; in a server without a secret, until its first
-request. Newcomers never take more than a part of the slots, newcomers of one address a part of that, and a newcomer
-keeps its slot for seconds at most. When there are too many newcomers, the next one evicts another: first one that has
-sent no request, the oldest first. So a client that opens connections without end competes with other newcomers, and a
-genuine peer, which sends its request at once, is a newcomer for an instant. When all slots are taken, but not by a
-crowd of newcomers, the server closes the connections that have been idle for longest between two requests.
+A connection is a newcomer until it has authenticated itself as a member of the job; in a server without a secret, until
+its first request. Newcomers never take more than a part of the slots, newcomers of one address a part of that, and a
+newcomer keeps its slot for seconds at most. When there are too many newcomers, the next one evicts another: first one
+that has sent no request, the oldest first. So a client that opens connections without end competes with other
+newcomers, and a genuine peer, which sends its request at once, is a newcomer for an instant. When all slots are taken,
+but not by a crowd of newcomers, the server closes the connections that have been idle for longest between two requests.
 
-This module knows no sockets: a slot returns when its connection has ended, whatever kind of connection it was.
+This module knows no sockets: a slot returns when its connection ends, over TLS or not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 NEWCOMER_S: Final = 10.0
-"""Deadline for a complete first request that shows that the connection belongs to the job."""
+"""Deadline for a complete first request that authenticates the connection."""
 _IPV6_SITE_BITS: Final = 64
 """Prefix length of the network that one host owns (RFC 7421); its addresses count as one."""
 
@@ -33,12 +33,12 @@ class Place:
         address: The peer's address, as `client_of` returns it.
         entered_s: When the connection was accepted, by the clock of its `Admission`.
         end: Closes the connection, at once or soon. Set by the code that makes the connection.
-        is_authenticated: Whether the connection has shown that it belongs to the job.
+        is_authenticated: Whether the connection has authenticated itself as a member of the job.
         is_ending: Whether the connection is being closed.
         has_left: Whether the connection has ended.
         paid: Refunds the connection's charge, if there was one; see ``http.strangers``.
         num_requests: Number of its requests that ``http.strangers`` counts.
-        claims: Whether its request contains something that strangers do not know: other newcomers are evicted first.
+        claims: Whether it claims to be a member's, see ``http.listener``: other newcomers are evicted first.
     """
 
     address: str
@@ -193,7 +193,7 @@ class Admission:
             self._asking.add(place)
 
     def authenticated(self, place: Place) -> None:
-        """Note that the connection has shown that it belongs to the job. May be called with each request."""
+        """Note that the connection has authenticated itself. May be called with each request."""
         if not place.is_authenticated:
             place.is_authenticated = True
             self._waiting.discard(place)
@@ -238,7 +238,7 @@ class Admission:
             self._stop_counting(place)
 
     def end_overdue(self) -> None:
-        """Close the connections that have taken too long to show that they belong to the job."""
+        """Close the connections that have taken too long to authenticate themselves."""
         overdue_s = self.clock() - NEWCOMER_S
         for place in [*self._waiting.all(), *self._asking.all()]:
             if place.entered_s <= overdue_s:

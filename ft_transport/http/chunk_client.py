@@ -84,7 +84,7 @@ class Receivers:
 
     @property
     def others(self) -> Sequence[PeerAddress]:
-        """All receivers but this one."""
+        """The other receivers."""
         return [*self.peers[: self.own], *self.peers[self.own + 1 :]]
 
 
@@ -106,7 +106,7 @@ def fetch_data(
         sources: Peers that serve exactly this content.
         manifest: Its manifest; with digests, if there are several sources or other receivers.
         destination: Memory to fill. After an error its content is undefined.
-        settings: How to fetch.
+        settings: Settings of the fetch.
         chunks: Only these chunks, ascending.
         receivers: Replicas that pass on received chunks; none by default.
         on_landed: Called with each landed chunk, on the thread that received it.

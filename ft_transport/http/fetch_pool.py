@@ -61,7 +61,7 @@ class FetchPool(Generic[Unit]):
         sources: The serving peers, by the index that the machine uses.
         machine: Makes the decisions; called only under the pool's lock.
         wire: Performs the requests.
-        settings: How to fetch.
+        settings: Settings of the fetch.
         num_workers: Number of threads.
         num_sources: The first this many of ``sources`` have all units; the others are relays, which other peers can
             replace, so no worker waits long for a silent one.
@@ -131,9 +131,9 @@ class FetchPool(Generic[Unit]):
             self._work(WorkerIndex(0))
         except BaseException as error:
             self._interrupt(error)
-        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one.
-        # Starts are not counted: such a handler may come before the count. A thread that begins only now finds that the
-        # fetch has ended.
+        # Not Thread.join: after a signal handler raises in it, it takes a running thread for an ended one. Starts are
+        # not counted: such a handler may come before the count. A thread that begins only now finds that the fetch has
+        # ended.
         while len(self._ended) < sum(thread.ident is not None for thread in threads):
             try:
                 self._ends.get()

@@ -1,4 +1,4 @@
-"""Makes forked children close the connections and the borrowed memory of their parent.
+"""Makes forked children close their parent's connections and free the memory that was lent to it.
 
 A child that the trainer forks, such as a worker of a data loader, inherits every descriptor. If the trainer dies, its
 peers would see their connections stay open and silent for as long as one such child lives, and wait for their stall

@@ -1,8 +1,7 @@
-"""Accepting connections: as many as there are places for, and the others wait in the kernel.
+"""Accepts connections while slots are free; the others wait in the kernel.
 
-asyncio's own server accepts whatever waits, up to a thousand sockets, before the first of them is counted: a burst
-takes the descriptors that the training needs. Here each one has a place (``http.admission``) before the next is
-accepted.
+asyncio's own server accepts up to a thousand waiting sockets before it counts the first: a burst takes the descriptors
+that the training needs. Here each connection gets a slot (``http.admission``) before the next is accepted.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ from ft_transport.http.trouble_log import TroubleLog
 _MAX_CONNECTIONS: Final = 512
 """No crowd of receivers may take the descriptors and the memory that the training needs."""
 _DESCRIPTOR_SHARE: Final = 8
-"""A connection takes two descriptors while a body is sent, and all of them a quarter of what the process may have."""
+"""A connection takes two descriptors while a body is sent; all together may take a quarter of the process's limit."""
 _LEAST_CONNECTIONS: Final = 8
 _FULL_BACKLOG: Final = 16
-"""How many wait in the kernel while every place is taken; further ones are not answered, and try again."""
+"""Backlog in the kernel while every slot is taken; further connections are not answered, and retry."""
 _FULL_PAUSE_S: Final = 0.05
 _BATCH: Final = 16
 _BATCH_PAUSE_S: Final = 0.002
-"""Between two batches, so that a crowd that comes without end leaves the interpreter to the training."""
+"""Pause between two batches, so that an endless crowd leaves the interpreter to the training."""
 _PARKED_S: Final = 0.02
-"""How often those who wait for their turn to ask are looked at."""
+"""Interval at which connections that wait for their turn are checked."""
 _ROUNDS_TO_ASK: Final = 8
-"""aiohttp needs six rounds of the loop to a connection's first request; none loses its place for those behind it."""
+"""aiohttp takes six rounds of the loop to a connection's first request; later arrivals must not evict it before."""
 _NO_DESCRIPTOR_PAUSE_S: Final = 1.0
 _SWEEP_S: Final = 1.0
 _HELD_UP_S: Final = 0.5
-"""A loop that comes later than this has been held up; what waits in its sockets has to be read before it's judged."""
+"""A loop later than this was delayed; it has to read its sockets before it closes overdue connections."""
 _OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAX_PEEK_BYTES: Final = 16 << 10
 _HEAD_BEGINS: Final = re.compile(
     rb"[A-Z]+( ([!-~]+( (H|HT|HTT|HTTP|HTTP/1?|HTTP/1\.[01]?(\r?|\r\n.*))?)?)?)?\Z", re.DOTALL
 )
-"""A request line (RFC 9112, section 3) as far as it has come, and what follows it. Anything else is refused at once."""
+"""The beginning of a request line (RFC 9112, section 3) or more. Anything else is refused at once."""
 _BUSY: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 def max_connections() -> int:
-    """How many connections a server may have, as this process may have descriptors."""
+    """Return the maximum number of connections under this process's limit of descriptors."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit < 0:
         return _MAX_CONNECTIONS
@@ -60,18 +59,18 @@ def max_connections() -> int:
 
 
 class Listener:
-    """Accepts connections on a listening socket. Belongs to the server's event loop.
+    """Accepts connections on a listening socket. Used only on the server's event loop.
 
-    A connection gets its protocol when the head of a request is there: until then it costs a socket and little more.
+    A connection gets its protocol when the head of a request has arrived; before, it costs little more than a socket.
 
     Args:
-        listening: The socket; it stays the caller's.
-        admission: Gives the places.
-        make_protocol: Makes the protocol of a connection. From ``connection_made`` on the protocol sets the ``end`` of
-            its place, and it gives the place back in ``connection_lost``.
-        trouble: Is told where the system gives no further socket.
-        strangers: Says whose first request may be read now; the others wait in the kernel.
-        claims: Whether a connection, by its address and the beginning of what it has sent, may be that of a member.
+        listening: The socket; the caller closes it.
+        admission: Gives the slots.
+        make_protocol: Makes the protocol of a connection. In ``connection_made`` the protocol sets the ``end`` of its
+            slot, and in ``connection_lost`` it returns the slot.
+        trouble: Logs when the system provides no further socket.
+        strangers: Decides which first requests may be read now; the others wait in the kernel.
+        claims: Returns whether a connection, by its address and its first bytes, may be a member's.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Listener:
         self._resume()
 
     async def stop(self) -> None:
-        """Accepts no further connection, and closes those that have asked for nothing yet."""
+        """Accept no further connection, and close those that have sent no request yet."""
         self._loop.remove_reader(self._listening.fileno())
         for timer in (self._resuming, self._sweeping, self._unparking):
             if timer is not None:
@@ -130,7 +129,7 @@ class Listener:
         num_to_connect = max(1, self._admission.max_newcomers_of_address // _ROUNDS_TO_ASK)
         for number in range(_BATCH):
             if number and not self._admission.has_room:
-                break  # It is not known whether anybody else waits: nobody loses a place for that.
+                break  # Perhaps no other client waits: nothing is evicted for one that may not exist.
             if not self._admission.make_room():
                 if self._admission.is_full:
                     self._set_backlog(_FULL_BACKLOG)
@@ -143,14 +142,14 @@ class Listener:
                 if error.errno in _OUT_OF_RESOURCES:
                     self._trouble.note(logging.ERROR, "the server", f"cannot accept a connection: {error.strerror}")
                     self._pause(_NO_DESCRIPTOR_PAUSE_S)
-                return  # Nobody waits any more, or who did has gone.
+                return  # No client waits any more, or the waiting one has disconnected.
             num_to_connect -= self._enter(accepted, client_of(address[0]))
             if not num_to_connect:
                 break
         self._pause(_BATCH_PAUSE_S)
 
     def _enter(self, accepted: socket.socket, address: str) -> bool:
-        """Gives a connection a place; says whether the head of a request is there already."""
+        """Give a connection a slot; return whether the head of a request has arrived already."""
         accepted.setblocking(False)
         if _has_gone(accepted):
             accepted.close()
@@ -165,7 +164,7 @@ class Listener:
         return _Waiting(self, accepted, place).look()
 
     def _ask(self, waiting: _Waiting, sent: bytes) -> bool:
-        """Hands a connection on, or lets it wait until it may ask; returns whether it was handed on."""
+        """Hand a connection to its protocol, or queue it for its turn; return whether it was handed over."""
         place = waiting.place
         place.claims = self._claims(place.address, sent)
         if place.claims:
@@ -230,7 +229,7 @@ class Listener:
 
 
 class _Waiting:
-    """A connection that has not sent the head of a request yet. What it has sent stays in the kernel."""
+    """A connection that has not sent the head of a request yet. Its bytes stay in the kernel."""
 
     def __init__(self, listener: Listener, accepted: socket.socket, place: Place) -> None:
         self._listener = listener
@@ -242,11 +241,11 @@ class _Waiting:
 
     @property
     def payer(self) -> tuple[str, bool]:
-        """What its first request is paid from."""
+        """Key of the budget that its first request is charged to."""
         return self.place.address, self.place.claims
 
     def look(self) -> bool:
-        """Hands the connection on if the head is there, or will never be; returns whether it was handed on."""
+        """Hand the connection over if the head is there, or can never be; return whether it was handed over."""
         try:
             sent = self.accepted.recv(_MAX_PEEK_BYTES, socket.MSG_PEEK)
             if not sent:
@@ -287,7 +286,7 @@ class _Waiting:
 
 
 def _has_gone(accepted: socket.socket) -> bool:
-    """Whether a peer has closed a connection without having sent anything: it is not worth a place."""
+    """Whether a peer has closed a connection without sending anything: it needs no slot."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):
@@ -297,7 +296,7 @@ def _has_gone(accepted: socket.socket) -> bool:
 
 
 def _may_become_a_head(sent: bytes) -> bool:
-    """Whether it is the beginning of a request whose head is not complete, or may be."""
+    """Whether ``sent`` may be the beginning of an incomplete request head."""
     if len(sent) >= _MAX_PEEK_BYTES or b"\r\n\r\n" in sent:
         return False
     return bool(_HEAD_BEGINS.match(sent))

@@ -1,4 +1,4 @@
-"""Asking a peer for the manifest of a snapshot, and waiting for it where it is not there yet."""
+"""Requests the manifest of a snapshot from a peer, and waits for a snapshot that does not exist yet."""
 
 from __future__ import annotations
 
@@ -33,31 +33,32 @@ logger = logging.getLogger(__name__)
 _RETRY_PAUSE_S: Final = 0.1
 _FIRST_WARNING_S: Final = 3.0
 _WARNING_FACTOR: Final = 4
-"""Each warning comes after so many times the wait before the one before it."""
+"""Ratio of the waits before two consecutive warnings."""
 _UNKNOWN_HOST_S: Final = 5.0
-"""A name that nobody knows is asked for as long: that of a peer which is just starting may be new."""
+"""How long an unknown host name is looked up: the name of a starting peer may be new."""
 _HOLD_S: Final = 10.0
-"""The longest that the server is asked to hold one request; after that the client asks again."""
+"""Longest time that the server is asked to hold one request; then the client asks again."""
 _HELD_SHARE: Final = 0.75
 _MAX_STATUS_BYTES: Final = 1 << 20
 
 
 def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
-    """The manifest of the snapshot that a peer serves for ``step``, waiting for it until the deadline.
+    """Return the manifest of the snapshot that a peer serves for ``step``; wait until the deadline for it.
 
     Args:
-        connection: To the peer. While it is open, the peer keeps the snapshot for its lease after each request.
+        connection: Connection to the peer. While it is open, the peer keeps the snapshot for the lease after each
+            request.
         step: A step or ``latest``.
-        settings: How to fetch.
+        settings: Settings of the fetch.
 
     Raises:
-        PeerUnreachableError: It was out of reach for longer than ``unreachable_s``, or nobody knows its name.
-        StepNotServedError: The peer serves other steps, and this one does not come any more.
+        PeerUnreachableError: The peer was out of reach for longer than ``unreachable_s``, or its name does not exist.
+        StepNotServedError: The peer serves other steps, and is past this one.
         DeadlineExceededError: The step did not come, or the peer could not be reached, in time.
-        PeerError: The peer refused, or answered outside the protocol.
-        ManifestError: What it sent is no manifest.
-        IntegrityError: The manifest was damaged on the way, time and again.
-        MessageDamagedError: It was changed, or the answers were.
+        PeerError: The peer refused, or violated the protocol.
+        ManifestError: The peer sent something other than a manifest.
+        IntegrityError: The manifest was damaged on the way repeatedly.
+        MessageDamagedError: The manifest or the responses were changed on the way repeatedly.
     """
     timeouts = settings.timeouts
     num_damaged = 0
@@ -87,7 +88,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
             else:
                 is_unknown = isinstance(error, UnknownHostError)
                 patient_s = min(settings.unreachable_s, _UNKNOWN_HOST_S) if is_unknown else settings.unreachable_s
-                # Past the deadline it is the deadline that is named.
+                # Past the deadline, the error names the deadline.
                 if connection.is_interrupted or reached_s + patient_s <= time.monotonic() < timeouts.end_s():
                     raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
@@ -103,7 +104,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
             last = error
         except StepNotServedError as error:
             error.step = step
-            # Later steps than those served may still come: the peer held the request for a while, not for good.
+            # A later step than the served ones may still come: the peer holds a request only for a while.
             if error.is_past or not isinstance(step, int) or not error.served or step < max(error.served):
                 raise
             last = error
@@ -123,11 +124,11 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
 
 
 def fetch_server_id(connection: Connection) -> str:
-    """What the server at the other end calls itself, drawn at random when it started.
+    """Return the server's id, which it drew at random when it started.
 
     Raises:
-        PeerError: It cannot be reached, refuses, or is no server of this package.
-        DeadlineExceededError: It did not answer in time.
+        PeerError: The server cannot be reached, refuses, or is not of this package.
+        DeadlineExceededError: The server did not answer in time.
     """
     response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
     body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
@@ -146,7 +147,7 @@ _status_decoder: Final = msgspec.json.Decoder(_Status)
 
 def _read_manifest(connection: Connection, step: StepSelector, after: int | None, settings: FetchSettings) -> Manifest:
     peer, timeouts = str(connection.peer), settings.timeouts
-    # Not all the time that is left: the peer's reason for not answering has to arrive before the deadline.
+    # Less than the remaining time: the peer's reason for a refusal has to arrive before the deadline.
     wait_s = min(_HOLD_S, max(0.0, timeouts.end_s() - time.monotonic()) * _HELD_SHARE)
     response = connection.get(
         metadata_path(step, wait_s=wait_s, after=after), headers={}, expected_status=200, answer_within_s=wait_s

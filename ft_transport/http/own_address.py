@@ -1,4 +1,4 @@
-"""Where the server listens, and the address that it tells others."""
+"""The address to which the server binds, and the address that it advertises."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ft_transport.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
-"""Environment variable: host name, address or network interface that peers should use."""
+"""Environment variable with the host name, address or network interface that peers should use."""
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 LISTEN_BACKLOG: Final = 4096
-"""Whoever finds it full tries again after a second; in the kernel, a connection that waits costs next to nothing."""
+"""A client that finds it full retries after a second; a connection waiting in the kernel costs next to nothing."""
 _LOOPBACKS: Final = ("127.0.0.1", "::1")
 _REMEDY: Final = "set FT_TRANSPORT_TOKEN to the same secret on every host"
 _OPEN_REMEDY: Final = "or let anyone in with TransportSettings.allow_anyone=True or FT_TRANSPORT_ALLOW_ANYONE=1"
 
 
 def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyone: bool = False) -> str | None:
-    """The address to bind: with nothing to tell friends from strangers the loopback alone.
+    """Return the address to bind: only the loopback if peers cannot be authenticated.
 
     Args:
         host: The setting; ``None`` for every address.
         is_guarded: Whether peers have to prove the job token.
         may_open: Whether ``allow_anyone`` is a setting here.
-        allow_anyone: Whether strangers are let in.
+        allow_anyone: Whether unauthenticated clients are allowed.
 
     Raises:
-        ConfigurationError: The address is no loopback address, and strangers could come in there.
+        ConfigurationError: The address is not on the loopback, and unauthenticated clients could connect to it.
     """
     if is_guarded or (may_open and allow_anyone):
         return host
@@ -54,13 +54,13 @@ def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyo
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this stands for nothing but the loopback."""
+    """Whether ``host`` resolves only to loopback addresses."""
     found = addresses_of(host)
     return bool(found) and all(each.is_loopback for each in found)
 
 
 def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """What an address or a name stands for on this host; empty if nothing is found. An address may be in brackets."""
+    """Resolve an address, with or without brackets, or a name; return an empty list if that fails."""
     with contextlib.suppress(ValueError):
         return [ipaddress.ip_address(host.strip("[]"))]
     try:
@@ -72,14 +72,14 @@ def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 @functools.cache
 def _say_that_it_is_local(remedy: str) -> None:
-    """Says it once in a process."""
+    """Warn once per process that the server listens only on the loopback."""
     logger.warning(
         "there is no job token, so this process listens on the loopback alone; for peers on other hosts %s", remedy
     )
 
 
 def can_bind(address: str) -> bool:
-    """Whether it is an address of this host."""
+    """Whether ``address`` is an address of this host."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -89,11 +89,11 @@ def can_bind(address: str) -> bool:
 
 
 def listen(host: str | None, port: int) -> socket.socket:
-    """A listening TCP socket.
+    """Return a listening TCP socket.
 
     Args:
         host: Address to bind; ``None`` for every address of both families, or IPv4 alone where IPv6 is off.
-        port: Port, 0 for any free one.
+        port: Port; 0 for any free one.
 
     Raises:
         ConfigurationError: The address cannot be bound.
@@ -118,13 +118,14 @@ def listen(host: str | None, port: int) -> socket.socket:
 
 
 def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
-    """The host that peers are told, as it stands in a URL (IPv6 in brackets).
+    """Return the host that peers should use, in the form for a URL (IPv6 in brackets).
 
-    In this order: the setting, the environment variable ``FT_TRANSPORT_ADVERTISE``, the address bound unless it stands
-    for all, this host's name if it resolves, the loopback address. A setting may be the name of a network interface.
+    The first of these: the setting, the environment variable ``FT_TRANSPORT_ADVERTISE``, the bound address unless it is
+    a wildcard, this host's name if it resolves, the loopback address. A setting may be the name of a network interface.
 
     Raises:
-        ConfigurationError: The setting is neither an address nor a name nor an interface with an address.
+        ConfigurationError: The setting is neither an address, nor a name that resolves, nor an interface with an
+            address.
     """
     chosen = setting or os.environ.get(ADVERTISE_VARIABLE) or (None if _is_wildcard(bound) else bound)
     if not chosen:
@@ -145,10 +146,10 @@ def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface, or else its first global IPv6 address in brackets.
+    """Return the IPv4 address of a network interface, or its first global IPv6 address in brackets.
 
     Raises:
-        ConfigurationError: It has none, or the platform does not tell.
+        ConfigurationError: The interface has none, or the platform does not report it.
     """
     if sys.platform == "linux":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -169,7 +170,7 @@ def interface_address(name: str) -> str:
 
 
 def _is_wildcard(host: str | None) -> bool:
-    """Whether ``host`` is no address that a peer could connect to."""
+    """Whether ``host`` is not an address that a peer could connect to."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:

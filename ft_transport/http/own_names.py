@@ -1,7 +1,7 @@
-"""The names by which a server on the loopback is asked: a page in a browser that leads its own name there is refused.
+"""Checks the host name of requests to a server on the loopback: DNS rebinding from a browser is refused.
 
-A browser lets a page read what comes from the page's own name. Whoever owns that name can have it stand for 127.0.0.1
-from one moment to the next (DNS rebinding), but not keep the browser from saying in ``Host`` which name it asks.
+A browser lets a page read responses from the page's own host name. The owner of that name can make it resolve to
+127.0.0.1 from one moment to the next (DNS rebinding), but the browser still sends the name in ``Host``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ REFUSAL: Final = "expected to be asked by an address, localhost or a name of thi
 
 
 class OwnNames:
-    """What may stand in the ``Host`` of a request.
+    """The hosts that the ``Host`` header of a request may name.
 
     Args:
-        names: Hosts beside ``localhost``, the name of this host and every address, each with a port or without.
+        names: Hosts besides ``localhost``, this host's name and every address, each with or without a port.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = {_host_of(each) for each in ("localhost", socket.gethostname(), *names)}
 
     def has(self, header: str | None) -> bool:
-        """Whether a request with this ``Host``, if it has any, is meant for this server. Every browser sends one."""
+        """Whether a request with this ``Host`` header, if any, is for this server. Browsers always send one."""
         if header is None:
             return True
         host = _host_of(header)
@@ -41,6 +41,6 @@ class OwnNames:
 
 
 def _host_of(header: str) -> str:
-    """The host without its port, as hosts are compared; empty if it is none."""
+    """Return the normalized host without its port; empty if ``header`` is malformed."""
     found = _HOST.fullmatch(header.strip())
     return found[1].strip("[]").removesuffix(".").lower() if found is not None else ""

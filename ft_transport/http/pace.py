@@ -1,4 +1,4 @@
-"""A fetch that takes no more than so many bytes a second, so that its source notices little of it."""
+"""Limits the throughput of a fetch, so that it hardly disturbs its source."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.settings import FetchProgress, check_rate
 
 _NUM_CONNECTIONS = 1
-"""Several would ask for their chunks at one moment."""
+"""Several connections would request their chunks at the same moment."""
 
 
 def paced(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettings:
-    """The same settings for a fetch at a pace; ``None`` for as fast as it goes.
+    """Return the settings with a limit on the throughput; ``None`` for no limit.
 
     Raises:
-        ConfigurationError: It is no positive number.
+        ConfigurationError: The limit is not a positive number.
     """
     if max_bytes_per_s is None:
         return settings
@@ -27,7 +27,7 @@ def paced(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettin
 
 
 class _Pace:
-    """Rests after each chunk for as long as its bytes may take; what was late is not made up for."""
+    """Sleeps after each chunk for as long as its bytes may take; does not catch up after a late chunk."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class _Pace:
     def __call__(self, progress: FetchProgress) -> None:
         if self._on_progress is not None:
             self._on_progress(progress)
-        # A fetch that begins again counts from the start.
+        # A restarted fetch counts from zero.
         num_bytes = progress.done_bytes - min(self._num_before, progress.done_bytes - 1)
         self._num_before = progress.done_bytes
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where a peer is: from the URL that it gave to the addresses that its name stands for."""
+"""Parses the URLs of peers and resolves their host names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ft_transport.runtime.handler_safety import SafeFuture, SafeThread, ThreadRe
 
 _TICK_S: Final = 0.1
 _UNKNOWN: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
-"""What a resolver says of a name that does not exist, and not of one that it could not ask for."""
+"""Errors of a resolver for a name that does not exist, as opposed to a failed query."""
 AddressInfo: TypeAlias = tuple[Any, ...]
-"""What ``socket.getaddrinfo`` says of one address."""
+"""One result of ``socket.getaddrinfo``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class PeerAddress:
 
     @classmethod
     def from_url(cls, url: str) -> PeerAddress:
-        """The server that a URL names.
+        """Return the address of the server in a URL.
 
         Raises:
-            ConfigurationError: It is no ``http://host:port`` or ``https://host:port`` URL.
+            ConfigurationError: ``url`` has not the form ``http://host:port`` or ``https://host:port``.
         """
         if not isinstance(url, str):
             raise ConfigurationError(f"expected the URL of a peer, got {url!r}")
@@ -56,10 +56,10 @@ class PeerAddress:
 
 
 def peer_addresses(urls: Sequence[str]) -> list[PeerAddress]:
-    """The servers that the URLs of one or more sources name.
+    """Return the addresses of the servers in the URLs of one or more sources.
 
     Raises:
-        ConfigurationError: There is none, or one of them is no such URL.
+        ConfigurationError: ``urls`` is empty, or one of them is malformed.
     """
     if not isinstance(urls, Sequence):
         raise ConfigurationError(f"expected the URL of a peer, got {urls!r}")
@@ -73,20 +73,20 @@ _under_way: dict[PeerAddress, SafeFuture[list[AddressInfo]]] = {}
 
 
 def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bool]) -> list[AddressInfo]:
-    """The addresses of a peer.
+    """Resolve a peer's host name.
 
-    A name is looked up on a thread, because the system's look-up has no deadline.
+    The look-up of a name runs on a thread, because the system's function has no deadline.
 
     Args:
         peer: The peer.
-        timeout_s: The longest to wait for an answer, in seconds.
-        is_given_up: Asked ten times a second whether nobody wants the answer any more.
+        timeout_s: Longest wait for an answer, in seconds.
+        is_given_up: Called ten times a second; returns whether the request was given up.
 
     Raises:
-        PeerUnreachableError: There was no answer in time, nobody wants it any more, the name cannot be one, or the
-            system has no further thread.
+        PeerUnreachableError: No answer came in time, the request was given up, the name is malformed, or the system has
+            no further thread.
         UnknownHostError: The name does not exist.
-        OSError: Nobody could be asked.
+        OSError: The resolver failed.
     """
     if _is_address(peer.host):
         return _ask(peer)
@@ -118,7 +118,7 @@ def _ask(peer: PeerAddress) -> list[AddressInfo]:
 
 
 def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
-    """The look-up of this peer that is under way, or a new one: those that hang must not become many."""
+    """Return the peer's running look-up, or start one: hanging look-ups must not pile up."""
     with _lock:
         under_way = _under_way.get(peer)
         if under_way is not None:

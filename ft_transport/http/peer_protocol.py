@@ -1,7 +1,7 @@
-"""One connection of the server, as aiohttp handles it but for what it says when something goes wrong.
+"""The protocol of one server connection: aiohttp's, with its own error responses and log lines.
 
-aiohttp logs a malformed request with a traceback and as it came, and sends it back in the answer. Here neither the log
-nor the answer has a byte of it.
+aiohttp logs a malformed request verbatim with a traceback, and quotes it in the response. Here neither the log nor the
+response contains a byte of it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ft_transport.http.upload_log import UploadLog
 
 _MAX_LINE_BYTES: Final = 8190
 _MAX_HEADERS: Final = 32
-"""So much at most is kept of a request's head. This package's client sends less than ten short lines."""
+"""Maximum number of header fields of a request. This package's client sends fewer than ten short lines."""
 _LINGERING_S: Final = 1.0
-"""How long the rest of a body that nobody wants is read, so that its sender sees the answer."""
+"""How long the rest of an unwanted body is read, so that its sender sees the response."""
 
 
 class PeerProtocol(web.RequestHandler):
-    """Reads requests and sends answers.
+    """Reads requests and sends responses.
 
     Args:
         server: Hands requests to the application.
-        loop: The server's.
-        keep_alive_s: How long the connection may be silent between two requests.
-        admission: Where it gives its place back.
-        uploads: Learns when the connection ends; ``None`` for a server that sends no snapshots.
-        place: Its own.
-        trouble: Is told of malformed requests, and of handlers that failed.
+        loop: The server's event loop.
+        keep_alive_s: How long the connection may be idle between two requests, in seconds.
+        admission: Gets the slot back.
+        uploads: Notified when the connection ends; ``None`` for a server that sends no snapshots.
+        place: The connection's slot.
+        trouble: Logs malformed requests and failures of handlers.
     """
 
     __slots__ = ("_admission", "_trouble", "_uploads", "place")
@@ -59,7 +59,7 @@ class PeerProtocol(web.RequestHandler):
             max_field_size=_MAX_LINE_BYTES,
             max_headers=_MAX_HEADERS,
             lingering_time=_LINGERING_S,
-            # A few bytes that inflate to gigabytes are no body that anybody here sends.
+            # No client of this package sends compressed bodies; a few bytes could inflate to gigabytes.
             auto_decompress=False,
         )
         self._admission = admission
@@ -87,7 +87,7 @@ class PeerProtocol(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's, which quotes the request
     ) -> web.StreamResponse:
-        """Answers a request that could not be read or handled, and closes the connection."""
+        """Answer a request that could not be read or handled, and close the connection."""
         if status == HTTPStatus.BAD_REQUEST:
             self._trouble.note(logging.INFO, self.place.address, f"a malformed request ({type(exc).__name__})")
         else:
@@ -99,17 +99,17 @@ class PeerProtocol(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002 - what they quote
-        """Says in one line what aiohttp says in many."""
+        """Log in one line what aiohttp would log in many."""
         error = kw.get("exc_info")
         failure = describe_failure(error if isinstance(error, BaseException) else None)
         self._trouble.note(logging.ERROR, self.place.address, f"a connection failed: {failure}")
 
     def log_debug(self, *args: Any, **kw: Any) -> None:
-        """Says nothing: that a peer went away is its own affair."""
+        """Do nothing: a client that disconnects is no event to log."""
 
 
 def place_of(request: web.Request) -> Place:
-    """The place of the connection that a request came on."""
+    """Return the slot of the request's connection."""
     protocol = request.protocol
     assert isinstance(protocol, PeerProtocol)
     return protocol.place

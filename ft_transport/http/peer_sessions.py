@@ -1,7 +1,7 @@
 """Sessions between peers that have the job's key (``wire.authentication``), each bound to one connection.
 
-The address at which the client has reached the server is part of a session. A server that passes the challenge on to
-another one proves nothing by the answer, because that one was reached at another address.
+A session includes the address at which the client has reached the server. A server that forwards the challenge to
+another server gains nothing from the response, because that server was reached at another address.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _answer_decoder: Final = msgspec.json.Decoder(ChallengeAnswer)
 
 
 class ServerSessions:
-    """The server's side: which connections have proved what. Belongs to the event loop.
+    """The server's side: the session of each authenticated connection. Used only on the event loop.
 
     Args:
-        keys: Of the job.
-        reached_at: ``host:port`` where peers reach this server beside the addresses of its own sockets, such as those
-            of a forwarded port.
+        keys: The job's keys.
+        reached_at: ``host:port`` at which peers reach this server besides the addresses of its own sockets, such as a
+            forwarded port.
     """
 
     def __init__(self, keys: Keys, *, reached_at: Sequence[str]) -> None:
@@ -52,10 +52,10 @@ class ServerSessions:
         self._sessions: weakref.WeakKeyDictionary[Any, _ServerSession] = weakref.WeakKeyDictionary()
 
     def challenge(self, request: web.Request) -> web.Response:
-        """Answers a challenge, and begins the session of the connection that it came on.
+        """Answer a challenge, and begin the session of the request's connection.
 
         Raises:
-            PeerAuthenticationError: It names no key of this job, or another address.
+            PeerAuthenticationError: The challenge names no key of this job, or another address.
         """
         challenge = Challenge.parse(request.query)
         transport = request.transport
@@ -75,10 +75,10 @@ class ServerSessions:
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     def admit(self, request: web.Request) -> None:
-        """Lets a request of a session through.
+        """Accept a request that belongs to a session.
 
         Raises:
-            PeerAuthenticationError: It is none, was made before, or is not what the peer has sent.
+            PeerAuthenticationError: The request has no session, was repeated, or was changed on the way.
         """
         transport = request.transport
         found = self._sessions.get(transport) if transport is not None else None
@@ -99,10 +99,10 @@ class ServerSessions:
         found.last_number = number
 
     def prove(self, request: web.Request, response: web.StreamResponse) -> bool:
-        """Adds the proof to an answer whose headers are complete, if the request came within a session.
+        """Add the proof to a response whose headers are complete, if its request has a session.
 
         Returns:
-            Whether it did.
+            Whether the proof was added.
         """
         transport = request.transport
         found = self._sessions.get(transport) if transport is not None else None
@@ -126,17 +126,17 @@ class _ServerSession:
         self.last_number = 0
 
     def claimed_number(self, credentials: str | None) -> int:
-        """The number that the client waits for an answer to; 0 if it cannot be told."""
+        """Return the number of the client's request; 0 if it cannot be parsed."""
         _, _, rest = (credentials or "").partition(f"{SCHEME} number=")
         digits = rest.partition(",")[0][:18]
         return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 
 class ClientSession:
-    """The client's side, of one connection. Belongs to whoever has the connection.
+    """The client's side of the session of one connection. Used only by the connection's thread.
 
     Args:
-        session: What both sides agreed upon.
+        session: The session that both sides agreed upon.
     """
 
     def __init__(self, session: Session) -> None:
@@ -144,7 +144,7 @@ class ClientSession:
         self._number = 0
 
     def signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes | None) -> dict[str, str]:
-        """The headers of the next request, with those that prove it."""
+        """Return the headers of the next request, including those that authenticate it."""
         signed = dict(headers)
         if body is not None:
             signed[CONTENT_DIGEST_HEADER] = content_digest(body)
@@ -153,22 +153,22 @@ class ClientSession:
         return signed
 
     def is_proved(self, status: int, headers: HTTPMessage) -> bool:
-        """Whether the answer to the last request is the server's own."""
+        """Whether the response to the last request is authentic."""
         return self._session.proves(headers.get(PROOF_HEADER), self._number, status, headers)
 
 
 def make_challenge(keys: Keys, address: str) -> Challenge:
-    """A challenge with a nonce of its own.
+    """Return a challenge with a new nonce.
 
     Args:
-        keys: Of the job.
-        address: Where the server was reached, see `socket_address`.
+        keys: The job's keys.
+        address: The address at which the server was reached; see `socket_address`.
     """
     return Challenge(tuple(key.key_id for key in keys.current()), secrets.token_hex(NONCE_BYTES), address)
 
 
 def begin_session(keys: Keys, challenge: Challenge, answer: bytes) -> ClientSession | None:
-    """The session of a connection; ``None`` if the answer proves nothing."""
+    """Return the session of a connection; ``None`` if the answer proves nothing."""
     try:
         decoded = _answer_decoder.decode(answer)
     except DECODE_ERRORS:
@@ -178,7 +178,7 @@ def begin_session(keys: Keys, challenge: Challenge, answer: bytes) -> ClientSess
 
 
 def socket_address(address: Any) -> str:
-    """The address of a socket as both of its ends see it: ``host:port``, one form for each address."""
+    """Return a socket's address as both ends see it, in canonical form: ``host:port``."""
     host, port = address[:2]
     parsed = ipaddress.ip_address(str(host).partition("%")[0])
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None

@@ -1,4 +1,4 @@
-"""How fast a peer's data comes over each address at which it can be reached: a short part of a real fetch each."""
+"""Measures a peer's throughput over each of its addresses, by a short part of a real fetch each."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _MAX_ADDRESSES: Final = 16
 _MAX_NAME: Final = 64
 
 Connect = Callable[[PeerAddress, float], Connection]
-"""Makes a connection to a peer, all of whose requests end within so many seconds."""
+"""Makes a connection to a peer; all its requests end within the given seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerInterface:
-    """An address of a peer, and what the peer calls the interface that has it."""
+    """An address of a peer, and the peer's name for its interface."""
 
     interface: str
     address: str
@@ -46,17 +46,17 @@ class PeerInterface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatus:
-    """What a server of this package says of itself (``GET /status``).
+    """The status of a server of this package (``GET /status``).
 
     Attributes:
-        replica: How it calls itself.
-        server: Drawn at random when it started.
-        step: Of its newest snapshot; ``None`` without one.
-        snapshot: Its name.
-        snapshot_bytes: Its size.
-        clients: How many receive it now.
-        unix_s: The peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if it does not tell.
-        interfaces: Where else it can be reached, besides the loopback; none where it listens at one address.
+        replica: Name of its replica.
+        server: Its id, drawn at random when it started.
+        step: Step of its newest snapshot; ``None`` without one.
+        snapshot: Name of that snapshot.
+        snapshot_bytes: Size of that snapshot.
+        clients: Number of current receivers.
+        unix_s: The peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if unknown.
+        interfaces: Further addresses of the server, without the loopback; empty if it listens on one address.
     """
 
     replica: str = ""
@@ -74,16 +74,16 @@ _status_decoder: Final = msgspec.json.Decoder(PeerStatus)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedRate:
-    """What came over one way.
+    """The result of measuring one address.
 
     Attributes:
-        peer: The address that was asked.
-        peer_interface: What the peer calls its interface; empty if it does not tell.
+        peer: The measured address.
+        peer_interface: The peer's name for its interface; empty if unknown.
         local_address: This end of the connection.
-        interface: The interface here.
-        num_bytes: That came.
-        bytes_per_s: How fast.
-        error: Why nothing did; empty if something did.
+        interface: This host's interface.
+        num_bytes: Bytes received.
+        bytes_per_s: Throughput.
+        error: Why no bytes came; empty if some did.
     """
 
     peer: PeerAddress
@@ -96,7 +96,7 @@ class ProbedRate:
 
 
 def connecting(keys: Keys | None, certificates: Certificates | None) -> Connect:
-    """Connections that prove what this side has to prove."""
+    """Return a function that makes authenticated connections."""
 
     def connect(peer: PeerAddress, within_s: float) -> Connection:
         timeouts = Timeouts(
@@ -111,10 +111,10 @@ def connecting(keys: Keys | None, certificates: Certificates | None) -> Connect:
 
 
 def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerStatus:
-    """What a server says of itself.
+    """Request a server's status.
 
     Raises:
-        TransportError: It cannot be reached, refuses, or is no server of this package.
+        TransportError: The server cannot be reached, refuses, or is not of this package.
     """
     with connect(peer, within_s) as connection:
         response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
@@ -127,15 +127,15 @@ def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerS
 
 
 def ask_state(address: str, connect: Connect, within_s: float) -> ToldState:
-    """Asks a process for its state (``/state``).
+    """Request a process's state (``/state``).
 
     Args:
         address: The URL of its server.
-        connect: Connects to it.
-        within_s: For all of it, in seconds.
+        connect: Makes the connection.
+        within_s: Timeout of the whole request, in seconds.
 
     Raises:
-        TransportError: It does not answer in time, refuses, or is no server of this package.
+        TransportError: The server does not answer in time, refuses, or is not of this package.
     """
     with connect(PeerAddress.from_url(address), within_s) as connection:
         response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
@@ -150,13 +150,13 @@ def _unix_s(date: str) -> float:
 
 
 def probe_rates(peer: PeerAddress, status: PeerStatus, connect: Connect, *, seconds_each: float) -> list[ProbedRate]:
-    """Measure each way to a peer, one after the other, over one connection each: how it was named, and its interfaces.
+    """Measure each address of a peer in turn over one connection: the given address, then its interfaces.
 
     Args:
-        peer: As it was named.
-        status: What it said.
+        peer: The given address.
+        status: The peer's status.
         connect: Makes connections.
-        seconds_each: For how long each way is measured, with as much again for the connection.
+        seconds_each: Seconds of each measurement, with as much again for the connection.
     """
     rates = [_probe(peer, "", status, connect, seconds_each)]
     for each in _other_ways(peer, status.interfaces):
@@ -167,7 +167,7 @@ def probe_rates(peer: PeerAddress, status: PeerStatus, connect: Connect, *, seco
 
 
 def _other_ways(peer: PeerAddress, told: Sequence[PeerInterface]) -> list[PeerInterface]:
-    """Those that are addresses, are on no loopback, and are not the one that was named."""
+    """Return the valid addresses that are neither on the loopback nor the given address."""
     ways = []
     for each in told[:_MAX_ADDRESSES]:
         try:

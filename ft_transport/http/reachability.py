@@ -1,4 +1,4 @@
-"""Whether the address that peers are told leads to this host, as far as the host can tell; said once, at the start."""
+"""Checks that the advertised address leads to this host, as far as the host can tell, and logs the result once."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def advertised_url(
     reached_at: Sequence[str],
     is_encrypted: bool = False,
 ) -> str:
-    """The URL that peers are told; says in the log where that leads.
+    """Return the URL that peers should use; log where it leads.
 
     Args:
         setting: See ``advertised_host``.
-        bound: The address that the server listens on, ``None`` for all.
+        bound: The address that the server listens on; ``None`` for all.
         port: Its port.
-        is_guarded: Whether peers have to prove the job token; they take a server at an address that it does not know
-            of for an impostor.
+        is_guarded: Whether peers have to prove the job token; then they reject a server at an address that the server
+            does not know as its own.
         reached_at: ``host:port`` of translated addresses.
         is_encrypted: Whether the server speaks TLS.
 
     Raises:
-        ConfigurationError: It cannot lead here.
+        ConfigurationError: The address cannot lead to this server.
     """
     url = f"{'https' if is_encrypted else 'http'}://{advertised_host(setting, bound=bound)}:{port}"
     peer = PeerAddress.from_url(url)
@@ -96,18 +96,18 @@ def advertised_url(
 
 
 def is_own(address: IPAddress) -> bool:
-    """Whether it is an address of this host."""
+    """Whether ``address`` is an address of this host."""
     return address.is_loopback or can_bind(str(address))
 
 
 def interfaces() -> dict[IPAddress, str]:
-    """The addresses of this host's network interfaces; those of which the platform tells."""
+    """Return the addresses of this host's network interfaces that the platform reports, with their names."""
     found: dict[IPAddress, str] = {}
     if sys.platform != "linux":
         return found
     buffer = array.array("B", bytes(_MAX_INTERFACES * _IFREQ.size))
     address, length = buffer.buffer_info()
-    # Each fetch asks, so a fork would find it open now and then.
+    # Each fetch calls this, so a fork would sometimes find the socket open.
     with making_socket, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("@iP", length, address))

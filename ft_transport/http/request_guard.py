@@ -1,4 +1,4 @@
-"""Who is let in at the server's routes, in which turn, and what is told to who is refused."""
+"""Authenticates requests before the server's routes, queues unauthenticated ones, and answers refusals."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _CANCEL_TIMEOUT_S: Final = 5.0
 
 
 class RequestGuard:
-    """Stands before the routes of one server. Belongs to its loop.
+    """Middleware before the routes of one server. Used only on its event loop.
 
     Args:
-        cache: What is served, which a refusal names.
-        keys: Those of the job, if it has any.
-        sessions: Of peers that have proved that they know them; ``None`` without keys.
-        is_encrypted: Whether only peers come in that have shown a certificate.
-        names: By which the server may be called; ``None`` for any.
-        admission: Who has a place.
-        strangers: Takes those in turn who have proved nothing.
+        cache: The served snapshots; a refusal names their steps.
+        keys: The job's keys, if it has any.
+        sessions: Sessions of authenticated peers; ``None`` without keys.
+        is_encrypted: Whether peers need a certificate to connect.
+        names: Allowed values of the ``Host`` header; ``None`` for any.
+        admission: The connection slots.
+        strangers: Rate limits for unauthenticated clients.
         trouble: Logs refusals.
     """
 
@@ -74,16 +74,16 @@ class RequestGuard:
         self._handlers: set[asyncio.Task[object]] = set()
 
     def middlewares(self) -> list[Middleware]:
-        """What a request passes before its route, outermost first."""
+        """Return the middlewares of every route, outermost first."""
         return [self._keep_place, self._guard]
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the route at which the server proves itself, and the proof of each answer."""
+        """Add the route at which the server authenticates itself, and the proof of each response."""
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
         app.on_response_prepare.append(self._prove)
 
     def claims(self, address: str, sent: bytes) -> bool:
-        """Whether a connection says what only members know, or may come from one."""
+        """Whether a connection has sent a key id of the job, or comes from a member's address."""
         if self._is_encrypted:
             return self._strangers.is_known(address)
         if self._keys is None:
@@ -92,13 +92,13 @@ class RequestGuard:
         return any(key.key_id.encode() in line for key in self._keys.current())
 
     async def cancel_handlers(self) -> None:
-        """Ends the requests that are being answered."""
+        """Cancel the requests in progress."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + _CANCEL_TIMEOUT_S
         while self._handlers and loop.time() < give_up_s:
             for handler in self._handlers:
                 handler.cancel()
-            # Again, if it comes to that: wait_for swallows it in the moment in which what it waits for is done.
+            # Repeats the cancellation: wait_for swallows it at the moment in which its awaitable completes.
             await asyncio.wait(tuple(self._handlers), timeout=_CANCEL_AGAIN_S)
 
     @web.middleware
@@ -112,7 +112,7 @@ class RequestGuard:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Asks for a proof of the job token, and turns errors into answers that say what was expected."""
+        """Require a proof of the job token, and turn errors into responses that say what was expected."""
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
@@ -128,7 +128,7 @@ class RequestGuard:
                 if is_watching:
                     if is_asked_by_another_site(request.headers):
                         raise web.HTTPForbidden(text="expected to be asked by a page of this server")
-                    # A certificate shows as much as a session does; a watch token shows less.
+                    # A certificate proves as much as a session; a watch token proves less.
                     belongs = self._watch_access.admit(request) or (self._is_guarded and self._keys is None)
                 elif self._sessions is not None:
                     self._sessions.admit(request)
@@ -141,7 +141,7 @@ class RequestGuard:
                 return await self._watch_in_turn(place, request, handler)
             return await self._in_turn(place, request, handler)
         except TransportError as error:
-            # The receiver is told more: what it asked for stays out of this log.
+            # The response says more: the content of the request stays out of this log.
             refusal = f"a request was refused: {type(error).__name__}"
             self._trouble.note(logging.INFO, place.address, refusal)
             headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
@@ -166,7 +166,7 @@ class RequestGuard:
     async def _in_turn(
         self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Where nobody proves anything, everybody may be a stranger."""
+        """Rate-limit a request to a server that authenticates nobody."""
         after_s = self._strangers.turn_after_s(place)
         if after_s > 0:
             await asyncio.sleep(after_s)
@@ -178,7 +178,7 @@ class RequestGuard:
     async def _watch_in_turn(
         self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Who watches is no peer: each answer costs the training the same, however long it is."""
+        """Rate-limit a monitoring request: its cost does not depend on its length."""
         after_s = self._strangers.turn_after_s(place)
         if after_s > 0:
             with self._admission.waiting(place):

@@ -1,9 +1,8 @@
-"""The HTTP server: aiohttp on a thread and an event loop of its own.
+"""The HTTP server: aiohttp on its own thread and event loop.
 
-Bodies go from the memory file to the socket with ``sendfile``, or from memory that is shared, so neither Python nor the
-training thread touches them.
-Nothing here waits for a lock of the trainer or copies device memory. Only what is shared is digested here, on the
-threads that send it.
+Bodies go from the memory file to the socket with ``sendfile``, or from shared memory, so neither Python nor the
+training thread touches them. Nothing here waits for a lock of the trainer or copies device memory. Only shared memory
+is digested here, on the threads that send it.
 """
 
 from __future__ import annotations
@@ -51,33 +50,34 @@ from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S: Final = 75.0
-"""How long a connection may be silent that belongs to the job; aiohttp's own default is an hour."""
+"""How long a member's connection may be idle; aiohttp's own default is an hour."""
 
 
 class SnapshotServer:
     """Serves the snapshots of a cache until ``close``.
 
     Args:
-        cache: What is served.
-        host: Address to bind, ``None`` for all, or for the loopback without a key.
-        port: Port to bind, 0 for any.
-        advertise: Host, address or interface that peers are told.
-        replica: How this replica calls itself in ``/status``.
-        keys: Those of the job, if it has any; every route is asked for a proof of them.
-        certificates: This side's, if it has any: then it speaks TLS alone, with peers that show theirs.
-        reached_at: ``host:port`` where peers reach this server beside its own addresses.
-        allow_anyone: Whether strangers are let in without one.
-        max_wait_s: The longest that a request is held until its step is there, in seconds.
+        cache: The served snapshots.
+        host: Address to bind; ``None`` for all, or for the loopback without keys.
+        port: Port to bind; 0 for any.
+        advertise: Host, address or interface that peers should use.
+        replica: Name of this replica in ``/status``.
+        keys: The job's keys, if it has any; then every route requires a proof of them.
+        certificates: This side's certificates, if it has any; then the server speaks only TLS, with peers that show
+            theirs.
+        reached_at: ``host:port`` at which peers reach this server besides its own addresses.
+        allow_anyone: Whether unauthenticated clients are allowed without keys.
+        max_wait_s: Longest time that a request waits for its step, in seconds.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
-        same_host: Whether receivers on this host are lent the memory that snapshots lie in, where the system can.
-        max_clients: How many receivers are sent data at once; ``None`` for any number.
-        max_send_bytes_per_s: How fast all bodies together are sent; ``None`` for no bound.
-        watch: The state of this process, for ``/state`` and ``/metrics``.
+        same_host: Whether to lend snapshots' memory to receivers on this host, if the system can.
+        max_clients: Maximum number of receivers that are sent data at once; ``None`` for any number.
+        max_send_bytes_per_s: Throughput limit of all bodies together; ``None`` for none.
+        watch: Status and metrics of this process.
 
     Attributes:
-        requests: Finds what requests are for; its ``fresh_snapshot`` may be exchanged at any time.
-        deltas: Those that are served. Thread-safe.
-        relays: What is passed on while it is being received.
+        requests: Finds the snapshots of requests; its ``fresh_snapshot`` may be replaced at any time.
+        deltas: The served deltas. Thread-safe.
+        relays: Data that is passed on while it is being received.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SnapshotServer:
         self._same_host: SameHostServer | None = None
         try:
             if same_host:
-                with contextlib.suppress(OSError):  # A system without such sockets, or no descriptor for one.
+                with contextlib.suppress(OSError):  # The system lacks such sockets, or has no free descriptor.
                     self._same_host = SameHostServer(cache, name=self.server_id, stall_timeout_s=stall_timeout_s)
             self.port: int = self._socket.getsockname()[1]
             self.address = advertised_url(
@@ -119,7 +119,7 @@ class SnapshotServer:
                 is_encrypted=certificates is not None,
                 reached_at=reached_at,
             )
-            # Where others come in, they come by names that nobody knows here.
+            # On other addresses, clients may use names that are unknown here.
             local = host if host is not None and not is_guarded and is_loopback(host) else None
             names = OwnNames([local, urlsplit(self.address).netloc, *reached_at]) if local is not None else None
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
@@ -182,13 +182,13 @@ class SnapshotServer:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``http.fork_safety``. Whatever was accepted has the port of the listener, until that is given up."""
+        """See ``http.fork_safety``. Accepted sockets have the listener's port until the listener closes."""
         if self._server.loop.is_closed() or candidate.family == socket.AF_UNIX:
             return False
         return bool(candidate.getsockname()[1] == self.port)
 
     def close(self, *, wait: bool) -> None:
-        """Stops serving; running transfers are cut off. May be called again, to wait after all.
+        """Stop serving and cut off running transfers. May be called again, to wait after all.
 
         Args:
             wait: Whether to return only when the thread has ended.
@@ -213,5 +213,5 @@ class SnapshotServer:
         await self._guard.cancel_handlers()
 
     def _on_change(self) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
+        with contextlib.suppress(RuntimeError):  # A shutdown closed the loop at the same moment.
             self._server.loop.call_soon_threadsafe(self.requests.wake)

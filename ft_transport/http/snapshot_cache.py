@@ -1,17 +1,17 @@
-"""The snapshots that are being served, and who still reads them.
+"""The served snapshots and their readers.
 
-A snapshot leaves the cache when a new one needs its place. One that is being read keeps its memory until the last
-reader is done. A fetch consists of several requests, so each request also keeps its snapshot on the cache for a
-moment after it ended (the lease), as long as its connection is open; otherwise a trainer that publishes every step
-would replace a snapshot between two requests of the same fetch. Whoever waits for a step that is to come has that lease
-from the moment that the snapshot is put here, and not only from when it is found.
+A new snapshot evicts an old one. A snapshot with readers keeps its memory until the last reader is done. A fetch
+consists of several requests, so each request also keeps its snapshot in the cache for a moment after its end (the
+lease), while its connection is open; otherwise a trainer that publishes every step would replace a snapshot between two
+requests of the same fetch. A reader that waits for a future step has that lease from the moment that the snapshot is
+put here, and not only from when the reader finds it.
 
-The lease also guards what is on its way: ``sendfile`` gives the kernel the pages of the memory file and no copy of
-them, so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
+The lease also guards bytes in flight: ``sendfile`` gives the kernel the pages of the memory file and no copy of them,
+so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
 
-Nobody holds memory for ever that a newer snapshot wants. From the first time that one is refused a place, the oldest
-snapshot in its way has ``lease_s`` and as long as its bytes take at ``contended_bytes_per_s``; then its receivers are
-cut off, and start again with a newer one. Where nothing newer is wanted, a receiver may be slower than that.
+No reader blocks a newer snapshot for ever. When a new snapshot is first refused a slot, the oldest snapshot in its way
+gets ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``; then its receivers are cut off, and
+start again with a newer one. While no newer snapshot needs the memory, a receiver may be slower.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ft_transport.wire.served import Snapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """Who reads a snapshot. Any thread may call its functions.
+    """A reader of a snapshot. Any thread may call its functions.
 
     Attributes:
-        is_closed: Whether the reader's connection is; its lease ends with that. Names the reader too: one lease for
-            each distinct function.
-        cut_off: Ends the connection, and calls what it is given when nothing more can reach the reader; returns at
-            once. ``None`` for a reader of this process, which is never cut off.
+        is_closed: Returns whether the reader's connection is closed, which ends its lease. Also identifies the reader:
+            each distinct function has one lease.
+        cut_off: Ends the connection, and calls its argument when no more bytes can reach the reader; returns at once.
+            ``None`` for a reader of this process, which is never cut off.
     """
 
     is_closed: Callable[[], bool] = lambda: False
@@ -70,10 +70,10 @@ class Reading:
     """One request that reads a snapshot; a context manager that ends the reading.
 
     Attributes:
-        snapshot: What is read.
+        snapshot: The snapshot.
         manifest_digest: Digest of its JSON header.
-        unread_s: How long after the end some of it may still be on its way to the receiver, in seconds.
-        is_leasing: Whether more may be asked for afterwards, so that the snapshot is kept for a moment.
+        unread_s: How long after the end bytes may still be in flight to the receiver, in seconds.
+        is_leasing: Whether further requests may follow, so that the snapshot gets a lease.
     """
 
     snapshot: Snapshot
@@ -93,12 +93,12 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class SnapshotCache:
-    """Holds at most ``max_snapshots``, the reserved places included. Thread-safe.
+    """Holds at most ``max_snapshots``, including reserved slots. Thread-safe.
 
     Attributes:
-        max_snapshots: How many snapshots may be alive at once.
+        max_snapshots: Maximum number of snapshots alive at once.
         lease_s: How long after its last request a snapshot counts as still being fetched, in seconds.
-        contended_bytes_per_s: How fast the receivers of a snapshot have to be where a newer one wants its memory.
+        contended_bytes_per_s: Minimum throughput of a snapshot's receivers while a newer one needs its memory.
         clock: Monotonic seconds.
     """
 
@@ -119,21 +119,21 @@ class SnapshotCache:
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Calls ``on_change`` after every arrival and final failure, on the thread of either. Set up early."""
+        """Call ``on_change`` after every arrival and final failure, on that event's thread. Set up early."""
         self._listeners.append(on_change)
 
     def reserve(self) -> Place:
-        """Makes sure that one more snapshot may be taken, retiring the oldest one that nobody reads if need be.
+        """Reserve a slot for one more snapshot, evicting the oldest one without readers if needed.
 
-        One that has been in the way for too long is taken from its receivers. That takes a moment, so it makes room for
-        the next call.
+        The receivers of a snapshot that has been in the way for too long are cut off. That takes a moment, so it makes
+        room only for the next call.
 
         Returns:
-            The place of that snapshot, for `put`, or to be given back.
+            The slot of that snapshot, for `put`, or to be returned.
 
         Raises:
-            SnapshotLimitError: All places are taken by snapshots that are being read.
-            SnapshotError: The cache was cleared for good.
+            SnapshotLimitError: All slots are taken by snapshots with readers.
+            SnapshotError: The cache was cleared.
         """
         to_close: list[_Entry] = []
         cut_offs: list[Callable[[], None]] = []
@@ -168,9 +168,9 @@ class SnapshotCache:
         return place
 
     def put(self, snapshot: Snapshot, place: Place) -> None:
-        """Puts a snapshot on a reserved place and tells the listeners. The cache owns it from now on.
+        """Put a snapshot into a reserved slot and notify the listeners. The cache owns it from now on.
 
-        After ``clear`` it is freed at once: a shutdown may overtake a snapshot that is still being copied.
+        After ``clear``, the snapshot is freed at once: a shutdown may overtake a snapshot that is still being copied.
         """
         manifest_digest = digest(memoryview(snapshot.header)[8:])
         with self._lock:
@@ -189,9 +189,9 @@ class SnapshotCache:
 
     @contextmanager
     def waiting(self, step: int, reader: Reader) -> Iterator[None]:
-        """Keeps a snapshot of this step for a reader if it is put here inside, until the lease after the end.
+        """Keep a snapshot of this step for a reader if it arrives inside, until the lease after the end.
 
-        If it comes after the end, it is kept for a lease as long as the reader might have had one: receivers ask again.
+        A snapshot that arrives after the end but within the reader's lease is kept for a lease, too: receivers retry.
         """
         with self._lock:
             self._awaited.begin(step, reader, now_s=self.clock())
@@ -207,7 +207,7 @@ class SnapshotCache:
                         entry.leases[reader.is_closed] = reader, until_s
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Keeps why no snapshot has come, until one does. A final reason wakes the listeners."""
+        """Record why no snapshot came, until one does. A final failure notifies the listeners."""
         with self._lock:
             self._failure = reason
             if is_final:
@@ -218,37 +218,37 @@ class SnapshotCache:
                 listener()
 
     def num_final_failures(self) -> int:
-        """How many attempts at a snapshot have failed for a reason that stays."""
+        """Return the number of attempts at a snapshot that failed for a permanent reason."""
         with self._lock:
             return self._num_final_failures
 
     def has_failed_finally(self, within_s: float) -> bool:
-        """Whether the last attempt at a snapshot failed for a reason that stays, not longer than ``within_s`` ago."""
+        """Whether the last attempt failed for a permanent reason within the last ``within_s``."""
         with self._lock:
             return self._final_failure_s is not None and self.clock() - self._final_failure_s < within_s
 
     def failure(self) -> str | None:
-        """Why the last attempt at a snapshot failed, ``None`` if it did not."""
+        """Return why the last attempt at a snapshot failed; ``None`` if it did not."""
         with self._lock:
             return self._failure
 
     def newest_sequence(self) -> int:
-        """Number of the newest snapshot ever put here, 0 before the first; grows with each one."""
+        """Return the number of the newest snapshot ever put here, 0 before the first; numbers ascend."""
         with self._lock:
             return self._sequence
 
     def newest_step(self) -> int | None:
-        """Step of the newest snapshot."""
+        """Return the step of the newest snapshot; ``None`` without one."""
         with self._lock:
             return self._entries[-1].snapshot.step if self._entries else None
 
     def steps(self) -> tuple[int, ...]:
-        """The steps that are served, oldest first."""
+        """Return the served steps, oldest first."""
         with self._lock:
             return tuple(entry.snapshot.step for entry in self._entries)
 
     def alive(self) -> list[tuple[int, int, int]]:
-        """Step, size in bytes and number of readers of each that is in memory, oldest first."""
+        """Return step, size in bytes and number of readers of each snapshot in memory, oldest first."""
         with self._lock:
             return [
                 (entry.snapshot.step, entry.snapshot.total_bytes, entry.num_readers)
@@ -256,17 +256,17 @@ class SnapshotCache:
             ]
 
     def num_readers(self) -> int:
-        """Requests that are reading at this moment."""
+        """Return the number of requests in progress."""
         with self._lock:
             return sum(entry.num_readers for entry in (*self._entries, *self._leaving))
 
     def num_alive(self) -> int:
-        """Snapshots that take memory, those that are being made or only read among them."""
+        """Return the number of snapshots in memory, including those being made or only read."""
         with self._lock:
             return len(self._entries) + len(self._leaving) + self._reserved.num_taken()
 
     def newest(self) -> Snapshot | None:
-        """The newest snapshot, without reading it."""
+        """Return the newest snapshot without starting a reading."""
         with self._lock:
             return self._entries[-1].snapshot if self._entries else None
 
@@ -278,13 +278,13 @@ class SnapshotCache:
         after_sequence: int = 0,
         reader: Reader | None = None,
     ) -> Reading | None:
-        """Begins reading the newest snapshot that fits, or returns ``None`` if none does.
+        """Begin to read the newest snapshot that fits; return ``None`` if none does.
 
         Args:
             step: A step, or ``latest``.
             snapshot_id: Only this snapshot.
             after_sequence: Only snapshots newer than this number.
-            reader: Who reads; one of this process if not given.
+            reader: The reader; by default a reader of this process.
         """
         with self._lock:
             entry = self._newest(step, snapshot_id, after_sequence)
@@ -307,11 +307,11 @@ class SnapshotCache:
         return None
 
     def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
-        """Takes a snapshot off the cache, and older ones of the same step; they are freed after their last readers.
+        """Evict a snapshot and older ones of the same step; each is freed after its last reader.
 
         Args:
-            snapshot_id: Which; nothing happens if it is not there.
-            even_if_needed: Also if it is being read, or may still be: somebody has asked for it, and has not begun.
+            snapshot_id: The snapshot; nothing happens if it is not here.
+            even_if_needed: Evict it even if it has readers or leases, or has not been read yet.
         """
         with self._lock:
             entry = next((entry for entry in self._entries if entry.snapshot.snapshot_id == snapshot_id), None)
@@ -320,7 +320,7 @@ class SnapshotCache:
             is_needed = not entry.was_read or bool(entry.num_readers) or self._is_leased(entry)
             if is_needed and not even_if_needed:
                 return
-            # An older one of this step shows another attempt at it, and was never to be served again.
+            # An older snapshot of this step is of another attempt at the step, and must not be served again.
             leaving = [
                 each
                 for each in self._entries
@@ -340,7 +340,7 @@ class SnapshotCache:
             return bool(self._entries) and self._entries[-1].sequence > sequence
 
     def clear(self) -> None:
-        """Retires everything for good; what is being read is freed when its readers are done."""
+        """Evict everything for good; each snapshot is freed when its readers are done."""
         with self._lock:
             self._closed = True
             entries, self._entries = self._entries, []
@@ -353,11 +353,11 @@ class SnapshotCache:
                 entry.snapshot.close()
 
     def _hold_s(self, entry: _Entry) -> float:
-        """How long receivers may go on with a snapshot whose memory is wanted."""
+        """Return how long receivers may keep a snapshot whose memory is needed."""
         return self.lease_s + entry.snapshot.total_bytes / self.contended_bytes_per_s
 
     def _want_oldest(self) -> list[Callable[[], None]]:
-        """Notes that the oldest snapshot is in the way; returns what cuts its receivers off when its time is over."""
+        """Note that the oldest snapshot is in the way; return the calls that cut off its overdue receivers."""
         now_s = self.clock()
         alive = sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
         if any(entry.cut_off for entry in alive):
@@ -383,14 +383,14 @@ class SnapshotCache:
         leases, entry.leases = entry.leases, {}
         cut_offs: list[Callable[[], None]] = [functools.partial(_cut_off, each, _nothing) for each in entry.readers]
         for reader, _until_s in leases.values():
-            # What was sent to it may be on its way still: it counts as reading until that can't reach it any more.
+            # Sent bytes may still be in flight: the reader counts until they cannot reach it any more.
             entry.readers.append(reader)
             ended = functools.partial(self._end_reading, entry, reader, None)
             cut_offs.append(functools.partial(_cut_off, reader, ended))
         return cut_offs
 
     def _forget_past_want(self, entry: _Entry) -> None:
-        """Whoever begins to read what nobody has held for a while, or wanted, has all of its time before him."""
+        """Restart the time limit of a snapshot that has been unused and not in the way for a while."""
         if entry.wanted_since_s is None or entry.readers or self._is_leased(entry):
             return
         if self.clock() - entry.wanted_at_s > self._hold_s(entry):
@@ -408,7 +408,7 @@ class SnapshotCache:
     def _end_reading(self, entry: _Entry, reader: Reader, unread_s: float | None) -> None:
         with self._lock:
             entry.readers.remove(reader)
-            self._is_leased(entry)  # forgets those that ended
+            self._is_leased(entry)  # drops expired leases
             if unread_s is not None and not entry.cut_off:
                 until_s = self.clock() + max(self.lease_s, unread_s)
                 _, earlier_s = entry.leases.get(reader.is_closed, (reader, 0.0))

@@ -1,4 +1,4 @@
-"""Which snapshot a request is for, and the wait for one that is still to come."""
+"""Finds the snapshot of a request, and waits for one that does not exist yet."""
 
 from __future__ import annotations
 
@@ -36,24 +36,26 @@ from ft_transport.wire.routes import (
 _TICK_S: Final = 0.1
 _RECENT_FAILURE_S: Final = 10.0
 _RETRY_S: Final = 1.0
-"""How long a request waits for another attempt, where the last one failed a moment ago for a reason that stays."""
+"""How long a request waits for another attempt if the last one just failed for a permanent reason."""
 
 FreshSnapshot = Callable[[int | None], int | None]
-"""Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
-for it. Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if that
-step is past and no snapshot of it is on its way. A request that waits for a step asks time and again, also while that
-snapshot is being taken: until it is published it is to come. Thread-safe, and called on the event loop."""
+"""Requests a snapshot of the present state, or of the given step, from the state's owner without waiting for it.
+Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if the step is
+past and no snapshot of it is being taken. A request that waits for a step calls this repeatedly, also while that
+snapshot is being taken: until the snapshot is published, the step is still to come. Thread-safe; called on the event
+loop.
+"""
 
 
 class SnapshotRequests:
-    """Finds the snapshots that requests name. Belongs to the server's event loop.
+    """Finds the snapshots that requests name. Used only on the server's event loop.
 
     Args:
-        cache: Where they are.
-        max_wait_s: The longest that a request is held until its step is there, in seconds.
+        cache: The served snapshots.
+        max_wait_s: Longest time that a request waits for its step, in seconds.
 
     Attributes:
-        fresh_snapshot: Asks for a new snapshot when ``latest`` is requested; ``None`` where nobody can.
+        fresh_snapshot: Requests a new snapshot from the state's owner; ``None`` without an owner that can take one.
     """
 
     def __init__(self, cache: SnapshotCache, *, max_wait_s: float) -> None:
@@ -63,12 +65,12 @@ class SnapshotRequests:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Has every request that waits look at the cache again."""
+        """Make every waiting request check the cache again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def read(self, request: web.Request) -> Reading:
-        """Begins reading the snapshot that a request names, waiting for it if it may still come."""
+        """Begin to read the snapshot that a request names; wait for it if it may still come."""
         step = parse_step(request.match_info["step"])
         if step is None:
             raise StepNotServedError(
@@ -103,7 +105,7 @@ class SnapshotRequests:
             if reading is not None:
                 return reading
             has_failed = self._cache.has_failed_finally(_RECENT_FAILURE_S)
-            # The attempt may have failed just before this request came, and the owner may make no other one by now.
+            # The attempt may have failed just before this request, and the owner may make no further attempt.
             is_given_up = has_failed and time.monotonic() >= began_s + _RETRY_S
             if is_given_up or self._cache.num_final_failures() > num_failures:
                 raise StateNotServedError(
@@ -120,12 +122,12 @@ class SnapshotRequests:
             if remaining_s <= 0 or not self._may_come(step):
                 return self._read_or_refuse(step, after, reader)
             with contextlib.suppress(asyncio.TimeoutError):
-                # Of a step that its owner passes without a snapshot nobody tells.
+                # No event reports a step that its owner passes without a snapshot.
                 is_awaiting_news = step == LATEST and not has_failed
                 await asyncio.wait_for(changed.wait(), remaining_s if is_awaiting_news else min(remaining_s, _TICK_S))
 
     def _after(self, request: web.Request) -> int:
-        """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""
+        """Return the number after which a snapshot is new enough for this request, or an earlier one like it."""
         fresh_snapshot = self.fresh_snapshot
         if fresh_snapshot is None:
             return 0
@@ -137,11 +139,11 @@ class SnapshotRequests:
         return fresh if earlier is None else min(earlier, fresh)
 
     def _is_past(self, step: int) -> bool:
-        """Asks the owner for a snapshot of a step to come; says whether there will be none."""
+        """Request a future step's snapshot from the owner; return whether there will be none."""
         ask = self.fresh_snapshot
         if ask is None or step in self._cache.steps() or ask(step) is not None:
             return False
-        # It may have been put there at this very moment.
+        # The snapshot may have been put there at this very moment.
         return step not in self._cache.steps()
 
     def _may_come(self, step: StepSelector) -> bool:
@@ -149,7 +151,7 @@ class SnapshotRequests:
         return step == LATEST or newest_step is None or step > newest_step
 
     def _read_or_refuse(self, step: StepSelector, after: int, reader: Reader) -> Reading:
-        """After the wait: what has come at the last moment, or the reason why nothing has."""
+        """Return a snapshot that came at the last moment, or raise the reason why none came."""
         reading = self._cache.read(step, after_sequence=after, reader=reader)
         if reading is not None:
             return reading
@@ -171,28 +173,28 @@ class SnapshotRequests:
 
 
 def asked_wait_s(request: web.Request, longest_s: float) -> float:
-    """How many seconds a request may be held, ``longest_s`` at most, and where it does not say.
+    """Return the requested wait in seconds: ``longest_s`` at most, and by default.
 
     Raises:
-        ConfigurationError: It says something else.
+        ConfigurationError: The value is malformed.
     """
     return min(longest_s, _asked_s(request, WAIT_PARAMETER, longest_s))
 
 
 def asked_follow_s(request: web.Request, longest_s: float) -> float:
-    """How many seconds an answer may pause for each further chunk, ``longest_s`` at most; 0 where it does not say.
+    """Return the requested pause for each further chunk in seconds, ``longest_s`` at most; 0 by default.
 
     Raises:
-        ConfigurationError: It says something else.
+        ConfigurationError: The value is malformed.
     """
     return min(longest_s, _asked_s(request, FOLLOW_PARAMETER, 0.0))
 
 
 def asked_ranges(request: web.Request) -> Sequence[tuple[int, int]]:
-    """The half-open ranges of bytes that a request for relayed chunks asks for.
+    """Return the half-open byte ranges of a request for relayed chunks.
 
     Raises:
-        ConfigurationError: It asks for none, or for others.
+        ConfigurationError: The ranges are missing or malformed.
     """
     ranges = parse_ranges(request.query.get(RANGES_PARAMETER, ""))
     if ranges is None:
@@ -216,7 +218,7 @@ def _asked_s(request: web.Request, parameter: str, default_s: float) -> float:
 
 
 def _reader_of(request: web.Request) -> Reader:
-    """Who gets the answer, and how to have done with it."""
+    """Return the reader of a request's response."""
     transport = request.transport
     if transport is None:
         return Reader(lambda: True, lambda ended: ended())
@@ -225,14 +227,14 @@ def _reader_of(request: web.Request) -> Reader:
     def cut_off(ended: Callable[[], None]) -> None:
         try:
             loop.call_soon_threadsafe(_cut_off, loop, transport, ended)
-        except RuntimeError:  # The loop was closed, and every connection before it.
+        except RuntimeError:  # The loop was closed, after every connection.
             ended()
 
-    # Where the server itself closes after the answer, that says nothing of how far the receiver is.
+    # If the server itself closes after the response, a closed connection does not show that the receiver is done.
     return Reader(transport.is_closing if request.keep_alive else lambda: False, cut_off)
 
 
 def _cut_off(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, ended: Callable[[], None]) -> None:
     drop_connection(transport)
-    # Behind what closes the socket.
+    # After the callback that closes the socket.
     loop.call_soon(ended)

@@ -1,4 +1,4 @@
-"""The routes of a server, see ``wire.routes``: what of a snapshot is sent in answer to a request."""
+"""The server's routes for snapshots; see ``wire.routes``."""
 
 from __future__ import annotations
 
@@ -53,33 +53,33 @@ from ft_transport.wire.served import MemoryFile
 from ft_transport.wire.slices import decode_request
 
 BODY: Final = web.RequestKey("body", bytes)
-"""Where a request keeps the body that was read of it."""
+"""Key under which a request keeps its body."""
 _MAX_REPLICA_CHARACTERS: Final = 65
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_RELAY_PAUSE_S: Final = 3.0
-"""A paused answer has a thread, and no place among those that wait."""
+"""A paused response occupies a thread, and counts as busy, not as waiting."""
 
 
 class SnapshotRoutes:
-    """Answers requests. Belongs to the server's event loop.
+    """Answers requests. Used only on the server's event loop.
 
     Args:
-        cache: What is served.
-        requests: Finds what requests are for.
-        deltas: Those that are served.
-        relays: What is passed on while it is being received.
-        admission: Has the places of connections.
-        uploads: The log of all that is sent.
-        keys: Those of the job, if it has any: what is not digested chunk by chunk is signed then.
-        names: What the server says of itself in ``/status``.
-        is_on_all_addresses: Whether it can be reached at each of the host's addresses; it tells them then.
+        cache: The served snapshots.
+        requests: Finds the snapshots of requests.
+        deltas: The served deltas.
+        relays: Data that is passed on while it is being received.
+        admission: The connection slots.
+        uploads: The log of sent data.
+        keys: The job's keys, if it has any: then data without digests by chunk is signed.
+        names: Names of the replica and the server for ``/status``.
+        is_on_all_addresses: Whether the server listens on all addresses of the host; then ``/status`` lists them.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
-        same_host: Lends memory to receivers on this host, where that is wanted.
-        cap: How fast all bodies together are sent; ``None`` for no bound.
-        clients: Which receivers are sent data.
+        same_host: Lends memory to receivers on this host; ``None`` if disabled.
+        cap: Throughput limit of all bodies together; ``None`` for none.
+        clients: Limit of the receivers that are sent data.
 
     Attributes:
-        sent: Bytes so far, by route.
+        sent: Bytes sent so far, by route.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SnapshotRoutes:
         self.sent = MetricValues("server")
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Adds all routes."""
+        """Add all routes."""
         router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
         router.add_get(FULL_ROUTE, self._full, allow_head=True)
         router.add_get(DIGESTS_ROUTE, self._digests)
@@ -153,7 +153,7 @@ class SnapshotRoutes:
                 header = memoryview(snapshot.header)[8:]
                 signing = asyncio.get_running_loop().run_in_executor(None, self._keys.sign, MANIFEST_PURPOSE, header)
                 headers[MANIFEST_SIGNATURE_HEADER] = await signing
-            # All of the file's header but the length before it.
+            # The file's whole header without the preceding length.
             return await self._send(request, reading, headers, FileRange(snapshot.memory, 8, len(snapshot.header)))
 
     async def _full(self, request: web.Request) -> web.StreamResponse:
@@ -182,7 +182,7 @@ class SnapshotRoutes:
             memory = snapshot.memory
             if isinstance(memory, MemoryFile):
                 raise StepNotServedError("expected a snapshot whose digests come later; they are in the metadata")
-            # They are there already if all of the data was sent.
+            # The digests exist already if all of the data was sent.
             computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
             return web.Response(text=await computing)
 
@@ -199,7 +199,7 @@ class SnapshotRoutes:
             return web.Response(body=encode_ticket(ticket), content_type="application/json")
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
-        # First, because no snapshot is to be kept for a body that does not come.
+        # First, because a body that never comes must not keep a snapshot.
         try:
             with self._admission.waiting(place_of(request)):
                 body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
@@ -239,7 +239,7 @@ class SnapshotRoutes:
             outcome = "done"
             return response
         finally:
-            # A delta is of no snapshot; the step is the one that it is applied to.
+            # A delta has no snapshot; the step is the one to which the delta applies.
             key = _key_of(request, int(request.match_info["step"]), "-")
             self._note(request, key, num_bytes=num_bytes, began_s=began_s, outcome=outcome)
 
@@ -281,10 +281,10 @@ class SnapshotRoutes:
     async def _send_data(
         self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
     ) -> web.StreamResponse:
-        """Sends data, if the receiver has a place among those that are sent some."""
+        """Send data, if the receiver gets a slot among the receivers."""
         if request.method == "HEAD":
             return await self._send(request, reading, headers, content, status=status)
-        # Who is told to come back keeps no snapshot by asking.
+        # A refused receiver keeps no snapshot by its request.
         reading.is_leasing = False
         with self._clients.serving((place_of(request).address, _replica_of(request))):
             return await self._send(request, reading, headers, content, status=status)
@@ -292,7 +292,7 @@ class SnapshotRoutes:
     async def _send(
         self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
     ) -> web.StreamResponse:
-        # Whoever only asks what there is keeps nothing of it.
+        # A request for the head alone keeps no snapshot.
         reading.is_leasing = request.method != "HEAD"
         response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
         start, began_s = content.position, time.monotonic()
@@ -338,7 +338,7 @@ def _key_of(request: web.Request, step: int, snapshot: str) -> FetchKey:
 
 
 def _own_interfaces() -> list[dict[str, str]]:
-    """Where else the server is reached, so that peers can find out which way is the fast one."""
+    """Return the server's further addresses, so that peers can find the fastest one."""
     return [
         {"interface": name, "address": str(address)}
         for address, name in interfaces().items()
@@ -347,24 +347,24 @@ def _own_interfaces() -> list[dict[str, str]]:
 
 
 def _replica_of(request: web.Request) -> str:
-    """What the receiver calls itself."""
+    """Return the receiver's name for itself."""
     # Not every byte of a header is text; a lone surrogate (PEP 383) has no place in JSON.
     return request.headers.get(REPLICA_HEADER, "")[:_MAX_REPLICA_CHARACTERS].encode(errors="replace").decode()
 
 
 def _route_name(request: web.Request) -> str:
-    """The last word of a path that names a part of a snapshot, or the first of any other."""
+    """Return the last word of a path that names a part of a snapshot, or the first of any other."""
     words = request.path.split("/")
     return words[-1] if words[1] == "checkpoint" else words[1]
 
 
 async def _digested(body: Bytes) -> str:
-    """The digest of a body, computed beside the event loop."""
+    """Compute the digest of a body on a thread beside the event loop."""
     return await asyncio.get_running_loop().run_in_executor(None, content_digest, body)
 
 
 def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:
-    """The half-open range that a request asks for, empty if it lies outside; ``None`` for the whole file."""
+    """Return the requested half-open range, empty if it lies outside; ``None`` for the whole file."""
     # RFC 9110: a range is defined for GET alone (14.2), and If-Range makes it conditional (13.1.5).
     if request.method != "GET" or request.headers.get("If-Range", etag) != etag:
         return None

@@ -1,13 +1,13 @@
-"""What somebody who has proved nothing may cost: so many connections and requests, and then so many in a second.
+"""Rate limits for unauthenticated clients: a burst of connections and requests, and then a few per second.
 
-Each of them costs the training a fraction of a millisecond of Python. A connection is paid for when its first request
-is about to be read, and who cannot pay waits, unread. Who shows that it belongs to the job gets back what it paid, so
-any number of genuine peers may come at once. A server that asks for no proof cannot tell: there a connection has some
-requests for nothing, answers that move data cost nothing, and all others wait for their turn.
+Each connection or request costs the training a fraction of a millisecond of Python. A connection is charged when its
+first request is about to be read; without budget it waits, unread. A client that authenticates itself gets its charge
+refunded, so any number of genuine peers may come at once. A server without authentication cannot tell: there, the first
+requests of a connection are free, responses that move data are free, and all others wait for their turn.
 
-The budget is for each address, and a larger one for all of them. Who says something that strangers do not know, such
-as the id of the job's key, has a budget of its own: a flood does not use up what genuine peers need, also if both come
-from one address.
+Each address has a budget, and all addresses share a larger one. A client that sends what only members know, such as the
+id of the job's key, has a separate budget: a flood does not use up what genuine peers need, even if both come from one
+address.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Final
 from ft_transport.http.admission import Place
 
 _BURST: Final = 512.0
-"""The ranks of a host recover at once, each with several connections."""
+"""Enough for all ranks of a host that recover at once, each with several connections."""
 _CONNECTIONS_PER_S: Final = 50.0
-"""Each costs about 0.3 ms of Python, with one request."""
+"""A connection with one request costs about 0.3 ms of Python."""
 _REQUESTS_PER_S: Final = 300.0
-"""Each costs about 0.1 ms."""
+"""A request costs about 0.1 ms."""
 _ADDRESSES: Final = 4.0
-"""All addresses together may cost as much as so many."""
+"""Budget of all addresses together, in budgets of one address."""
 _FREE_REQUESTS: Final = 8
 """More than a fetch makes on one connection before data comes."""
 _MOVING_BYTES: Final = 64 << 10
-"""An answer of this size is one that somebody wants."""
+"""Least size of a response that counts as a transfer of data."""
 _KNOWN_S: Final = 600.0
 _MAX_ADDRESSES: Final = 1024
 
@@ -42,10 +42,10 @@ class _Level:
 
 
 class Buckets:
-    """Token buckets, one for each address and one for all. Belongs to one thread.
+    """Token buckets, one for each address and one for all. Used only by one thread.
 
     Args:
-        per_s: Tokens that an address gets in a second.
+        per_s: Tokens that an address gets per second.
         clock: Monotonic seconds.
     """
 
@@ -56,7 +56,7 @@ class Buckets:
         self._all = _Level(_BURST * _ADDRESSES, clock())
 
     def take(self, address: str) -> bool:
-        """Takes a token of this address, if there is one."""
+        """Take a token of this address; return whether one was available."""
         of_address, of_all = self._level(address)
         if of_address.tokens < 1 or of_all.tokens < 1:
             return False
@@ -65,14 +65,14 @@ class Buckets:
         return True
 
     def borrow(self, address: str) -> float:
-        """Takes a token of this address in any case; returns the seconds after which it is there."""
+        """Take a token of this address in any case; return the seconds until it is available."""
         of_address, of_all = self._level(address)
         of_address.tokens -= 1
         of_all.tokens -= 1
         return max(0.0, -of_address.tokens / self._per_s, -of_all.tokens / (self._per_s * _ADDRESSES))
 
     def give_back(self, address: str) -> None:
-        """Returns a token that was taken or borrowed."""
+        """Return a token that was taken or borrowed."""
         for level in self._level(address):
             level.tokens += 1
 
@@ -80,7 +80,7 @@ class Buckets:
         now_s = self._clock()
         level = self._levels.pop(address, None) or _Level(_BURST, now_s)
         if len(self._levels) >= _MAX_ADDRESSES:
-            # They are in the order in which they were last here.
+            # The addresses are in the order of their last use.
             del self._levels[next(iter(self._levels))]
         self._levels[address] = level
         _fill(level, now_s, self._per_s, _BURST)
@@ -94,7 +94,7 @@ def _fill(level: _Level, now_s: float, per_s: float, burst: float) -> None:
 
 
 class Strangers:
-    """Lets those in who have proved nothing, a few at a time. Belongs to the server's event loop.
+    """Rate limits of unauthenticated clients. Used only on the server's event loop.
 
     Args:
         clock: Monotonic seconds.
@@ -108,7 +108,7 @@ class Strangers:
         self._known_s: dict[str, float] = {}
 
     def admit(self, place: Place) -> bool:
-        """Whether the first request of a connection may be read now; if so, it is paid for."""
+        """Return whether the first request of a connection may be read now; if so, charge for it."""
         buckets = self._claims if place.claims else self._connections
         if not buckets.take(place.address):
             return False
@@ -116,7 +116,7 @@ class Strangers:
         return True
 
     def belongs(self, place: Place) -> None:
-        """A connection has proved that it belongs to the job. May be called with each request."""
+        """Refund a connection that has authenticated itself. May be called with each request."""
         if not place.pay_back():
             return
         self._known_s.pop(place.address, None)
@@ -125,17 +125,17 @@ class Strangers:
         self._known_s[place.address] = self._clock()
 
     def is_known(self, address: str) -> bool:
-        """Whether somebody has proved there, not long ago, that it belongs to the job."""
+        """Whether a client at this address has authenticated itself recently."""
         known_s = self._known_s.get(address)
         return known_s is not None and self._clock() - known_s < _KNOWN_S
 
     def turn_after_s(self, place: Place) -> float:
-        """How long a request has to wait for its turn, in a server that asks for no proof."""
+        """Return the seconds until a request's turn, in a server without authentication."""
         place.num_requests += 1
         return self._requests.borrow(place.address) if place.num_requests > _FREE_REQUESTS else 0.0
 
     def moved(self, place: Place, num_bytes: int) -> None:
-        """The answer to a request, after its turn, had so many bytes."""
+        """Refund a request, after its turn, whose response moved at least `_MOVING_BYTES`."""
         if num_bytes < _MOVING_BYTES:
             return
         place.pay_back()

@@ -1,4 +1,4 @@
-"""The state of a transport, as ``/state`` shows it: see ``telemetry.told``."""
+"""The state of a transport for ``/state``; see ``telemetry.told``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _RECEIVING = frozenset(KINDS) - {"save", "load", "publish"}
 
 
 class TransportTelling:
-    """Reads that state on request. Any thread may ask.
+    """Collects that state on request. Thread-safe.
 
     Args:
         cache: The snapshots that the transport serves.
-        uploads: The receivers that they go to.
-        recorder: The records of what the transport receives.
+        uploads: The log of sent data.
+        recorder: The records of received data.
         server: As in `ToldTransport`.
         replica: As in `ToldTransport`.
         address: As in `ToldTransport`.
@@ -39,7 +39,7 @@ class TransportTelling:
         self._rates = Rates()
 
     def told(self) -> ToldTransport:
-        """All of it, now."""
+        """Return the current state."""
         return ToldTransport(
             server=self._server,
             replica=self._replica,

@@ -24,7 +24,7 @@ _PAGE: Final = "page.html"
 _TIMEOUT_S: Final = 5.0
 """Reading a metric waits for nothing; Prometheus gives up after 10 s by default."""
 _WRITE_S: Final = 5.0
-"""How long a client may take for the part of an answer that does not fit into the buffers of its connection."""
+"""How long a client may take for the part of a response that exceeds the buffers of its connection."""
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -40,7 +40,7 @@ class WatchRoutes:
     """Answers these requests. Runs on the server's event loop.
 
     Args:
-        watch: What the process says of itself.
+        watch: Status and metrics of the process.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -49,7 +49,7 @@ class WatchRoutes:
         self._states = Scraping(lambda form: (encode_told(watch.state()), form))
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Adds all routes."""
+        """Add all routes."""
         router.add_get(STATE_ROUTE, self._state, allow_head=True)
         router.add_get(METRICS_ROUTE, self._metrics, allow_head=True)
         router.add_get(PAGE_ROUTE, self._page, allow_head=True)
@@ -71,8 +71,8 @@ class Scraping:
     A request that arrives while a collection runs waits for the next one and shares it: a crowd costs two collections.
 
     Args:
-        produce: Collects in a form; runs on that thread.
-        timeout_s: How long a request may wait.
+        produce: Collects the state in the given form; runs on that thread.
+        timeout_s: Longest wait of a request, in seconds.
     """
 
     def __init__(self, produce: Callable[[str], Scrape], *, timeout_s: float = _TIMEOUT_S) -> None:
@@ -83,13 +83,13 @@ class Scraping:
         self._last: dict[str, tuple[float, Scrape]] = {}
 
     async def scrape(self, form: str) -> Scrape:
-        """Returns a collection that began at this call or later.
+        """Return a collection that began at this call or later.
 
         Args:
-            form: One of a few.
+            form: One of a small number of forms.
 
         Raises:
-            asyncio.TimeoutError: It takes too long.
+            asyncio.TimeoutError: The collection takes too long.
         """
         return await asyncio.wait_for(self._scrape(form, time.monotonic()), self._timeout_s)
 
@@ -128,7 +128,7 @@ async def _answer(request: web.Request, scraping: Scraping, form: str) -> web.St
 
 @functools.cache
 def load_page() -> tuple[bytes, dict[str, str]]:
-    """Reads the page once per process: HTML, and headers that let a browser run the page's own script alone."""
+    """Read the page once per process: HTML, and headers that let a browser run only the page's own script."""
     body = resources.files(__package__).joinpath(_PAGE).read_bytes()
     policy = "; ".join(
         [
@@ -155,6 +155,6 @@ def load_page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(element: str, body: bytes) -> str:
-    """The content of the page's one such element, as a policy names it (Content Security Policy 3, section 2.3.1)."""
+    """Return the hash of the page's one such element for a policy (Content Security Policy 3, section 2.3.1)."""
     (content,) = re.findall(rf"<{element}>(.*?)</{element}>".encode(), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
