@@ -19,32 +19,9 @@ from ft_transport.state.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYP
 from ft_transport.state.hostile_keys import HashWatch, distinct, set_of
 from ft_transport.state.placements import MeshResolver, matches, rebuild
 from ft_transport.state.views import as_bytes, has_own_memory, is_lazy, view_key
+from ft_transport.wire import nodes
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.nodes import (
-    MAX_DEPTH,
-    BigIntNode,
-    BytesNode,
-    ComplexNode,
-    ConstantNode,
-    CustomNode,
-    DefaultDictNode,
-    DequeNode,
-    DTensorNode,
-    FloatNode,
-    LayoutNode,
-    LeafNode,
-    MappingNode,
-    NamedTupleNode,
-    Node,
-    NumpyArrayNode,
-    NumpyScalarNode,
-    QuantizedNode,
-    SequenceNode,
-    StoredBytesNode,
-    StringNode,
-    TensorNode,
-    ViewNode,
-)
+from ft_transport.wire.nodes import MAX_DEPTH, LayoutNode, Node, TensorNode, ViewNode
 from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
 
 _MAX_LABEL_CHARACTERS: Final = 200
@@ -127,41 +104,48 @@ class Unflattener:
         match node:
             case None | bool() | int() | float() | str():
                 return node
-            case BigIntNode() | FloatNode() | ComplexNode() | StringNode() | BytesNode() | NumpyScalarNode():
-                return encodings.decode_simple(node)
             case TensorNode() | LayoutNode() | ViewNode():
                 return self._tensor(node, into, path)
-            case MappingNode():
+            case (
+                nodes.BigIntNode()
+                | nodes.FloatNode()
+                | nodes.ComplexNode()
+                | nodes.StringNode()
+                | nodes.BytesNode()
+                | nodes.NumpyScalarNode()
+            ):
+                return encodings.decode_simple(node)
+            case nodes.MappingNode():
                 return self._mapping(node, into, path)
-            case DefaultDictNode():
+            case nodes.DefaultDictNode():
                 # The factory's type follows from the node's closed set of names.
                 pairs = distinct(dict(self._pairs(node.items, into, path)), len(node.items) // 2, path)
                 return defaultdict(encodings.DEFAULT_FACTORIES[node.factory], pairs)
-            case SequenceNode():
+            case nodes.SequenceNode():
                 return self._sequence(node, into, path)
-            case NamedTupleNode():
+            case nodes.NamedTupleNode():
                 type_ = encodings.named_tuple_type(node)
                 if len(node.items) != len(node.fields):
                     raise ManifestError(f"expected {len(node.fields)} values, got {len(node.items)}", path=path)
                 # tuple.__new__ and not the class itself, whose constructor is code that the name would choose.
                 return tuple.__new__(type_, self._items(node.items, into, path))
-            case DequeNode():
+            case nodes.DequeNode():
                 return deque(self._items(node.items, into, path), node.maxlen)
-            case ConstantNode():
+            case nodes.ConstantNode():
                 return encodings.decode_constant(node)
-            case NumpyArrayNode():
+            case nodes.NumpyArrayNode():
                 return self._numpy_array(node, path)
-            case StoredBytesNode():
+            case nodes.StoredBytesNode():
                 data = self._bytes_of(node.index, path)
                 self._spend(data.nbytes, path)
                 return bytearray(data) if node.mutable else data.tobytes()
-            case CustomNode():
+            case nodes.CustomNode():
                 return self._custom(node, path)
-            case QuantizedNode():
+            case nodes.QuantizedNode():
                 return self._quantized(node, path)
-            case LeafNode():
+            case nodes.LeafNode():
                 return self._leaf(node, into, path)
-            case DTensorNode():
+            case nodes.DTensorNode():
                 return self._dtensor(node, into, path)
 
     @staticmethod
@@ -263,7 +247,7 @@ class Unflattener:
             else:
                 yield key, self.build(value_node, counterpart, name)
 
-    def _mapping(self, node: MappingNode, into: object, path: str) -> object:
+    def _mapping(self, node: nodes.MappingNode, into: object, path: str) -> object:
         pairs = self._pairs(node.items, into, path)
         num_pairs = len(node.items) // 2
         match node.kind:
@@ -288,7 +272,7 @@ class Unflattener:
             )
         return built
 
-    def _sequence(self, node: SequenceNode, into: object, path: str) -> object:
+    def _sequence(self, node: nodes.SequenceNode, into: object, path: str) -> object:
         items = self._items(node.items, into, path)
         try:
             match node.kind:
@@ -319,7 +303,7 @@ class Unflattener:
             raise ManifestError(f"expected stored bytes, got {stored.dtype}", path=path)
         return stored.reshape(-1).numpy()
 
-    def _numpy_array(self, node: NumpyArrayNode, path: str) -> np.ndarray[Any, Any]:
+    def _numpy_array(self, node: nodes.NumpyArrayNode, path: str) -> np.ndarray[Any, Any]:
         data = self._bytes_of(node.index, path)
         self._spend(data.nbytes, path)
         values = encodings.numpy_values(node.dtype, bytearray(data))
@@ -330,7 +314,7 @@ class Unflattener:
         except ValueError as error:  # more dimensions, or an empty shape with larger sizes, than numpy can count
             raise ManifestError(f"expected a shape that numpy can count, got {list(node.shape)}") from error
 
-    def _custom(self, node: CustomNode, path: str) -> object:
+    def _custom(self, node: nodes.CustomNode, path: str) -> object:
         encoding = encodings.encoding_for_name(node.name)
         if encoding is None:
             raise RestoreError(
@@ -347,7 +331,7 @@ class Unflattener:
                 f"the encoding {encoding.name!r} could not decode what came: {type(error).__name__}: {error}", path=path
             ) from error
 
-    def _quantized(self, node: QuantizedNode, path: str) -> torch.Tensor:
+    def _quantized(self, node: nodes.QuantizedNode, path: str) -> torch.Tensor:
         dtype = DTYPES_BY_NAME.get(node.dtype)
         # Copied below: a view or an expanded tensor may be larger than what was sent.
         values = self.build(node.values, None, path) if isinstance(node.values, (TensorNode, LayoutNode)) else None
@@ -364,7 +348,7 @@ class Unflattener:
         except (RuntimeError, ValueError, TypeError) as error:
             raise ManifestError(f"expected a scale and zero point for {node.dtype}: {error}", path=path) from error
 
-    def _leaf(self, node: LeafNode, into: object, path: str) -> torch.Tensor:
+    def _leaf(self, node: nodes.LeafNode, into: object, path: str) -> torch.Tensor:
         receiver = into.detach() if isinstance(into, torch.Tensor) else None
         value = self.build(node.value, receiver, path)
         if (
@@ -392,7 +376,7 @@ class Unflattener:
             self._tensors[key] = leaf
         return leaf
 
-    def _dtensor(self, node: DTensorNode, into: object, path: str) -> torch.Tensor:
+    def _dtensor(self, node: nodes.DTensorNode, into: object, path: str) -> torch.Tensor:
         if node.layout >= len(self._manifest.layouts):
             raise ManifestError(f"expected a layout of the table, got index {node.layout}", path=path)
         layout = self._manifest.layouts[node.layout]
