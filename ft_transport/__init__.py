@@ -6,218 +6,95 @@ into its own tensors, while the healthy one goes on training.
 
 from typing import TYPE_CHECKING
 
-from ft_transport.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointInUseError,
-    CheckpointNotFoundError,
-    CheckpointUntrustedError,
-    CollectiveRefusedError,
-    ConfigurationError,
-    DeadlineExceededError,
-    EngineRefusedError,
-    EngineUnreachableError,
-    FetchFailedError,
-    FileWriteError,
-    IntegrityError,
-    ManifestError,
-    MessageDamagedError,
-    PeerAuthenticationError,
-    PeerError,
-    PeerNotReadyError,
-    PeerProtocolError,
-    PeerSilentError,
-    PeerUnreachableError,
-    PublishError,
-    RankFailedError,
-    RankGoneError,
-    RecordError,
-    ReplicasDivergedError,
-    RestoreError,
-    SaveInProgressError,
-    SnapshotError,
-    SnapshotLimitError,
-    SnapshotReplacedError,
-    StaleVersionError,
-    StateMovedError,
-    StateNotServedError,
-    StepNotServedError,
-    TransportError,
-    UnknownHostError,
-    UnsupportedLeafError,
-    WriterFailedError,
-)
+from ft_transport.errors import CheckpointDamagedError as CheckpointDamagedError
+from ft_transport.errors import CheckpointError as CheckpointError
+from ft_transport.errors import CheckpointExistsError as CheckpointExistsError
+from ft_transport.errors import CheckpointInUseError as CheckpointInUseError
+from ft_transport.errors import CheckpointNotFoundError as CheckpointNotFoundError
+from ft_transport.errors import CheckpointUntrustedError as CheckpointUntrustedError
+from ft_transport.errors import CollectiveRefusedError as CollectiveRefusedError
+from ft_transport.errors import ConfigurationError as ConfigurationError
+from ft_transport.errors import DeadlineExceededError as DeadlineExceededError
+from ft_transport.errors import EngineRefusedError as EngineRefusedError
+from ft_transport.errors import EngineUnreachableError as EngineUnreachableError
+from ft_transport.errors import FetchFailedError as FetchFailedError
+from ft_transport.errors import FileWriteError as FileWriteError
+from ft_transport.errors import IntegrityError as IntegrityError
+from ft_transport.errors import ManifestError as ManifestError
+from ft_transport.errors import MessageDamagedError as MessageDamagedError
+from ft_transport.errors import PeerAuthenticationError as PeerAuthenticationError
+from ft_transport.errors import PeerError as PeerError
+from ft_transport.errors import PeerNotReadyError as PeerNotReadyError
+from ft_transport.errors import PeerProtocolError as PeerProtocolError
+from ft_transport.errors import PeerSilentError as PeerSilentError
+from ft_transport.errors import PeerUnreachableError as PeerUnreachableError
+from ft_transport.errors import PublishError as PublishError
+from ft_transport.errors import RankFailedError as RankFailedError
+from ft_transport.errors import RankGoneError as RankGoneError
+from ft_transport.errors import RecordError as RecordError
+from ft_transport.errors import ReplicasDivergedError as ReplicasDivergedError
+from ft_transport.errors import RestoreError as RestoreError
+from ft_transport.errors import SaveInProgressError as SaveInProgressError
+from ft_transport.errors import SnapshotError as SnapshotError
+from ft_transport.errors import SnapshotLimitError as SnapshotLimitError
+from ft_transport.errors import SnapshotReplacedError as SnapshotReplacedError
+from ft_transport.errors import StaleVersionError as StaleVersionError
+from ft_transport.errors import StateMovedError as StateMovedError
+from ft_transport.errors import StateNotServedError as StateNotServedError
+from ft_transport.errors import StepNotServedError as StepNotServedError
+from ft_transport.errors import TransportError as TransportError
+from ft_transport.errors import UnknownHostError as UnknownHostError
+from ft_transport.errors import UnsupportedLeafError as UnsupportedLeafError
+from ft_transport.errors import WriterFailedError as WriterFailedError
 from ft_transport.runtime.lazy_imports import import_on_use
 
 if TYPE_CHECKING:
-    from ft_transport.checkpoint.background_saver import SaveHandle
-    from ft_transport.checkpoint.foreign import DCPCheckpoint
-    from ft_transport.checkpoint.health import StoreHealth
-    from ft_transport.checkpoint.load import LoadedCheckpoint
-    from ft_transport.checkpoint.settings import StoreSettings
-    from ft_transport.checkpoint.store import CheckpointStore
-    from ft_transport.http.fetch_settings import FetchTimeout
-    from ft_transport.http.fork_safety import close_in_children, delaying_forks
-    from ft_transport.publish.adapter import LoRAAdapter
-    from ft_transport.publish.delta_directory import DeltaDirectory
-    from ft_transport.publish.engines.engine import Answer, Delivery, Engine, EngineConnection, PolledEngine
-    from ft_transport.publish.engines.pulling import PullingEngine
-    from ft_transport.publish.engines.sglang import SGLangEngine
-    from ft_transport.publish.engines.skyrl import SkyRLEngine
-    from ft_transport.publish.engines.vllm import VLLMEngine
-    from ft_transport.publish.files import model_files
-    from ft_transport.publish.handle import PublishHandle
-    from ft_transport.publish.publisher import Publisher
-    from ft_transport.publish.receiver import WeightReceiver
-    from ft_transport.publish.report import EngineReport, EngineState, PublishReport
-    from ft_transport.publish.weight_format import WeightFormat
-    from ft_transport.settings import FetchProgress, TransportSettings
-    from ft_transport.state.collectives import refusing_collectives
-    from ft_transport.state.dtensors import is_dtensor
-    from ft_transport.state.encodings import register_encoding
-    from ft_transport.state.flatten import check_encodable
-    from ft_transport.state.matching import Incoming, Mismatch
-    from ft_transport.state.placements import spans_ranks
-    from ft_transport.state.snapshot import HeldState, Taking
-    from ft_transport.state.state_digest import TensorDigests, state_digest
-    from ft_transport.tls import TLSFiles
-    from ft_transport.transfer.known import PartialState, Received
-    from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
-    from ft_transport.transport import HTTPTransport
-else:
-    import_on_use(
-        globals(),
-        {
-            "ft_transport.checkpoint.store": ("CheckpointStore",),
-            "ft_transport.http.fork_safety": ("close_in_children", "delaying_forks"),
-            "ft_transport.publish.adapter": ("LoRAAdapter",),
-            "ft_transport.publish.delta_directory": ("DeltaDirectory",),
-            "ft_transport.publish.engines.engine": (
-                "Answer",
-                "Delivery",
-                "Engine",
-                "EngineConnection",
-                "PolledEngine",
-            ),
-            "ft_transport.publish.engines.pulling": ("PullingEngine",),
-            "ft_transport.publish.files": ("model_files",),
-            "ft_transport.publish.weight_format": ("WeightFormat",),
-            "ft_transport.publish.report": ("EngineReport", "EngineState", "PublishReport"),
-            "ft_transport.publish.engines.sglang": ("SGLangEngine",),
-            "ft_transport.publish.engines.skyrl": ("SkyRLEngine",),
-            "ft_transport.publish.engines.vllm": ("VLLMEngine",),
-            "ft_transport.publish.handle": ("PublishHandle",),
-            "ft_transport.publish.publisher": ("Publisher",),
-            "ft_transport.transfer.known": ("PartialState", "Received"),
-            "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
-            "ft_transport.http.fetch_settings": ("FetchTimeout",),
-            "ft_transport.settings": ("FetchProgress", "TransportSettings"),
-            "ft_transport.tls": ("TLSFiles",),
-            "ft_transport.checkpoint.background_saver": ("SaveHandle",),
-            "ft_transport.checkpoint.foreign": ("DCPCheckpoint",),
-            "ft_transport.checkpoint.health": ("StoreHealth",),
-            "ft_transport.checkpoint.load": ("LoadedCheckpoint",),
-            "ft_transport.checkpoint.settings": ("StoreSettings",),
-            "ft_transport.state.collectives": ("refusing_collectives",),
-            "ft_transport.state.dtensors": ("is_dtensor",),
-            "ft_transport.state.encodings": ("register_encoding",),
-            "ft_transport.state.flatten": ("check_encodable",),
-            "ft_transport.state.matching": ("Incoming", "Mismatch"),
-            "ft_transport.state.placements": ("spans_ranks",),
-            "ft_transport.state.snapshot": ("HeldState", "Taking"),
-            "ft_transport.state.state_digest": ("TensorDigests", "state_digest"),
-            "ft_transport.transport": ("HTTPTransport",),
-            "ft_transport.publish.receiver": ("WeightReceiver",),
-        },
-    )
+    from ft_transport.checkpoint.background_saver import SaveHandle as SaveHandle
+    from ft_transport.checkpoint.foreign import DCPCheckpoint as DCPCheckpoint
+    from ft_transport.checkpoint.health import StoreHealth as StoreHealth
+    from ft_transport.checkpoint.load import LoadedCheckpoint as LoadedCheckpoint
+    from ft_transport.checkpoint.settings import StoreSettings as StoreSettings
+    from ft_transport.checkpoint.store import CheckpointStore as CheckpointStore
+    from ft_transport.http.fetch_settings import FetchTimeout as FetchTimeout
+    from ft_transport.http.fork_safety import close_in_children as close_in_children
+    from ft_transport.http.fork_safety import delaying_forks as delaying_forks
+    from ft_transport.publish.adapter import LoRAAdapter as LoRAAdapter
+    from ft_transport.publish.delta_directory import DeltaDirectory as DeltaDirectory
+    from ft_transport.publish.engines.engine import Answer as Answer
+    from ft_transport.publish.engines.engine import Delivery as Delivery
+    from ft_transport.publish.engines.engine import Engine as Engine
+    from ft_transport.publish.engines.engine import EngineConnection as EngineConnection
+    from ft_transport.publish.engines.engine import PolledEngine as PolledEngine
+    from ft_transport.publish.engines.pulling import PullingEngine as PullingEngine
+    from ft_transport.publish.engines.sglang import SGLangEngine as SGLangEngine
+    from ft_transport.publish.engines.skyrl import SkyRLEngine as SkyRLEngine
+    from ft_transport.publish.engines.vllm import VLLMEngine as VLLMEngine
+    from ft_transport.publish.files import model_files as model_files
+    from ft_transport.publish.handle import PublishHandle as PublishHandle
+    from ft_transport.publish.publisher import Publisher as Publisher
+    from ft_transport.publish.receiver import WeightReceiver as WeightReceiver
+    from ft_transport.publish.report import EngineReport as EngineReport
+    from ft_transport.publish.report import EngineState as EngineState
+    from ft_transport.publish.report import PublishReport as PublishReport
+    from ft_transport.publish.weight_format import WeightFormat as WeightFormat
+    from ft_transport.settings import FetchProgress as FetchProgress
+    from ft_transport.settings import TransportSettings as TransportSettings
+    from ft_transport.state.collectives import refusing_collectives as refusing_collectives
+    from ft_transport.state.dtensors import is_dtensor as is_dtensor
+    from ft_transport.state.encodings import register_encoding as register_encoding
+    from ft_transport.state.flatten import check_encodable as check_encodable
+    from ft_transport.state.matching import Incoming as Incoming
+    from ft_transport.state.matching import Mismatch as Mismatch
+    from ft_transport.state.placements import spans_ranks as spans_ranks
+    from ft_transport.state.snapshot import HeldState as HeldState
+    from ft_transport.state.snapshot import Taking as Taking
+    from ft_transport.state.state_digest import TensorDigests as TensorDigests
+    from ft_transport.state.state_digest import state_digest as state_digest
+    from ft_transport.tls import TLSFiles as TLSFiles
+    from ft_transport.transfer.known import PartialState as PartialState
+    from ft_transport.transfer.known import Received as Received
+    from ft_transport.transfer.server import SnapshotInProgress as SnapshotInProgress
+    from ft_transport.transfer.server import SnapshotLease as SnapshotLease
+    from ft_transport.transport import HTTPTransport as HTTPTransport
 
-__all__ = [
-    "Answer",
-    "CheckpointDamagedError",
-    "CheckpointError",
-    "CheckpointExistsError",
-    "CheckpointInUseError",
-    "CheckpointNotFoundError",
-    "CheckpointStore",
-    "CheckpointUntrustedError",
-    "CollectiveRefusedError",
-    "ConfigurationError",
-    "DCPCheckpoint",
-    "DeadlineExceededError",
-    "Delivery",
-    "DeltaDirectory",
-    "Engine",
-    "EngineConnection",
-    "EngineRefusedError",
-    "EngineReport",
-    "EngineState",
-    "EngineUnreachableError",
-    "FetchFailedError",
-    "FetchProgress",
-    "FetchTimeout",
-    "FileWriteError",
-    "HTTPTransport",
-    "HeldState",
-    "Incoming",
-    "IntegrityError",
-    "LoRAAdapter",
-    "LoadedCheckpoint",
-    "ManifestError",
-    "MessageDamagedError",
-    "Mismatch",
-    "PartialState",
-    "PeerAuthenticationError",
-    "PeerError",
-    "PeerNotReadyError",
-    "PeerProtocolError",
-    "PeerSilentError",
-    "PeerUnreachableError",
-    "PolledEngine",
-    "PublishError",
-    "PublishHandle",
-    "PublishReport",
-    "Publisher",
-    "PullingEngine",
-    "RankFailedError",
-    "RankGoneError",
-    "Received",
-    "RecordError",
-    "ReplicasDivergedError",
-    "RestoreError",
-    "SGLangEngine",
-    "SaveHandle",
-    "SaveInProgressError",
-    "SkyRLEngine",
-    "SnapshotError",
-    "SnapshotInProgress",
-    "SnapshotLease",
-    "SnapshotLimitError",
-    "SnapshotReplacedError",
-    "StaleVersionError",
-    "StateMovedError",
-    "StateNotServedError",
-    "StepNotServedError",
-    "StoreHealth",
-    "StoreSettings",
-    "TLSFiles",
-    "Taking",
-    "TensorDigests",
-    "TransportError",
-    "TransportSettings",
-    "UnknownHostError",
-    "UnsupportedLeafError",
-    "VLLMEngine",
-    "WeightFormat",
-    "WeightReceiver",
-    "WriterFailedError",
-    "check_encodable",
-    "close_in_children",
-    "delaying_forks",
-    "is_dtensor",
-    "model_files",
-    "refusing_collectives",
-    "register_encoding",
-    "spans_ranks",
-    "state_digest",
-]
+import_on_use(globals())

@@ -3,99 +3,43 @@
 from typing import TYPE_CHECKING
 
 from ft_transport.runtime.lazy_imports import import_on_use
-from manager.errors import (
-    CommitFailedError,
-    ConfigError,
-    HealFailedError,
-    HyperparametersDivergedError,
-    LighthouseUnavailableError,
-    LoaderOrderError,
-    LockHolder,
-    LockNotHeldError,
-    LockOrderError,
-    LockTimeoutError,
-    ManagerClosedError,
-    ManagerError,
-    QuorumError,
-    QuorumTimeoutError,
-    RecoveryFailedError,
-    ReductionMismatchError,
-    RegistryError,
-    ReplicaFaultError,
-    ReportedError,
-    StateMismatchError,
-    StatesDivergedError,
-    StateTornError,
-    UnfinishedReductionError,
-)
+from manager.errors import CommitFailedError as CommitFailedError
+from manager.errors import ConfigError as ConfigError
+from manager.errors import HealFailedError as HealFailedError
+from manager.errors import HyperparametersDivergedError as HyperparametersDivergedError
+from manager.errors import LighthouseUnavailableError as LighthouseUnavailableError
+from manager.errors import LoaderOrderError as LoaderOrderError
+from manager.errors import LockHolder as LockHolder
+from manager.errors import LockNotHeldError as LockNotHeldError
+from manager.errors import LockOrderError as LockOrderError
+from manager.errors import LockTimeoutError as LockTimeoutError
+from manager.errors import ManagerClosedError as ManagerClosedError
+from manager.errors import ManagerError as ManagerError
+from manager.errors import QuorumError as QuorumError
+from manager.errors import QuorumTimeoutError as QuorumTimeoutError
+from manager.errors import RecoveryFailedError as RecoveryFailedError
+from manager.errors import ReductionMismatchError as ReductionMismatchError
+from manager.errors import RegistryError as RegistryError
+from manager.errors import ReplicaFaultError as ReplicaFaultError
+from manager.errors import ReportedError as ReportedError
+from manager.errors import StateMismatchError as StateMismatchError
+from manager.errors import StatesDivergedError as StatesDivergedError
+from manager.errors import StateTornError as StateTornError
+from manager.errors import UnfinishedReductionError as UnfinishedReductionError
 
 if TYPE_CHECKING:
-    from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
-    from manager.collectives.managed_work import ManagedWork
-    from manager.config import ManagerConfig
-    from manager.integrations.diloco import guard_diloco
-    from manager.integrations.local_sgd import guard_local_sgd
-    from manager.manager import Manager
-    from manager.quorum.decision import WorldSizeMode
-    from manager.quorum.lighthouse import embedded_lighthouse
-    from manager.recovery.values import Recovery
-    from manager.state.optimizer_guard import OptimizerAttachment
-    from manager.state.random_state import RandomState
-    from manager.state_manager import StateManager
-else:
-    import_on_use(
-        globals(),
-        {
-            "manager.recovery.values": ("Recovery",),
-            "manager.config": ("ManagerConfig",),
-            "manager.integrations.diloco": ("guard_diloco",),
-            "manager.state.optimizer_guard": ("OptimizerAttachment",),
-            "manager.quorum.lighthouse": ("embedded_lighthouse",),
-            "manager.integrations.local_sgd": ("guard_local_sgd",),
-            "manager.collectives.managed_work": ("ManagedWork",),
-            "manager.manager": ("Manager",),
-            "manager.collectives.gloo": ("GlooProcessGroup", "ReplicaProcessGroup"),
-            "manager.quorum.decision": ("WorldSizeMode",),
-            "manager.state.random_state": ("RandomState",),
-            "manager.state_manager": ("StateManager",),
-        },
-    )
+    from manager.collectives.gloo import GlooProcessGroup as GlooProcessGroup
+    from manager.collectives.gloo import ReplicaProcessGroup as ReplicaProcessGroup
+    from manager.collectives.managed_work import ManagedWork as ManagedWork
+    from manager.config import ManagerConfig as ManagerConfig
+    from manager.integrations.diloco import guard_diloco as guard_diloco
+    from manager.integrations.local_sgd import guard_local_sgd as guard_local_sgd
+    from manager.manager import Manager as Manager
+    from manager.quorum.decision import WorldSizeMode as WorldSizeMode
+    from manager.quorum.lighthouse import embedded_lighthouse as embedded_lighthouse
+    from manager.recovery.values import Recovery as Recovery
+    from manager.state.optimizer_guard import OptimizerAttachment as OptimizerAttachment
+    from manager.state.random_state import RandomState as RandomState
+    from manager.state_manager import StateManager as StateManager
 
-__all__ = [
-    "CommitFailedError",
-    "ConfigError",
-    "GlooProcessGroup",
-    "HealFailedError",
-    "HyperparametersDivergedError",
-    "LighthouseUnavailableError",
-    "LoaderOrderError",
-    "LockHolder",
-    "LockNotHeldError",
-    "LockOrderError",
-    "LockTimeoutError",
-    "ManagedWork",
-    "Manager",
-    "ManagerClosedError",
-    "ManagerConfig",
-    "ManagerError",
-    "OptimizerAttachment",
-    "QuorumError",
-    "QuorumTimeoutError",
-    "RandomState",
-    "Recovery",
-    "RecoveryFailedError",
-    "ReductionMismatchError",
-    "RegistryError",
-    "ReplicaFaultError",
-    "ReplicaProcessGroup",
-    "ReportedError",
-    "StateManager",
-    "StateMismatchError",
-    "StateTornError",
-    "StatesDivergedError",
-    "UnfinishedReductionError",
-    "WorldSizeMode",
-    "embedded_lighthouse",
-    "guard_diloco",
-    "guard_local_sgd",
-]
+import_on_use(globals())

@@ -1,35 +1,44 @@
-"""Facades that import each name on first use (PEP 562), so that nobody waits for the import of what goes unused."""
+"""Facades that import each name on first use (PEP 562), so that no program waits for a module that it does not use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
 from importlib import import_module
 from typing import Any
 
 
-def import_on_use(namespace: dict[str, Any], names_by_module: Mapping[str, Sequence[str]]) -> None:
-    """Gives a package the names of other modules, each of which is imported when one of its names is first used.
+def import_on_use(namespace: dict[str, Any]) -> None:
+    """Makes a package a facade: its own source is the table of its names, which type checkers read as well.
 
-    Any thread may be the first to use a name: one thread imports a module, and the others wait for it.
+    Every ``from module import name as name`` of the source declares a name of ``__all__``. A name that only type
+    checkers import comes on first use. Any thread may be the first: it imports the module, and the others wait for it.
 
     Args:
         namespace: The package's ``globals()``.
-        names_by_module: The names, by the module that each comes from.
+
+    Raises:
+        ImportError: The package came without its source.
     """
     package: str = namespace["__name__"]
-    module_of = {name: module for module, names in names_by_module.items() for name in names}
+    source = namespace["__loader__"].get_source(package)
+    if source is None:
+        raise ImportError(f"expected the source of {package}, which lists its names, and only compiled code came")
+    module_of = {
+        alias.asname: str(node.module)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
 
     def get_attribute(name: str) -> object:
-        module = module_of.get(name)
-        if module is None:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         # Two threads that begin in different modules of torch break its import; both may begin here.
         import_module("torch")
-        value = namespace[name] = getattr(import_module(module), name)
+        value = namespace[name] = getattr(import_module(module_of[name]), name)
         return value
 
-    def list_names() -> list[str]:
-        return sorted({*namespace, *module_of})
-
+    namespace["__all__"] = sorted(module_of)
     namespace["__getattr__"] = get_attribute
-    namespace["__dir__"] = list_names
+    namespace["__dir__"] = lambda: sorted({*namespace, *module_of})
