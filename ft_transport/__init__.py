@@ -70,12 +70,12 @@ if TYPE_CHECKING:
     from ft_transport.publish.engines.skyrl import SkyRLEngine as SkyRLEngine
     from ft_transport.publish.engines.vllm import VLLMEngine as VLLMEngine
     from ft_transport.publish.files import model_files as model_files
-    from ft_transport.publish.handle import PublishHandle as PublishHandle
     from ft_transport.publish.publisher import Publisher as Publisher
     from ft_transport.publish.receiver import WeightReceiver as WeightReceiver
     from ft_transport.publish.report import EngineReport as EngineReport
     from ft_transport.publish.report import EngineState as EngineState
     from ft_transport.publish.report import PublishReport as PublishReport
+    from ft_transport.publish.report_store import PublishHandle as PublishHandle
     from ft_transport.publish.weight_format import WeightFormat as WeightFormat
     from ft_transport.settings import FetchProgress as FetchProgress
     from ft_transport.settings import TransportSettings as TransportSettings

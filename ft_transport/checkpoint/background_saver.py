@@ -18,8 +18,8 @@ from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.writer_process import WriterProcess
-from ft_transport.coordination.consensus import Agreement, RankGroup
-from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, DeadlineExceededError, RankFailedError, WriterFailedError
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
@@ -138,7 +138,6 @@ class BackgroundSaver:
         self._max_failed_saves = settings.max_failed_saves
         self._timeout_s = settings.timeout.total_seconds()
         self._agreement = Agreement(group, "background", settings.timeout)
-        self._exchange = Exchange(group, "background", settings.timeout)
         self._storage = CheckpointStorage(
             agreement=self._agreement,
             directory=directory,
@@ -151,7 +150,6 @@ class BackgroundSaver:
         )
         self._write = CollectiveWrite(
             agreement=self._agreement,
-            exchange=self._exchange,
             directory=directory,
             storage=self._storage,
             visible_s=settings.visible_timeout.total_seconds(),
@@ -240,7 +238,7 @@ class BackgroundSaver:
         """Ends the thread after what it has to save, and the writer process. May be called twice."""
         self._jobs.put(None)
         self._thread.join()
-        self._exchange.close()
+        self._agreement.close()
         self.writer.close()
 
     def finish_at_exit(self, deadline_s: float) -> None:
@@ -268,7 +266,7 @@ class BackgroundSaver:
         try:
             try:
                 self._agreement.step = request.step
-                self._write.write(request.step, request, suffix="", on_planned=handle.note_plan)
+                self._write.write(request.step, request, on_planned=handle.note_plan)
             finally:
                 request.staged.release()
         except BaseException as error:

@@ -15,7 +15,6 @@ from ft_transport.checkpoint.collective_write import TakenSnapshot
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
-from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState
@@ -173,16 +172,16 @@ class CheckpointStorage:
         """See `StorageWriter`."""
         self._ask(Compare(tuple(digests)), Done)
 
-    def write(self, request: SaveRequest, directory: Path, plan: RankPlan, phases: Phases) -> Callable[[], None]:
+    def write(self, request: SaveRequest, directory: Path, plan: RankPlan) -> Callable[[], None]:
         """See `StorageWriter`: a file of each rank, and of all ranks together the consolidated ones."""
         agreement = self._agreement
         created: Written | None = None
         if plan.files:
-            created = phases.run_on_first(
+            created = agreement.run_on_first(
                 "create the consolidated files", lambda: self._ask(Create(str(directory)), Written)
             )
         num_bytes = sum(file.num_bytes for file in request.staged.files())
-        written = phases.run(
+        written = agreement.run(
             "write",
             lambda: self._ask(
                 Write(str(directory), plan),
@@ -194,7 +193,7 @@ class CheckpointStorage:
         consolidated: list[bytes] = []
         if plan.files:
             # Several ranks have written them: each is digested as it is, by one rank.
-            reread = phases.run(
+            reread = agreement.run(
                 "digest the consolidated files",
                 lambda: self._ask(
                     Reread(str(directory), plan.files[agreement.rank :: agreement.size]),
@@ -203,10 +202,10 @@ class CheckpointStorage:
                     timeout_s=MAX_TIMEOUTS * self._timeout_s,
                 ),
             )
-            consolidated = phases.gather("gather their digests", encode_written(reread))
+            consolidated = agreement.gather("gather their digests", encode_written(reread))
             if created is not None:
                 consolidated.insert(0, encode_written(created))
-        gathered = phases.gather("gather what was written", encode_written(written))
+        gathered = agreement.gather("gather what was written", encode_written(written))
 
         def describe() -> None:
             (body,) = self._ask(

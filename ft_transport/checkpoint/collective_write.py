@@ -1,6 +1,6 @@
 """A collective write: the ranks of a group write one numbered directory, complete for all of them or not there.
 
-Checkpoints and published versions are written by the same phases. What differs is a `StorageWriter`: who holds the
+Checkpoints and published versions are written by the same agreement. What differs is a `StorageWriter`: who holds the
 snapshot (a writer process, or the calling thread), what the files look like, and what makes them final.
 
 ```
@@ -29,11 +29,9 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
-from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import compare_settings
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
 from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import TransportError
 from ft_transport.runtime.regular_files import create_file
@@ -86,7 +84,7 @@ class StorageWriter(Protocol[R_contra]):
     def compare(self, digests: Sequence[bytes]) -> None:
         """On the first rank: refuses ranks that hold different bytes of what has to be the same."""
 
-    def write(self, request: R_contra, directory: Path, plan: RankPlan, phases: Phases) -> Callable[[], None]:
+    def write(self, request: R_contra, directory: Path, plan: RankPlan) -> Callable[[], None]:
         """Writes this rank's part, in phases of its own.
 
         Returns:
@@ -121,7 +119,6 @@ class CollectiveWrite(Generic[R]):
 
     Args:
         agreement: Of the group, for this thread alone.
-        exchange: Of the group, for this thread alone.
         directory: As this rank sees it. No rank writes where another one says.
         storage: This rank's part.
         visible_s: How long a new directory may take to be seen by all ranks; ``None`` where the first alone writes.
@@ -132,14 +129,12 @@ class CollectiveWrite(Generic[R]):
         self,
         *,
         agreement: Agreement,
-        exchange: Exchange,
         directory: NumberedDirectory,
         storage: StorageWriter[R],
         visible_s: float | None,
         max_attempts: int,
     ) -> None:
         self._agreement = agreement
-        self._exchange = exchange
         self._directory = directory
         self._storage = storage
         self._visible_s = visible_s
@@ -147,7 +142,7 @@ class CollectiveWrite(Generic[R]):
         self._plan_key: tuple[object, ...] | None = None
         self._assigned = _Assigned(RankPlan(), False)
 
-    def write(self, number: int, request: R, *, suffix: str, on_planned: Callable[[], None] = lambda: None) -> Path:
+    def write(self, number: int, request: R, *, on_planned: Callable[[], None] = lambda: None) -> Path:
         """Writes a directory, and returns it when it is complete.
 
         An attempt that fails with what may pass is begun again from the start, by all ranks.
@@ -155,23 +150,21 @@ class CollectiveWrite(Generic[R]):
         Args:
             number: Its number.
             request: For the storage writer.
-            suffix: Behind the name of each phase, for errors.
             on_planned: Called when the ranks know who writes what: a state that can never be written fails before.
 
         Raises:
             TransportError: It could not be written; the same error on every rank.
         """
-        phases = Phases(self._agreement, self._exchange, suffix)
         pause_s = _FIRST_PAUSE_S
         attempt = 1
         while True:
             try:
-                return self._attempt(number, request, phases, on_planned, is_retry=attempt > 1)
+                return self._attempt(number, request, on_planned, is_retry=attempt > 1)
             except BaseException as error:
                 # By type and errno, and the same on all ranks: the vote says so.
                 may_pass = isinstance(error, TransportError) and self._agreement.may_try_again
                 self._plan_key = None
-                self._exchange.reset(self._agreement.sequence)
+                self._agreement.exchange.reset(self._agreement.sequence)
                 self._discard(number)
                 if not may_pass or attempt == self._max_attempts:
                     raise
@@ -182,33 +175,31 @@ class CollectiveWrite(Generic[R]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _attempt(
-        self, number: int, request: R, phases: Phases, on_planned: Callable[[], None], *, is_retry: bool
-    ) -> Path:
+    def _attempt(self, number: int, request: R, on_planned: Callable[[], None], *, is_retry: bool) -> Path:
         agreement, storage = self._agreement, self._storage
-        compare_settings(agreement, phases.name("snapshot"), lambda: storage.settings(request))
+        compare_settings(agreement, "snapshot", lambda: storage.settings(request))
         drawn = agreement.value_of_first(
-            phases.name("set up the directory"),
+            "set up the directory",
             lambda: self._set_up(number, request, is_retry=is_retry),
             _drawn_decoder,
         )
         directory = self._directory.incomplete(number)
         marker = directory / _marker_name(drawn)
         if self._visible_s is not None:
-            phases.run("find the directory", lambda: self._find(marker))
+            agreement.run("find the directory", lambda: self._find(marker))
         taken = agreement.values_of_all(
-            phases.name("take the snapshot"),
+            "take the snapshot",
             lambda: _Taken(storage.take(request), self._plan_key is not None),
             _taken_decoder,
         )
-        self._plan(request, taken, phases)
+        self._plan(request, taken)
         on_planned()
         plan = self._assigned.plan
         if self._assigned.is_compared:
-            digests = phases.run("digest", lambda: storage.digest(plan))
-            gathered = phases.gather("gather the digests", digests)
-            phases.run_on_first("compare", lambda: storage.compare(gathered))
-        finish = storage.write(request, directory, plan, phases)
+            digests = agreement.run("digest", lambda: storage.digest(plan))
+            gathered = agreement.gather("gather the digests", digests)
+            agreement.run_on_first("compare", lambda: storage.compare(gathered))
+        finish = storage.write(request, directory, plan)
 
         def commit() -> None:
             finish()
@@ -217,7 +208,7 @@ class CollectiveWrite(Generic[R]):
             self._directory.commit(number)
             storage.committed(request)
 
-        phases.run_on_first("commit", commit)
+        agreement.run_on_first("commit", commit)
         return self._directory.final(number)
 
     def _set_up(self, number: int, request: R, *, is_retry: bool) -> int:
@@ -233,21 +224,21 @@ class CollectiveWrite(Generic[R]):
         assert self._visible_s is not None, "all ranks write"
         wait_until_visible(marker, self._visible_s, self._agreement.check_others)
 
-    def _plan(self, request: R, taken: Sequence[_Taken], phases: Phases) -> None:
+    def _plan(self, request: R, taken: Sequence[_Taken]) -> None:
         """Divides the work, if what the ranks have is not what it was at the last write."""
         key = tuple((each.snapshot.structure, each.snapshot.holder) for each in taken)
         # A rank that was interrupted behind the last vote has forgotten its plan alone.
         is_known = key == self._plan_key and all(each.is_planned for each in taken)
         if is_known and len({each.snapshot.values for each in taken}) == 1:
             return
-        header = phases.run("read the headers", self._storage.header)
-        headers = phases.gather("gather the headers", header)
-        plans = phases.run_on_first("plan", lambda: self._storage.plan(request, headers))
+        header = self._agreement.run("read the headers", self._storage.header)
+        headers = self._agreement.gather("gather the headers", header)
+        plans = self._agreement.run_on_first("plan", lambda: self._storage.plan(request, headers))
         assigned: list[bytes] | None = None
         if plans is not None:
             is_compared = any(plan.compared for plan in plans)
             assigned = [msgspec.msgpack.encode(_Assigned(plan, is_compared)) for plan in plans]
-        self._assigned = from_msgpack(phases.scatter("divide the work", assigned), _assigned_decoder)
+        self._assigned = from_msgpack(self._agreement.scatter("divide the work", assigned), _assigned_decoder)
         self._plan_key = key
 
     def _discard(self, number: int) -> None:

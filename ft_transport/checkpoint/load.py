@@ -30,7 +30,6 @@ from ft_transport.checkpoint.manifest import (
     rank_file_name,
 )
 from ft_transport.checkpoint.patience import Patience
-from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.verify import decode_rank_files, find_missing, read_file, read_manifest, read_rank_files
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
@@ -152,25 +151,24 @@ class _Description(Struct, frozen=True):
 _description_decoder: Final = msgspec.msgpack.Decoder(_Description)
 
 
-def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> LoadedCheckpoint[Any]:
+def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
     """Loads a checkpoint on all ranks, or on none.
 
     Raises:
         TransportError: The same on every rank. What had landed in ``into`` was overwritten with NaN patterns then.
     """
-    phases = Phases(agreement, exchange)
     loading: _Loading | None = None
     patience = Patience(request.retry_s)
     try:
-        own = phases.run_on_first("read its description", lambda: _read_description(request, patience))
-        described = phases.broadcast("receive its description", own)
-        loading = planned = phases.run("plan what to read", lambda: _planned(request, described, agreement))
-        phases.run("read", lambda: planned.read(exchange, patience, agreement.check_others))
-        return phases.run("load", planned.finish)
+        own = agreement.run_on_first("read its description", lambda: _read_description(request, patience))
+        described = agreement.broadcast("receive its description", own)
+        loading = planned = agreement.run("plan what to read", lambda: _planned(request, described, agreement))
+        agreement.run("read", lambda: planned.read(agreement.exchange, patience, agreement.check_others))
+        return agreement.run("load", planned.finish)
     except BaseException as error:
         if loading is not None:
             loading.poison(error)
-        exchange.reset(agreement.sequence)
+        agreement.exchange.reset(agreement.sequence)
         raise
 
 

@@ -10,7 +10,6 @@ from ft_transport.checkpoint.load import Destination, LoadedCheckpoint, LoadRequ
 from ft_transport.checkpoint.settings import CheckpointSelector, StoreSettings
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
 from ft_transport.telemetry.recorder import Recorder, phase
 
 
@@ -20,7 +19,6 @@ class CheckpointLoader:
     Args:
         inventory: What there is.
         agreement: Of the group.
-        exchange: Between its ranks, for what one of them reads for others.
         settings: Of the store.
         trust: Which checkpoints are believed.
         recorder: Keeps a record of each load.
@@ -30,7 +28,6 @@ class CheckpointLoader:
         self,
         inventory: Inventory,
         agreement: Agreement,
-        exchange: Exchange,
         settings: StoreSettings,
         *,
         trust: Trust,
@@ -38,7 +35,6 @@ class CheckpointLoader:
     ) -> None:
         self._inventory = inventory
         self._agreement = agreement
-        self._exchange = exchange
         self._settings = settings
         self._trust = trust
         self._recorder = recorder
@@ -85,4 +81,4 @@ class CheckpointLoader:
         )
         phase("read")
         with self._inventory.reading(found):
-            return load(request, self._agreement, self._exchange)
+            return load(request, self._agreement)

@@ -32,8 +32,9 @@ from ft_transport.checkpoint.settings import (
 )
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState, State, StateStager
-from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.state.matching import Incoming
@@ -104,14 +105,12 @@ class CheckpointStore:
         self._directory = NumberedDirectory(self._root, "step", MANIFEST_NAME, is_private=self._settings.private)
         self._claim = RootClaim(self._root, is_private=self._settings.private)
         self._agreement = Agreement(group, "foreground", timeout)
-        self._exchange = Exchange(group, "foreground", timeout)
         self._inventory = Inventory(
             self._agreement, self._directory, keep, retry_s=self._settings.retry_s, trust=self._trust
         )
         self._loader = CheckpointLoader(
             self._inventory,
             self._agreement,
-            self._exchange,
             self._settings,
             trust=self._trust,
             recorder=self.recorder,
@@ -369,7 +368,7 @@ class CheckpointStore:
     def _close(self) -> None:
         self._background.close()
         self._health.close()
-        self._exchange.close()
+        self._agreement.close()
         self._stager.close()
         self._claim.release()
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
-from ft_transport.coordination.consensus import RankGroup
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import PeerProtocolError, RankGoneError
 
 T = TypeVar("T")

@@ -22,11 +22,9 @@ from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnaps
 from ft_transport.checkpoint.consolidated import INDEX_NAME, Consolidation, create, put
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan, SavePlan, find_diverged, make_plan
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
 from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import PublishError, StaleVersionError
 from ft_transport.publish.content import Content
@@ -84,7 +82,6 @@ class Exporter:
 
     Args:
         agreement: Of the group, for this alone.
-        exchange: Of the group, for this alone.
         directory: Used on the first rank alone.
         weight_format: Of every version.
         num_threads: That copy.
@@ -95,7 +92,6 @@ class Exporter:
     def __init__(
         self,
         agreement: Agreement,
-        exchange: Exchange,
         directory: NumberedDirectory,
         *,
         weight_format: WeightFormat,
@@ -110,7 +106,6 @@ class Exporter:
         self._directory = directory
         self._write = CollectiveWrite(
             agreement=agreement,
-            exchange=exchange,
             directory=directory,
             storage=self,
             visible_s=None,
@@ -131,9 +126,11 @@ class Exporter:
         """
         # What is left where a signal handler raised in the end of the export before.
         self._release()
+        self._agreement.about = f" of version {request.version}"
         try:
-            return self._write.write(request.version, request, suffix=f" of version {request.version}")
+            return self._write.write(request.version, request)
         finally:
+            self._agreement.about = ""
             self._release()
 
     def _release(self) -> None:
@@ -213,14 +210,17 @@ class Exporter:
         by_rank = [from_msgpack(each, _digests_decoder) for each in digests]
         find_diverged(self._planned(), by_rank)
 
-    def write(self, request: ExportRequest, directory: Path, plan: RankPlan, phases: Phases) -> Callable[[], None]:
+    def write(self, request: ExportRequest, directory: Path, plan: RankPlan) -> Callable[[], None]:
         """See `StorageWriter`: the first rank alone writes, so that no disk has to be shared with the others."""
         del request
-        exchange = phases.exchange
-        if self._agreement.is_first:
-            phases.run("write", exchange.ending_on_failure(lambda: self._write_all(directory, plan, exchange)))
-        else:
-            phases.run("write", exchange.ending_on_failure(lambda: self._send(plan, exchange)))
+
+        def write() -> None:
+            if self._agreement.is_first:
+                self._write_all(directory, plan)
+            else:
+                self._send(plan)
+
+        self._agreement.run("write", self._agreement.exchange.ending_on_failure(write))
 
         def protect() -> None:
             for path in directory.iterdir():
@@ -263,12 +263,12 @@ class Exporter:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def _send(self, plan: RankPlan, exchange: Exchange) -> None:
+    def _send(self, plan: RankPlan) -> None:
         for batch in _batches(self._described.items, plan):
-            exchange.send(b"".join(self._bytes_of(self._described.items[at]) for at, _, _ in batch), 0)
+            self._agreement.exchange.send(b"".join(self._bytes_of(self._described.items[at]) for at, _, _ in batch), 0)
             self._agreement.check_others()
 
-    def _write_all(self, directory: Path, plan: RankPlan, exchange: Exchange) -> None:
+    def _write_all(self, directory: Path, plan: RankPlan) -> None:
         consolidation = self._planned().consolidation
         assert consolidation is not None, "it was asked for"
         create(directory, consolidation, is_private=self._is_private)
@@ -281,15 +281,16 @@ class Exporter:
                 item = self._described.items[at]
                 put(descriptors[file_number], self._bytes_of(item), item, start)
             for rank in range(1, self._agreement.size):
-                self._receive(rank, descriptors, exchange)
+                self._receive(rank, descriptors)
             for descriptor in descriptors:
                 os.fsync(descriptor)
         self._write_other_files(directory, consolidation)
 
-    def _receive(self, rank: int, descriptors: Sequence[int], exchange: Exchange) -> None:
+    def _receive(self, rank: int, descriptors: Sequence[int]) -> None:
         items = self._planned().described[rank].items
         for batch in _batches(items, self._planned().rank_plans[rank]):
-            data = memoryview(exchange.receive(sum(items[at].num_bytes for at, _, _ in batch), rank))
+            num_bytes = sum(items[at].num_bytes for at, _, _ in batch)
+            data = memoryview(self._agreement.exchange.receive(num_bytes, rank))
             for at, file_number, start in batch:
                 item = items[at]
                 put(descriptors[file_number], data[: item.num_bytes], item, start)

@@ -22,18 +22,17 @@ import torch.distributed as dist
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.settings import checked_directory_number, checked_root, compare_settings
-from ft_transport.coordination.consensus import Agreement, RankGroup
-from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import ConfigurationError, PublishError
 from ft_transport.publish.content import Weights, content_of
 from ft_transport.publish.engine_lag import EngineLag
 from ft_transport.publish.engines.engine import Engine
 from ft_transport.publish.export import Exporter, ExportRequest
 from ft_transport.publish.files import Files, read_files
-from ft_transport.publish.handle import PublishHandle
 from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, EngineState, Policy, end_record
-from ft_transport.publish.report_store import ReportStore
+from ft_transport.publish.report_store import PublishHandle, ReportStore
 from ft_transport.publish.retention import Retention
 from ft_transport.publish.serving import VersionServer
 from ft_transport.publish.stored_versions import StoredVersions
@@ -129,8 +128,7 @@ class Publisher:
         self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
         group = RankGroup.of(process_group)
         self._agreement = Agreement(group, "publish", timeout)
-        self._exchange = Exchange(group, "publish", timeout)
-        self._reports = ReportStore(group.channel("publish/reports"), silence_timeout.total_seconds())
+        self._reports = ReportStore(group, silence_timeout)
         self._directory = NumberedDirectory(self._root, "version", None, is_private=private)
         self._claim = RootClaim(self._root, is_private=private)
         self.recorder = recorder if recorder is not None else Recorder()
@@ -170,7 +168,6 @@ class Publisher:
             self._lag = EngineLag(self._notifier.states)
             self._exporter = Exporter(
                 self._agreement,
-                self._exchange,
                 self._directory,
                 weight_format=self._format,
                 num_threads=threads,
@@ -248,11 +245,7 @@ class Publisher:
             recording.end("failed", error=error)
             raise
         recording.leave()
-        reports = self._reports
-        wait = reports.wait_here if self._agreement.is_first else reports.wait_there
-        return PublishHandle(
-            version, directory, lambda until, timeout_s: wait(version, until, timeout_s), self._timeout_s
-        )
+        return PublishHandle(version, directory, self._reports, self._timeout_s)
 
     def latest(self) -> int | None:
         """The newest version, also of earlier runs; ``None`` if there is none. Called by all ranks."""
@@ -322,7 +315,7 @@ class Publisher:
                 logger.warning("engines that were still being notified are given up")
         if self._notifier is not None:
             self._notifier.close()
-        self._exchange.close()
+        self._agreement.close()
         if self._exporter is not None:
             self._exporter.close()
         self._claim.release()

@@ -1,31 +1,30 @@
-"""Where rank 0 posts what came of a version, and where every rank that wants to know waits, with its own deadline.
+"""Reports of versions: rank 0 posts them, and every rank may wait for them, with its own deadline.
 
-In the key-value store of ``torch.distributed``: no rank waits in a collective for HTTP. While engines are told, rank 0
-shows heartbeats, so that no rank waits for one that is gone.
+In the key-value store of ``torch.distributed``: no rank waits in a collective for HTTP. While engines are notified,
+rank 0 shows heartbeats, so that no rank waits for a dead one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from ft_transport.coordination.heartbeat import Heartbeat, HeartbeatWatch
 from ft_transport.coordination.plain_values import from_json
-from ft_transport.coordination.store_channel import AT_ONCE, Pacing, StoreChannel
-from ft_transport.errors import DeadlineExceededError, RankGoneError
+from ft_transport.coordination.ranks import RankGroup
+from ft_transport.coordination.store_channel import AT_ONCE, Pacing
+from ft_transport.errors import DeadlineExceededError, PublishError, RankGoneError
 from ft_transport.publish.report import PublishReport
 from ft_transport.runtime.handler_safety import SafeCondition
 
 _LONGEST_PAUSE_S: Final = 0.25
 """A thousand ranks may wait, and one process holds the store."""
-_LOOK_S: Final = 0.25
-_ALIVE: Final = "alive"
 _NUM_KEPT: Final = 256
-"""So many versions can be asked for; what was posted of older ones is forgotten."""
+"""So many versions can be asked for; older reports are deleted."""
 
 _report_decoder: Final = msgspec.json.Decoder(PublishReport)
 
@@ -34,89 +33,118 @@ class ReportStore:
     """Reports by version. Posting belongs to rank 0; any thread of any rank may wait.
 
     Args:
-        channel: To a part of the group's store that nothing else uses; ``None`` where there is one rank.
-        silence_s: Rank 0 is given up when it has shown no heartbeat for so long.
+        group: The ranks.
+        silence: Rank 0 is given up when it has shown no heartbeat for so long.
     """
 
-    def __init__(self, channel: StoreChannel | None, silence_s: float) -> None:
-        self._channel = channel
-        self._silence_s = silence_s
-        self._timeout = timedelta(seconds=silence_s)
-        self._heartbeat = (
-            Heartbeat(channel, _ALIVE, interval_s=0, timeout=self._timeout) if channel is not None else None
-        )
+    def __init__(self, group: RankGroup, silence: timedelta) -> None:
+        self._is_first = group.rank == 0
+        self._messages = group.messages("publish/reports", silence)
+        self._silence = silence
         self._here: dict[int, PublishReport] = {}
-        self._posted: list[int] = []
         self._changed = SafeCondition()
 
     def post(self, report: PublishReport) -> None:
-        """Makes a report known; a later one of the same version replaces it."""
+        """Publishes the report of a version whose verdict is clear; a later one of the same version replaces it."""
         with self._changed:
             self._here[report.version] = report
-            if report.version not in self._posted:
-                self._posted.append(report.version)
-            old, self._posted = self._posted[:-_NUM_KEPT], self._posted[-_NUM_KEPT:]
+            old = list(self._here)[:-_NUM_KEPT]
             for version in old:
                 del self._here[version]
             self._changed.notify_all()
-        if self._channel is not None:
-            self._channel.post(_key(report.version), msgspec.json.encode(report), self._timeout)
-            for version in old:
-                self._channel.remove(_key(version), self._timeout)
+        if self._messages is not None:
+            for key in _keys(report.version)[: 1 + report.is_final]:
+                self._messages.post(key, msgspec.json.encode(report))
+            for key in [key for version in old for key in _keys(version)]:
+                self._messages.channel.remove(key, self._silence)
 
     def tick(self) -> None:
         """Shows that rank 0 is at work."""
-        if self._heartbeat is not None:
-            self._heartbeat.beat()
+        if self._messages is not None:
+            self._messages.beat()
 
-    def wait_here(self, version: int, until: Callable[[PublishReport], bool], timeout_s: float) -> PublishReport:
-        """Waits on rank 0.
+    def wait(self, version: int, timeout_s: float, *, is_final: bool) -> PublishReport:
+        """Waits for the report of a version.
 
-        Raises:
-            DeadlineExceededError: There is none within ``timeout_s``.
-        """
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: version in self._here and until(self._here[version]), timeout=timeout_s
-            ):
-                raise _late(version, timeout_s, self._here.get(version))
-            return self._here[version]
-
-    def wait_there(self, version: int, until: Callable[[PublishReport], bool], timeout_s: float) -> PublishReport:
-        """Waits on another rank.
+        Args:
+            version: The version.
+            timeout_s: How long.
+            is_final: Whether to wait until no engine is pending any more, and not only for the verdict.
 
         Raises:
             DeadlineExceededError: There is none within ``timeout_s``.
             RankGoneError: Rank 0 shows no heartbeat, or the store does not answer.
         """
-        assert self._channel is not None, "there is one where there are several ranks"
-        looked_s = time.monotonic()
-        deadline_s = looked_s + timeout_s
-        watch = HeartbeatWatch({0: _ALIVE}, self._channel, looked_s)
-        pacing = Pacing(_LONGEST_PAUSE_S)
-        report: PublishReport | None = None
-        while True:
-            found = self._channel.get([_key(version)], AT_ONCE)
-            if found is not None:
-                report = from_json(found[0], _report_decoder)
-                if until(report):
-                    return report
-            now_s = time.monotonic()
-            if now_s > deadline_s:
-                raise _late(version, timeout_s, report)
-            if now_s > looked_s + _LOOK_S:
-                looked_s = now_s
-                if watch.silent([0], self._silence_s, now_s):
-                    raise RankGoneError(
-                        f"expected rank 0, which tells the engines of version {version}, to show that it is alive; it "
-                        f"has not for {self._silence_s:g} s",
-                        ranks=(0,),
-                    )
-            pacing.pause(max(0.0, deadline_s - now_s))
+        if self._messages is None or self._is_first:
+            with self._changed:
+                if not self._changed.wait_for(
+                    lambda: version in self._here and self._here[version].is_final >= is_final, timeout=timeout_s
+                ):
+                    raise _late(version, timeout_s, self._here.get(version))
+                return self._here[version]
+        messages, key = self._messages, _keys(version)[is_final]
+        deadline_s = time.monotonic() + timeout_s
+        (found,) = messages.wait({0: key}, deadline_s=deadline_s, pacing=Pacing(_LONGEST_PAUSE_S))
+        if found is not None:
+            return from_json(messages.opened(key, found), _report_decoder)
+        if time.monotonic() <= deadline_s:
+            raise RankGoneError(
+                f"expected rank 0, which tells the engines of version {version}, to show that it is alive; it has not "
+                f"for {self._silence.total_seconds():g} s",
+                ranks=(0,),
+            )
+        key = _keys(version)[0]
+        known = messages.channel.get([key], AT_ONCE)
+        raise _late(
+            version,
+            timeout_s,
+            from_json(messages.opened(key, known[0]), _report_decoder) if known is not None else None,
+        )
 
 
-def _key(version: int) -> str:
-    return f"report/{version}"
+@dataclass(frozen=True, slots=True)
+class PublishHandle:
+    """A version that is on disk and that engines are notified of. Any thread of any rank may wait for the outcome.
+
+    Attributes:
+        version: Its number.
+        directory: Where it lies.
+    """
+
+    version: int
+    directory: Path
+    _reports: ReportStore
+    _timeout_s: float
+
+    def result(self, timeout: timedelta | None = None) -> PublishReport:
+        """Waits until the policy is met, or cannot be any more; slower engines may still be pending then.
+
+        Args:
+            timeout: By default what the engines have, and a little more.
+
+        Raises:
+            PublishError: It cannot be met; names the engines, with status and body of a refusal. ``report`` has all.
+            DeadlineExceededError: It was not decided in time.
+            RankGoneError: Rank 0, which notifies the engines, is gone.
+        """
+        report = self._reports.wait(self.version, self._seconds(timeout), is_final=False)
+        if report.verdict == "bad":
+            error = PublishError(f"expected engines to use version {report.version}; {report}")
+            error.report = report
+            raise error
+        return report
+
+    def report(self, timeout: timedelta | None = None) -> PublishReport:
+        """Waits until no engine is pending any more; raises as `result`, but no PublishError."""
+        return self._reports.wait(self.version, self._seconds(timeout), is_final=True)
+
+    def _seconds(self, timeout: timedelta | None) -> float:
+        return self._timeout_s if timeout is None else timeout.total_seconds()
+
+
+def _keys(version: int) -> tuple[str, str]:
+    """Of the report that has the verdict, and of the last one."""
+    return f"report/{version}/decided", f"report/{version}/final"
 
 
 def _late(version: int, timeout_s: float, report: PublishReport | None) -> DeadlineExceededError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Final
 import msgspec
 
 from ft_transport.coordination.plain_values import from_json
-from ft_transport.coordination.seal import Seal
+from ft_transport.coordination.ranks import RankMessages
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import TransportError
 from ft_transport.keys import Keys
@@ -171,9 +170,9 @@ class GroupRanks:
         self, store: StoreChannel | None, prefix: str, rank: int, world_size: int, keys: Keys | None = None
     ) -> None:
         assert store is not None or world_size == 1, "ranks need a store to agree"
-        self._seal = Seal(keys, "ranks of a replica")
-        self._nonce = secrets.token_hex(8)
-        self._store = store
+        self._messages = (
+            RankMessages(store, keys, "ranks of a replica", rank=rank, timeout=_LONGEST) if store is not None else None
+        )
         self._prefix = prefix
         self.rank = rank
         self.world_size = world_size
@@ -203,14 +202,15 @@ class GroupRanks:
         Raises:
             QuorumError: A rank did not come in time, or rank 0 has no answer; then all ranks that wait raise it.
         """
-        if self._store is None:
+        messages = self._messages
+        if messages is None:
             return answer((report,))
         deadline = Deadline.after(gathering if self.rank == 0 else answering)
         while True:
             try:
                 if self.rank == 0:
-                    return self._lead(self._store, kind, report, answer, deadline=deadline, publishing=gathering)
-                return self._follow(self._store, kind, report, deadline)
+                    return self._lead(messages, kind, report, answer, deadline=deadline, publishing=gathering)
+                return self._follow(messages, kind, report, deadline)
             except _AtOddsError:
                 if kind is not Exchange.QUORUM or deadline.is_over():
                     raise
@@ -229,7 +229,7 @@ class GroupRanks:
         Raises:
             QuorumError: A rank did not answer in time.
         """
-        if self._store is None:
+        if self._messages is None:
             return report.refusals
         try:
             agreed = self.exchange(kind, report, _refusals, gathering=gathering, answering=answering)
@@ -241,13 +241,13 @@ class GroupRanks:
 
     def close(self) -> None:
         """Let no other rank wait for this one, as far as the store still answers."""
-        if self._store is not None:
+        if self._messages is not None:
             with contextlib.suppress(TransportError):
-                self._store.set(self._left_key(self.rank), "", _PARTING)
+                self._messages.channel.set(self._left_key(self.rank), "", _PARTING)
 
     def _lead(
         self,
-        store: StoreChannel,
+        messages: RankMessages,
         kind: Exchange,
         report: RankReport,
         answer: Callable[[tuple[RankReport, ...]], bytes],
@@ -258,18 +258,19 @@ class GroupRanks:
         """Group rank 0's part of one exchange."""
         number, num_begun = self._current
         with quorum_errors():
-            is_answered = bool(num_begun) and not store.missing([self._key(number, "answer")], deadline.cap(_LONGEST))
+            key = self._key(number, "answer")
+            is_answered = bool(num_begun) and not messages.channel.missing([key], deadline.cap(_LONGEST))
         if is_answered:
             # It was interrupted after it had answered: the others have that answer.
-            answered = self._answer(store, number, deadline)
+            answered = self._answer(messages, number, deadline)
             self._current = number, num_begun = number + 1, 0
             if answered.kind is kind is not Exchange.QUORUM:
                 return bytes(answered.result)
-        sent = _Sent(kind, report, num_begun + 1, self._nonce)
+        sent = _Sent(kind, report, num_begun + 1, messages.nonce)
         self._current = (number, sent.attempt)
         keys = {self._key(number, rank): rank for rank in range(1, self.world_size)}
         try:
-            found = self._await(store, keys, deadline.cap(_LONGEST))
+            found = self._await(messages, keys, deadline.cap(_LONGEST))
             with quorum_errors():
                 all_sent = (sent, *(from_json(each, _sent_decoder) for each in found))
             if len({each.kind for each in all_sent}) > 1:
@@ -278,71 +279,72 @@ class GroupRanks:
             result = answer(tuple(each.report for each in all_sent))
         except QuorumError as error:
             with contextlib.suppress(QuorumError):
-                self._publish(store, number, _failure(error), _PARTING)
+                self._publish(messages, number, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
         # A rank that is here has the answers of all exchanges before.
         old, self._old_keys = self._old_keys, []
         nonces = tuple(each.nonce for each in all_sent)
         answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts, nonces=nonces)
-        published = self._publish(store, number, answer_to_all, publishing, remove=old)
+        published = self._publish(messages, number, answer_to_all, publishing, remove=old)
         if published.error:
             raise QuorumError(f"rank 0 of this replica has already told the others: {published.error}")
-        self._refuse_foreign(published)
+        self._refuse_foreign(messages, published)
         return bytes(published.result)
 
-    def _follow(self, store: StoreChannel, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
+    def _follow(self, messages: RankMessages, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
         """Another rank's part of one exchange."""
         number, num_begun = self._current
-        sent = _Sent(kind, report, num_begun + 1, self._nonce)
+        sent = _Sent(kind, report, num_begun + 1, messages.nonce)
         self._current = (number, sent.attempt)
         with quorum_errors():
             key = self._key(number, self.rank)
-            store.set(key, self._seal.sealed(msgspec.json.encode(sent), key), deadline.cap(_LONGEST))
-        answer = self._answer(store, number, deadline)
+            messages.channel.set(key, messages.signed(key, msgspec.json.encode(sent)), deadline.cap(_LONGEST))
+        answer = self._answer(messages, number, deadline)
         self._current = (number + 1, 0)
         if answer.error:
             error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
             raise error_type(f"rank 0 of this replica: {answer.error}")
-        self._refuse_foreign(answer)
+        self._refuse_foreign(messages, answer)
         is_to_this = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
         # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
         if is_to_this or answer.kind is kind is not Exchange.QUORUM:
             return bytes(answer.result)
         raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
 
-    def _refuse_foreign(self, answer: _Answer) -> None:
-        if answer.nonces[self.rank : self.rank + 1] != (self._nonce,):
+    def _refuse_foreign(self, messages: RankMessages, answer: _Answer) -> None:
+        if answer.nonces[self.rank : self.rank + 1] != (messages.nonce,):
             raise QuorumError(
                 f"rank {self.rank}: expected an answer to what this rank has said, got one to another rank"
             )
 
-    def _answer(self, store: StoreChannel, number: int, deadline: Deadline) -> _Answer:
-        (found,) = self._await(store, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
+    def _answer(self, messages: RankMessages, number: int, deadline: Deadline) -> _Answer:
+        (found,) = self._await(messages, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
         with quorum_errors():
             return from_json(found, _answer_decoder)
 
     def _publish(
-        self, store: StoreChannel, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
+        self, messages: RankMessages, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
     ) -> _Answer:
         """Answer the exchange. Returns what the others read: an earlier answer, if there is one."""
         key = self._key(number, "answer")
         with quorum_errors():
-            sealed = self._seal.sealed(msgspec.json.encode(answer), key).decode()
-            stored = store.set_once(key, sealed, timeout, remove=remove)
+            signed = messages.signed(key, msgspec.json.encode(answer)).decode()
+            stored = messages.channel.set_once(key, signed, timeout, remove=remove)
         self._current = (number + 1, 0)
         self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
         with quorum_errors():
-            return from_json(self._seal.opened(stored, key), _answer_decoder)
+            return from_json(messages.opened(key, stored), _answer_decoder)
 
-    def _await(self, store: StoreChannel, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
+    def _await(self, messages: RankMessages, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for what others write; ``keys`` says which key comes from which rank."""
+        store = messages.channel
         missing, reason = list(keys), ""
         left = {self._left_key(rank): rank for rank in keys.values()}
         try:
             with quorum_errors():
                 if (values := store.get(missing, timeout, unless=list(left))) is not None:
-                    return [self._seal.opened(value, key) for value, key in zip(values, missing, strict=True)]
+                    return [messages.opened(key, value) for key, value in zip(missing, values, strict=True)]
                 gone = set(left) - set(store.missing(list(left), _PARTING))
                 missing = store.missing(missing, _PARTING)
             if gone:

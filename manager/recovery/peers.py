@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import ft_transport
 from ft_transport import TransportError, spans_ranks
-from ft_transport.coordination.consensus import RankGroup
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from ft_transport import TransportError
-from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.plain_values import from_json
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.coordination.votes import Failure, describe, rebuild
 
 if TYPE_CHECKING:

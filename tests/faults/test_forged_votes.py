@@ -15,7 +15,6 @@ from torch.distributed import HashStore
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
 from ft_transport.coordination.votes import Vote, encode, encode_all
 from ft_transport.errors import PeerProtocolError, TransportError
 
@@ -140,7 +139,6 @@ def test_no_rank_writes_below_a_root_that_is_not_its_own(tmp_path: Path, token: 
     writes = [
         CollectiveWrite(
             agreement=Agreement(group, "test", LONG),
-            exchange=Exchange(group, "test", LONG),
             directory=NumberedDirectory(root, "step", None),
             storage=_NoStorage(),  # type: ignore[arg-type]
             visible_s=0.2,
@@ -151,7 +149,7 @@ def test_no_rank_writes_below_a_root_that_is_not_its_own(tmp_path: Path, token: 
 
     def act(write: CollectiveWrite[str]) -> str:
         with pytest.raises(TransportError, match="second") as caught:
-            write.write(5, "a", suffix="")
+            write.write(5, "a")
         return str(caught.value)
 
     run_ranks(*(lambda each=each: act(each) for each in writes))  # type: ignore[misc]
@@ -172,7 +170,6 @@ def test_a_place_that_somebody_else_names_is_written_to_by_nobody(tmp_path: Path
     writes = [
         CollectiveWrite(
             agreement=Agreement(group, "test", LONG),
-            exchange=Exchange(group, "test", LONG),
             directory=NumberedDirectory(root, "step", None),
             storage=_NoStorage(),  # type: ignore[arg-type]
             visible_s=0.2,
@@ -183,7 +180,7 @@ def test_a_place_that_somebody_else_names_is_written_to_by_nobody(tmp_path: Path
 
     def act(write: CollectiveWrite[str]) -> None:
         with pytest.raises(TransportError):
-            write.write(5, "a", suffix="")
+            write.write(5, "a")
 
     run_ranks(*(lambda each=each: act(each) for each in writes))  # type: ignore[misc]
     assert [path.name for path in elsewhere.rglob("*")] == ["step-5.incomplete", ".marker"]

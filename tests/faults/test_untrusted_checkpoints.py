@@ -23,7 +23,7 @@ from ft_transport import (
 )
 from ft_transport.checkpoint.hashing import CHECKSUM
 from ft_transport.checkpoint.manifest import FORMAT_VERSIONS, MANIFEST_NAME, CheckpointManifest
-from ft_transport.coordination.consensus import RankGroup
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 
 _DATA = "__0_0.distcp"

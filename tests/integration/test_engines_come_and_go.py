@@ -38,7 +38,7 @@ from ft_transport import (
     VLLMEngine,
     WeightReceiver,
 )
-from ft_transport.coordination.consensus import RankGroup
+from ft_transport.coordination.ranks import RankGroup
 
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": {"q", "v"}}
 SOON = timedelta(seconds=10)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch.distributed import HashStore
 
-from ft_transport.coordination.consensus import RankGroup
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.keys import Keys
 
 T = TypeVar("T")

@@ -13,10 +13,9 @@ import pytest
 from ft_transport.checkpoint import collective_write
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan
-from ft_transport.coordination.consensus import Agreement, RankGroup
-from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import RankFailedError
 
 _TIMEOUT = timedelta(seconds=10)
@@ -28,6 +27,7 @@ class RecordingStorage:
     """Notes which of its methods are called; each raises the errors that it is given, one for each call."""
 
     def __init__(self) -> None:
+        self.agreement = Agreement(RankGroup.of(None), "test", _TIMEOUT)
         self.calls: list[str] = []
         self.failures: dict[str, list[OSError]] = {}
         self.snapshot = TakenSnapshot(structure=1, values=1, holder=1)
@@ -62,12 +62,12 @@ class RecordingStorage:
         self._note("compare")
         assert digests == [b"digest"]
 
-    def write(self, request: str, directory: Path, plan: RankPlan, phases: Phases) -> Callable[[], None]:
+    def write(self, request: str, directory: Path, plan: RankPlan) -> Callable[[], None]:
         def write() -> None:
             self._note("write")
             (directory / "data").write_text(request)
 
-        phases.run("write", write)
+        self.agreement.run("write", write)
         return lambda: self._note("finish")
 
     def committed(self, request: str) -> None:
@@ -91,10 +91,8 @@ def storage() -> RecordingStorage:
 @pytest.fixture
 def write(tmp_path: Path, storage: RecordingStorage, monkeypatch: pytest.MonkeyPatch) -> CollectiveWrite[str]:
     monkeypatch.setattr(collective_write, "_FIRST_PAUSE_S", 0.0)
-    group = RankGroup.of(None)
     return CollectiveWrite(
-        agreement=Agreement(group, "test", _TIMEOUT),
-        exchange=Exchange(group, "test", _TIMEOUT),
+        agreement=storage.agreement,
         directory=NumberedDirectory(tmp_path, "step", None),
         storage=storage,
         visible_s=1.0,
@@ -105,7 +103,7 @@ def write(tmp_path: Path, storage: RecordingStorage, monkeypatch: pytest.MonkeyP
 def test_a_directory_appears_after_all_phases_and_has_only_what_was_written(
     tmp_path: Path, storage: RecordingStorage, write: CollectiveWrite[str]
 ) -> None:
-    assert write.write(5, "a", suffix="") == tmp_path / "step-5"
+    assert write.write(5, "a") == tmp_path / "step-5"
     assert storage.calls == _ALL
     assert {path.name: path.read_text() for path in (tmp_path / "step-5").iterdir()} == {"data": "a"}
 
@@ -122,10 +120,10 @@ def test_a_directory_appears_after_all_phases_and_has_only_what_was_written(
 def test_work_is_divided_anew_where_the_structure_or_its_holder_is_another(
     storage: RecordingStorage, write: CollectiveWrite[str], snapshot: TakenSnapshot, is_planned_anew: bool
 ) -> None:
-    write.write(1, "a", suffix="")
+    write.write(1, "a")
     storage.calls.clear()
     storage.snapshot = snapshot
-    write.write(2, "b", suffix="")
+    write.write(2, "b")
     assert storage.calls == [name for name in _ALL if is_planned_anew or name not in _PLANNING]
 
 
@@ -134,7 +132,7 @@ def test_what_may_pass_is_tried_again_from_the_start(
     tmp_path: Path, storage: RecordingStorage, write: CollectiveWrite[str], name: str
 ) -> None:
     storage.failures[name] = [_PASSING]
-    write.write(1, "a", suffix="")
+    write.write(1, "a")
     assert storage.calls == [*_ALL[: _ALL.index(name) + 1], *_ALL]
     assert storage.retries[-1]
     assert os.listdir(tmp_path) == ["step-1"]
@@ -146,12 +144,13 @@ def test_what_may_pass_is_tried_again_from_the_start(
 def test_what_does_not_pass_leaves_nothing_and_the_next_write_is_planned_anew(
     tmp_path: Path, storage: RecordingStorage, write: CollectiveWrite[str], failures: list[OSError], num_attempts: int
 ) -> None:
-    write.write(1, "a", suffix="")
+    write.write(1, "a")
     storage.failures["write"] = list(failures)
+    storage.agreement.about = " of it"
     with pytest.raises(RankFailedError, match="'write of it'"):
-        write.write(2, "b", suffix=" of it")
+        write.write(2, "b")
     assert storage.calls.count("write") == 1 + num_attempts
     assert os.listdir(tmp_path) == ["step-1"]
     storage.calls.clear()
-    write.write(3, "c", suffix="")
+    write.write(3, "c")
     assert storage.calls == _ALL

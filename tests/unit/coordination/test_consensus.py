@@ -17,7 +17,8 @@ import pytest
 from ranks_on_threads import groups_of, run_ranks
 from torch.distributed import HashStore
 
-from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.ranks import RankGroup, RankMessages
 from ft_transport.coordination.store_channel import DirectStore, StoreChannel
 from ft_transport.coordination.votes import AbandonedError
 from ft_transport.errors import (
@@ -198,8 +199,10 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
         rank=0,
         size=2,
         global_ranks=(0, 1),
-        keys=None,
-        channel=lambda prefix: StoreChannel(DirectStore(GoneStore())),
+        store=lambda prefix: None,
+        messages=lambda purpose, timeout: RankMessages(
+            StoreChannel(DirectStore(GoneStore())), None, rank=0, timeout=timeout
+        ),
     )
     agreement = Agreement(group, "test", LONG)  # type: ignore[arg-type]
     with pytest.raises(RankGoneError, match=r"key-value store of torch\.distributed to answer: Connection reset"):
@@ -255,7 +258,7 @@ def test_a_vote_that_is_none_is_refused_on_all_and_its_rank_is_named(sent: bytes
     def act(agreement: Agreement) -> str:
         if agreement.rank == 1:
             store.set("test/vote/1/1", sent)
-            agreement._cast = lambda vote: None  # type: ignore[method-assign]
+            agreement._cast = lambda messages, vote: None  # type: ignore[method-assign]
         return str(refusal(agreement, lambda: None))
 
     texts = on_all(agreements, act)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from ranks_on_threads import groups_of, run_ranks
 
-from ft_transport.coordination.consensus import RankGroup
 from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import PeerProtocolError, RankGoneError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import pytest
 from ranks_on_threads import run_ranks
 from torch.distributed import HashStore
 
-from ft_transport.coordination.heartbeat import Heartbeat, HeartbeatWatch
+from ft_transport.coordination.ranks import RankMessages
 from ft_transport.coordination.store_channel import AT_ONCE, DirectStore, Pacing, StoreChannel
 from ft_transport.errors import RankGoneError
 
@@ -116,22 +116,44 @@ def test_a_long_wait_looks_seldom_and_a_short_one_often(monkeypatch: pytest.Monk
 # ------------------------------------------------------------------------------------------------------- heartbeats
 
 
-def test_a_rank_whose_heartbeat_moves_is_alive_and_one_whose_does_not_is_silent(channel: StoreChannel) -> None:
-    beating = Heartbeat(channel, "alive/1", interval_s=0, timeout=LONG)
-    Heartbeat(channel, "alive/2", interval_s=0, timeout=LONG).beat()
-    watch = HeartbeatWatch({1: "alive/1", 2: "alive/2", 3: "alive/3"}, channel, now_s=0.0)
-    for now_s in (1.0, 2.0, 3.0):
-        beating.beat()
-        assert watch.silent([1, 2, 3], 3.0, now_s) == []
-    beating.beat()
-    assert watch.silent([1, 2, 3], 3.0, 4.0) == [2, 3]
-    assert watch.silent([1], 3.0, 7.5) == [1]
+def messages_of(rank: int, channel: StoreChannel, timeout: timedelta = LONG) -> RankMessages:
+    return RankMessages(channel, None, rank=rank, timeout=timeout)
+
+
+def test_a_rank_is_waited_for_as_long_as_its_heartbeat_moves(channel: StoreChannel) -> None:
+    silence = timedelta(seconds=0.4)
+    beating, silent = messages_of(1, channel, silence), messages_of(2, channel, silence)
+    silent.beat()
+    is_over = threading.Event()
+
+    def beat() -> None:
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 3 * silence.total_seconds():
+            beating.beat()
+            time.sleep(0.02)
+        assert not is_over.is_set()
+        beating.post("one", b"1")
+
+    def wait() -> list[bytes | None]:
+        found = messages_of(0, channel, silence).wait({1: "one", 2: "two"})
+        is_over.set()
+        return found
+
+    assert run_ranks(wait, beat)[0] == [b"1", None]
+
+
+def test_a_wait_for_ranks_that_are_alive_ends_with_its_deadline(channel: StoreChannel) -> None:
+    messages = messages_of(0, channel)
+    messages.post("one", b"1")
+    began_s = time.monotonic()
+    assert messages.wait({1: "one", 2: "two"}, deadline_s=began_s + BRIEF.total_seconds()) == [b"1", None]
+    assert BRIEF.total_seconds() <= time.monotonic() - began_s < AT_ONCE_S
 
 
 def test_heartbeats_that_come_too_often_are_left_out(channel: StoreChannel) -> None:
-    heartbeat = Heartbeat(channel, "alive/0", interval_s=60, timeout=LONG)
+    messages = messages_of(0, channel)
     for _ in range(10):
-        heartbeat.beat()
+        messages.beat()
     assert channel.get(["alive/0"], AT_ONCE) == [b"1"]
 
 

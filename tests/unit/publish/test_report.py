@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import pytest
-from torch.distributed import HashStore
+from datetime import timedelta
 
-from ft_transport.coordination.store_channel import DirectStore, StoreChannel
+import pytest
+from ranks_on_threads import groups_of
+
 from ft_transport.publish.engines.adapters import adapter_name, older_names, version_in
 from ft_transport.publish.report import (
     EngineReport,
@@ -71,9 +72,9 @@ def test_a_report_survives_the_store_and_says_everything() -> None:
         version=3,
     )
     report = PublishReport(version=4, engines=(engine, *reports("confirmed")), verdict="bad", is_final=True)
-    channel = StoreChannel(DirectStore(HashStore()))
-    ReportStore(channel, silence_s=5.0).post(report)
-    assert ReportStore(channel, silence_s=5.0).wait_there(4, lambda _report: True, 5.0) == report
+    first, second = (ReportStore(group, timedelta(seconds=5)) for group in groups_of(2))
+    first.post(report)
+    assert second.wait(4, 5.0, is_final=True) == report
     assert str(report).splitlines() == [
         "version 4: 1 of 2 engines confirmed it",
         "  http://engine-0: refused after 1.25 s and 2 attempts, uses version 3; status 500 of POST "

@@ -4,16 +4,18 @@ import threading
 from datetime import timedelta
 
 import pytest
+from ranks_on_threads import groups_of
 from torch.distributed import HashStore
 
-from ft_transport.coordination.store_channel import DirectStore, StoreChannel
-from ft_transport.errors import DeadlineExceededError, RankGoneError
+from ft_transport.errors import DeadlineExceededError, PeerProtocolError, RankGoneError
 from ft_transport.publish.report import PublishReport
 from ft_transport.publish.report_store import ReportStore
 
+SILENCE = timedelta(seconds=10)
+
 
 def report(version: int, *, is_final: bool = True) -> PublishReport:
-    return PublishReport(version=version, engines=(), verdict="good" if is_final else "open", is_final=is_final)
+    return PublishReport(version=version, engines=(), verdict="good", is_final=is_final)
 
 
 @pytest.fixture
@@ -23,22 +25,25 @@ def store() -> HashStore:
     return store
 
 
-def board_on(store: HashStore, silence_s: float = 10) -> ReportStore:
-    return ReportStore(StoreChannel(DirectStore(store)), silence_s)
+def stores_on(store: HashStore, silence: timedelta = SILENCE, token: str | None = None) -> list[ReportStore]:
+    """That of rank 0, and that of rank 1."""
+    return [ReportStore(group, silence) for group in groups_of(2, store, token)]
 
 
-def test_what_is_posted_is_read_by_all(store: HashStore) -> None:
-    here, there = board_on(store), board_on(store)
+@pytest.mark.parametrize("token", [None, "right"])
+def test_what_is_posted_is_read_by_all(store: HashStore, token: str | None) -> None:
+    here, there = stores_on(store, token=token)
     here.post(report(1, is_final=False))
+    assert [each.wait(1, 1, is_final=False) for each in (here, there)] == [report(1, is_final=False)] * 2
     here.post(report(1))
-    for each in (here.wait_here, there.wait_there):
-        assert each(1, lambda found: found.is_final, 1) == report(1)
+    for is_final in (False, True):
+        assert [each.wait(1, 1, is_final=is_final) for each in (here, there)] == [report(1)] * 2
 
 
 def test_whoever_waits_gets_it_when_it_comes(store: HashStore) -> None:
-    here, there = board_on(store), board_on(store)
+    here, there = stores_on(store)
     found: list[PublishReport] = []
-    waiting = threading.Thread(target=lambda: found.append(there.wait_there(1, lambda each: each.is_final, 10)))
+    waiting = threading.Thread(target=lambda: found.append(there.wait(1, 10, is_final=True)))
     waiting.start()
     here.post(report(1, is_final=False))
     here.post(report(1))
@@ -47,23 +52,31 @@ def test_whoever_waits_gets_it_when_it_comes(store: HashStore) -> None:
 
 
 def test_a_wait_has_a_deadline_and_says_what_is_known(store: HashStore) -> None:
-    board = board_on(store)
-    board.post(report(1, is_final=False))
-    for wait in (board.wait_here, board.wait_there):
+    stores = stores_on(store)
+    stores[0].post(report(1, is_final=False))
+    for each in stores:
         with pytest.raises(DeadlineExceededError, match=r"version 1 within 0.05 s; so far: version 1: 0 of 0"):
-            wait(1, lambda each: each.is_final, 0.05)
+            each.wait(1, 0.05, is_final=True)
         with pytest.raises(DeadlineExceededError, match=r"version 2 within 0.05 s$"):
-            wait(2, lambda each: each.is_final, 0.05)
+            each.wait(2, 0.05, is_final=True)
 
 
 def test_a_rank_0_that_is_silent_is_given_up(store: HashStore) -> None:
-    board_on(store).tick()
+    here, there = stores_on(store, timedelta(seconds=0.5))
+    here.tick()
     with pytest.raises(RankGoneError, match=r"rank 0.*version 1.*has not for 0.5 s"):
-        board_on(store, 0.5).wait_there(1, lambda each: each.is_final, 60)
+        there.wait(1, 60, is_final=True)
+
+
+def test_a_report_that_no_rank_signed_is_not_believed(store: HashStore) -> None:
+    stores_on(store)[0].post(report(1))
+    with pytest.raises(PeerProtocolError, match="signed with the job token"):
+        stores_on(store, token="right")[1].wait(1, 10, is_final=True)
 
 
 def test_old_reports_are_forgotten(store: HashStore) -> None:
-    board = board_on(store)
+    first, _ = stores_on(store)
     for version in range(300):
-        board.post(report(version))
-    assert [version for version in range(300) if store.check([f"report/{version}"])] == list(range(44, 300))
+        first.post(report(version))
+    kept = [version for version in range(300) if store.check([f"publish/reports/report/{version}/final"])]
+    assert kept == list(range(44, 300))

@@ -1,0 +1,209 @@
+"""The ranks of a group, and the signed messages with which they agree through a key-value store.
+
+One core lies under all that ranks agree on. A rank puts messages under keys of its own, and an answer for all is set
+once. Each message is signed for its key, because whoever reaches the store may write to it. A nonce tells this
+process's messages from those of an earlier run. A wait ends by a deadline, or where a rank shows no heartbeat.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported, undeclared
+
+from ft_transport.coordination.store_channel import AT_ONCE, DirectStore, Pacing, StoreChannel
+from ft_transport.errors import ConfigurationError, PeerProtocolError
+from ft_transport.keys import TOKEN_VARIABLE, Keys
+
+_PURPOSE: Final = "told among ranks"
+_END: Final = b" "
+_LONGEST_BEAT_S: Final = 1.0
+"""How often a rank shows that it is alive, and looks at whether others are."""
+
+_num_groups: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """Some ranks, this one among them, and a part of their key-value store that nothing else uses.
+
+    Attributes:
+        rank: This rank's place among them.
+        size: How many they are.
+        global_ranks: Their ranks in all of ``torch.distributed``.
+        shared: The part of the store; ``None`` where there is one rank.
+        keys: Of the job token: what the ranks agree on is signed with them.
+    """
+
+    rank: int = 0
+    size: int = 1
+    global_ranks: tuple[int, ...] = (0,)
+    shared: Any = None
+    keys: Keys | None = None
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, *, keys: Keys | None = None) -> RankGroup:
+        """Returns the ranks of a process group. Called on all of them, in the same order as for others of that group.
+
+        Args:
+            process_group: ``None`` stands for all of ``torch.distributed``, or for this process alone where that is not
+                initialised. No collective of it runs.
+            keys: Of the job token; ``None`` for the environment's.
+
+        Raises:
+            ConfigurationError: This rank is no member of it, or the environment names no job token.
+        """
+        if process_group is None and not dist.is_initialized():
+            return cls()
+        rank = dist.get_rank(process_group)
+        if rank < 0:
+            raise ConfigurationError("expected a process group that this rank belongs to")
+        size = dist.get_world_size(process_group)
+        group = process_group if process_group is not None else dist.group.WORLD
+        global_ranks = tuple(dist.get_process_group_ranks(group))
+        name = group.group_name if group is not None else ""
+        number = _num_groups[name] = _num_groups.get(name, 0) + 1
+        # The group's own store is not public; that of the default group is not either, and is what libraries use.
+        default: Any = dist.distributed_c10d._get_default_store()
+        ranks = "-".join(map(str, global_ranks)) if size <= 64 else name
+        shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
+        keys = keys if keys is not None else Keys.from_environment()
+        return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=keys)
+
+    def store(self, prefix: str) -> Any:
+        """Returns a part of the store, for one purpose; ``None`` where there is one rank."""
+        return PrefixStore(prefix, self.shared) if self.shared is not None else None
+
+    def messages(self, purpose: str, timeout: timedelta) -> RankMessages | None:
+        """Returns the messages between these ranks, for one purpose; ``None`` where there is one rank.
+
+        Args:
+            purpose: Tells the messages of one group apart.
+            timeout: How long a rank may go without a heartbeat before the others give it up.
+        """
+        if self.size == 1:
+            return None
+        channel = StoreChannel(DirectStore(self.store(purpose)))
+        return RankMessages(channel, self.keys, purpose, *map(str, self.global_ranks), rank=self.rank, timeout=timeout)
+
+
+class RankMessages:
+    """Signed messages and heartbeats of one rank. Any thread may call it. Without keys nothing is signed.
+
+    All methods raise `RankGoneError` if the store does not answer.
+
+    Args:
+        channel: To a part of the store that nothing else uses.
+        keys: Of the job token, if there is one.
+        context: What all messages are about; the same on all ranks.
+        rank: This rank.
+        timeout: How long a rank may go without a heartbeat before a wait gives it up.
+
+    Attributes:
+        channel: The same.
+        is_signed: Whether there are keys.
+        beat_s: The pause between two heartbeats, in seconds.
+        nonce: Names this process: no message of another run has it.
+    """
+
+    def __init__(self, channel: StoreChannel, keys: Keys | None, *context: str, rank: int, timeout: timedelta) -> None:
+        self.channel: Final = channel
+        self.is_signed: Final = keys is not None
+        self.beat_s: Final = min(_LONGEST_BEAT_S, timeout.total_seconds() / 4)
+        self.nonce: Final = secrets.token_hex(8)
+        self._keys = keys
+        self._context = tuple(part.encode() for part in context)
+        self._rank = rank
+        self._timeout = timeout
+        self._num_beats = 0
+        self._beaten_s = 0.0
+
+    def signed(self, key: str, message: bytes) -> bytes:
+        """Returns the message with its signature for this key: under another one it is no message."""
+        if self._keys is None:
+            return message
+        return self._keys.sign(_PURPOSE, *self._context, key.encode(), message).encode() + _END + message
+
+    def opened(self, key: str, signed: bytes) -> bytes:
+        """The inverse of `signed`.
+
+        Raises:
+            PeerProtocolError: No rank of this job has put this under this key.
+        """
+        if self._keys is None:
+            return signed
+        signature, end, message = signed.partition(_END)
+        parts = (*self._context, key.encode(), message)
+        if not end or not self._keys.verifies(signature.decode("ascii", "replace"), _PURPOSE, *parts):
+            raise PeerProtocolError(
+                f"expected {key} to be signed with the job token ({TOKEN_VARIABLE}): another one is used, "
+                "or somebody else writes to the store"
+            )
+        return message
+
+    def post(self, key: str, message: bytes) -> None:
+        """Puts a message under a key of this rank."""
+        self.channel.post(key, self.signed(key, message), self._timeout)
+
+    def settle(self, key: str, answer: bytes, *, remove: Sequence[str] = ()) -> bytes:
+        """Makes ``answer`` the answer for all ranks, unless they have one already. Returns the one that they have.
+
+        Raises:
+            PeerProtocolError: See `opened`.
+        """
+        proposed = self.signed(key, answer).decode()
+        return self.opened(key, self.channel.set_once(key, proposed, self._timeout, remove=remove))
+
+    def beat(self) -> None:
+        """Shows that this rank is alive. A heartbeat that comes too early after the last one is left out."""
+        now_s = time.monotonic()
+        if now_s > self._beaten_s + self.beat_s:
+            self._beaten_s = now_s
+            self._num_beats += 1
+            self.channel.post(f"alive/{self._rank}", str(self._num_beats), self._timeout)
+
+    def wait(
+        self, keys: Mapping[int, str], *, deadline_s: float = math.inf, pacing: Pacing | None = None
+    ) -> list[bytes | None]:
+        """Waits for a key of each rank, for as long as these ranks show heartbeats; this rank shows its own meanwhile.
+
+        Args:
+            keys: By rank.
+            deadline_s: When the wait ends, by the monotonic clock.
+            pacing: How often it looks.
+
+        Returns:
+            The signed messages; ``None`` for a rank that has put nothing there.
+        """
+        pacing = pacing if pacing is not None else Pacing()
+        wanted = list(keys.values())
+        looked_s = time.monotonic()
+        beats: dict[int, bytes] = {}
+        seen_s = dict.fromkeys(keys, looked_s)
+        while (found := self.channel.get(wanted, AT_ONCE)) is None:
+            now_s = time.monotonic()
+            if now_s > looked_s + self.beat_s or now_s > deadline_s:
+                looked_s = now_s
+                self.beat()
+                unset = self.channel.missing(wanted, self._timeout)
+                missing = [rank for rank, key in keys.items() if key in unset]
+                for rank in missing:
+                    (number,) = self.channel.get([f"alive/{rank}"], AT_ONCE) or [b""]
+                    if number != beats.setdefault(rank, number):
+                        beats[rank], seen_s[rank] = number, now_s
+                is_over = now_s > deadline_s
+                if missing and all(is_over or now_s > seen_s[rank] + self._timeout.total_seconds() for rank in missing):
+                    return [self._found(key) if rank not in missing else None for rank, key in keys.items()]
+            pacing.pause(max(0.0, min(self.beat_s, deadline_s - now_s)))
+        return list(found)
+
+    def _found(self, key: str) -> bytes | None:
+        found = self.channel.get([key], AT_ONCE)
+        return found[0] if found is not None else None
