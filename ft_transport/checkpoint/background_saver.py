@@ -6,24 +6,21 @@ import logging
 import queue
 import time
 import weakref
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from datetime import timedelta
 from typing import Final, NamedTuple
 
-from ft_transport.checkpoint.checkpoint_storage import MAX_TIMEOUTS, CheckpointStorage, SaveRequest
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.inventory import Inventory
+from ft_transport.checkpoint.save_job import MAX_TIMEOUTS, SaveHandle, SaveJob, SaveMeans
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.signing import Trust
+from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.errors import CheckpointError, DeadlineExceededError, RankFailedError, WriterFailedError
+from ft_transport.errors import CheckpointError, RankFailedError, WriterFailedError
 from ft_transport.runtime.at_exit import at_exit
-from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
-from ft_transport.settings import check_duration
+from ft_transport.runtime.handler_safety import LazyThread
 
 logger = logging.getLogger(__name__)
 
@@ -31,65 +28,6 @@ _EXIT_S: Final = 60.0
 """How long a process that ends waits for what it is still saving."""
 _IDLE_S: Final = 0.2
 """How often an idle thread looks at its writer."""
-
-
-class SaveHandle:
-    """A save that goes on behind the training. Thread-safe.
-
-    Attributes:
-        step: Its step.
-        is_skipped: Whether nothing is saved: the save before was not finished, or the checkpoint is the one that was
-            resumed.
-    """
-
-    def __init__(self, step: int, *, is_skipped: bool = False) -> None:
-        self.step = step
-        self.is_skipped = is_skipped
-        self.planned: Future[None] = SafeFuture()
-        self.future: Future[None] = SafeFuture()
-        self.future.set_running_or_notify_cancel()
-        if is_skipped:
-            self.end(None)
-
-    def note_plan(self) -> None:
-        """Notes that the ranks have planned it. Idempotent."""
-        if not self.planned.done():
-            self.planned.set_result(None)
-
-    def end(self, error: BaseException | None) -> None:
-        """Notes how it went."""
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
-        self.note_plan()
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self.future.done()
-
-    def result(self, timeout: timedelta | None = None) -> None:
-        """Waits until the checkpoint is complete.
-
-        Args:
-            timeout: ``None`` waits as long as the ranks show heartbeats.
-
-        Raises:
-            TransportError: It could not be saved; the same error on every rank.
-            DeadlineExceededError: It is still going on.
-        """
-        if timeout is not None:
-            check_duration("timeout", timeout, at_least=timedelta(0))
-        try:
-            self.future.result(None if timeout is None else timeout.total_seconds())
-        except FutureTimeoutError:
-            if self.future.done():
-                raise  # It is the save's own error.
-            raise DeadlineExceededError(f"expected the checkpoint within {timeout}", step=self.step) from None
-
-    def exception(self) -> BaseException | None:
-        """Waits, and returns why it failed, ``None`` if it did not."""
-        return self.future.exception()
 
 
 class Pulse(NamedTuple):
@@ -121,6 +59,7 @@ class BackgroundSaver:
 
     Attributes:
         writer: This rank's writer process.
+        start_writer: See `SaveMeans`; called before the thread starts.
     """
 
     def __init__(
@@ -138,46 +77,32 @@ class BackgroundSaver:
         self._max_failed_saves = settings.max_failed_saves
         self._timeout_s = settings.timeout.total_seconds()
         self._agreement = Agreement(group, "background", settings.timeout)
-        self._storage = CheckpointStorage(
+        self._means = SaveMeans(
             agreement=self._agreement,
+            collective=CollectiveWrite(self._agreement, directory, visible_s=settings.visible_timeout.total_seconds()),
             directory=directory,
             writer=self.writer,
-            timeout_s=self._timeout_s,
-            consolidate=consolidate,
+            settings=settings,
             trust=trust,
-            is_private=settings.private,
-            after_commit=inventory.retire_old,
+            consolidate=consolidate,
+            retire_old=inventory.retire_old,
         )
-        self._write = CollectiveWrite(
-            agreement=self._agreement,
-            directory=directory,
-            storage=self._storage,
-            visible_s=settings.visible_timeout.total_seconds(),
-            max_attempts=settings.max_attempts,
-        )
+        self.start_writer: Final = self._means.start_writer
         self._current: SaveHandle | None = None
         self._is_planned = False
         self._num_failed = 0
         self._seen_writer = 0
         self._fatal: BaseException | None = None
-        self._jobs: queue.SimpleQueue[tuple[SaveRequest, SaveHandle] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._thread: Final = LazyThread(self._run, "ft-transport-save")
         _savers.add(self)
-
-    def start_writer(self) -> None:
-        """Starts the writer process, before the thread does.
-
-        Raises:
-            WriterFailedError: It could not be started.
-        """
-        self._storage.start_writer()
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
-    def submit(self, request: SaveRequest) -> SaveHandle:
-        """Begins a save; nothing else is being saved. What is staged is released when it has ended.
+    def submit(self, step: int, staged: StagedState, *, overwrite: bool) -> SaveHandle:
+        """Begins a save, while no other one runs; arguments as for `SaveJob`.
 
         Waits for the plan of a first save, and of one after a failure.
 
@@ -185,9 +110,10 @@ class BackgroundSaver:
             CheckpointError: The state can never be saved; the path names why.
         """
         self.start()
-        handle = SaveHandle(request.step)
+        job = SaveJob(self._means, step, staged, overwrite=overwrite)
+        handle = job.handle
         # In this order: nobody would end a save that is waited for and was not handed over.
-        self._jobs.put((request, handle))
+        self._jobs.put(job)
         self._current = handle
         if not self._is_planned:
             handle.planned.result()
@@ -253,46 +179,42 @@ class BackgroundSaver:
     def _run(self) -> None:
         while True:
             try:
-                work = self._jobs.get(timeout=_IDLE_S)
+                job = self._jobs.get(timeout=_IDLE_S)
             except queue.Empty:
                 self._replace_writer()
                 continue
-            if work is None:
+            if job is None:
                 return
-            self._save(*work)
-            del work
+            self._save(job)
+            del job
 
-    def _save(self, request: SaveRequest, handle: SaveHandle) -> None:
+    def _save(self, job: SaveJob) -> None:
         try:
-            try:
-                self._agreement.step = request.step
-                self._write.write(request.step, request, on_planned=handle.note_plan)
-            finally:
-                request.staged.release()
+            job.run()
         except BaseException as error:
             self._num_failed += 1
             if self._num_failed > self._max_failed_saves:
                 self._fatal = error
             logger.warning(
                 "step %d could not be saved (%d in a row, %d are allowed): %s",
-                handle.step,
+                job.handle.step,
                 self._num_failed,
                 self._max_failed_saves,
                 error,
             )
             self._is_planned = False
-            handle.end(error)
-            self._storage.drop()
+            job.handle.end(error)
+            job.drop()
         else:
             self._num_failed = 0
-            handle.end(None)
-            self._storage.drop()
+            job.handle.end(None)
+            job.drop()
             self._agreement.showing_life(self._inventory.delete_retired, MAX_TIMEOUTS * self._timeout_s)
 
     def _replace_writer(self) -> None:
         if self.writer.number and not self.writer.is_alive():
             try:
-                self._storage.start_writer()
+                self.start_writer()
             except WriterFailedError as error:
                 logger.warning("the writer process could not be replaced yet: %s", error)
 

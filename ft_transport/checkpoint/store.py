@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from ft_transport.checkpoint.background_saver import BackgroundSaver, SaveHandle
-from ft_transport.checkpoint.checkpoint_storage import SaveRequest
+from ft_transport.checkpoint.background_saver import BackgroundSaver
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.foreign import DCPCheckpoint
@@ -21,6 +20,7 @@ from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.load import Destination, LoadedCheckpoint
 from ft_transport.checkpoint.loader import CheckpointLoader
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
+from ft_transport.checkpoint.save_job import SaveHandle
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
@@ -397,7 +397,7 @@ class CheckpointStore:
                 staged.release()
                 raise
             recording.phase("write")
-            handle = self._background.submit(SaveRequest(step=step, staged=staged, overwrite=overwrite))
+            handle = self._background.submit(step, staged, overwrite=overwrite)
         except BaseException as error:
             recording.end("failed", error=error)
             raise

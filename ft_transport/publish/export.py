@@ -78,7 +78,7 @@ _digests_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
 
 class Exporter:
-    """Exports versions: the `StorageWriter` that copies, digests and sends on the calling thread, the training thread.
+    """Exports versions: the `WriteJob` that copies, digests and sends on the calling thread, the training thread.
 
     Args:
         agreement: Of the group, for this alone.
@@ -104,37 +104,38 @@ class Exporter:
         self._is_private = is_private
         self._format = weight_format
         self._directory = directory
-        self._write = CollectiveWrite(
-            agreement=agreement,
-            directory=directory,
-            storage=self,
-            visible_s=None,
-            max_attempts=1,
-        )
+        self._write = CollectiveWrite(agreement, directory, visible_s=None)
         self._stager = Stager(max_snapshots=1, num_threads=num_threads, chunk_bytes=CHUNK_BYTES, is_digested=False)
+        self._request: ExportRequest | None = None
         self._content: Content | None = None
         self._files: Mapping[str, bytes] = {}
         self._snapshot: Snapshot | None = None
         self._described = Described()
         self._plan: SavePlan | None = None
 
-    def export(self, request: ExportRequest) -> Path:
-        """Writes a version. Returns its directory, complete and on disk.
+    def run(self, request: ExportRequest) -> Path:
+        """Exports a version: stages, agrees, writes and commits. Returns its directory, complete and on disk.
 
         Raises:
             TransportError: A rank failed; the same error on all.
         """
         # What is left where a signal handler raised in the end of the export before.
         self._release()
-        self._agreement.about = f" of version {request.version}"
+        version = request.version
+        self._request, self._agreement.about = request, f" of version {version}"
         try:
-            return self._write.write(request.version, request)
+            with self._write.attempt(version):
+                self._write.stage(self)
+                directory, plan = self._write.agree(version, self)
+                self._write.compare(self)
+                self._write_files(directory, plan)
+                return self._write.commit(version, lambda: _protect(directory))
         finally:
             self._agreement.about = ""
             self._release()
 
     def _release(self) -> None:
-        self._content = None
+        self._request = self._content = None
         self._files = {}
         if self._snapshot is not None:
             self._snapshot.close()
@@ -144,8 +145,9 @@ class Exporter:
         """Frees the memory."""
         self._stager.close()
 
-    def settings(self, request: ExportRequest) -> Mapping[str, object]:
-        """See `StorageWriter`: copies the tensors."""
+    def settings(self) -> Mapping[str, object]:
+        """See `WriteJob`: copies the tensors."""
+        request = self._requested()
         self._content = own = request.content()
         if self._agreement.is_first:
             self._files = request.files()
@@ -155,27 +157,26 @@ class Exporter:
         files = {name: digest(data) for name, data in sorted(own.files.items())}
         return {"version": request.version, "kind": own.kind, "files": files, "missing_ok": request.is_missing_ok}
 
-    def admit(self, request: ExportRequest, *, is_retry: bool) -> None:
-        """See `StorageWriter`.
+    def admit(self, *, is_retry: bool) -> None:
+        """See `WriteJob`.
 
         Raises:
             StaleVersionError: The version is not newer than all that there are.
             PublishError: An engine does not apply what the adapter asks for, as far as this rank has it.
         """
         del is_retry
-        own = self._own()
+        own, version = self._own(), self._requested().version
         if own.kind == "adapter":
             self._check_features(features_of(json.loads(own.files[CONFIG_NAME]), own.tensors))
         versions = self._directory.numbers()
-        if versions and request.version <= versions[-1]:
+        if versions and version <= versions[-1]:
             raise StaleVersionError(
                 f"expected a version after {versions[-1]}, which was published to {self._directory.root} before, got "
-                f"{request.version}"
+                f"{version}"
             )
 
-    def take(self, request: ExportRequest) -> TakenSnapshot:
-        """See `StorageWriter`."""
-        del request
+    def take(self) -> TakenSnapshot:
+        """See `WriteJob`."""
         assert self._snapshot is not None, "it was made"
         self._described = _described_by_name(self._snapshot.header)
         for value in self._described.values:
@@ -184,12 +185,12 @@ class Exporter:
         return TakenSnapshot(self._described.structure, 0, _KINDS.index(self._own().kind))
 
     def header(self) -> bytes:
-        """See `StorageWriter`."""
+        """See `WriteJob`."""
         assert self._snapshot is not None, "it was taken"
         return msgspec.msgpack.encode(_Header(self._snapshot.header, self._own().renamed))
 
-    def plan(self, request: ExportRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
-        """See `StorageWriter`."""
+    def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
+        """See `WriteJob`."""
         kind = self._own().kind
         decoded = [from_msgpack(header, _header_decoder) for header in headers]
         if self._format.names is not None:
@@ -197,22 +198,21 @@ class Exporter:
         described = [_described_by_name(each.header) for each in decoded]
         max_file_bytes = self._format.max_shard_bytes if kind == "weights" else _ADAPTER_FILE_BYTES
         self._plan = make_plan(described, _ROOT, max_file_bytes=max_file_bytes, single_name=_SINGLE_NAMES[kind])
-        if kind == "weights" and not request.is_missing_ok:
+        if kind == "weights" and not self._requested().is_missing_ok:
             self._check_complete({name for each in described for item in each.items for name in item.names})
         return self._plan.rank_plans
 
     def digest(self, plan: RankPlan) -> bytes:
-        """See `StorageWriter`."""
+        """See `WriteJob`."""
         return msgspec.msgpack.encode([digest(self._bytes_of(self._described.items[at])) for at in plan.compared])
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """See `StorageWriter`."""
+        """See `WriteJob`."""
         by_rank = [from_msgpack(each, _digests_decoder) for each in digests]
         find_diverged(self._planned(), by_rank)
 
-    def write(self, request: ExportRequest, directory: Path, plan: RankPlan) -> Callable[[], None]:
-        """See `StorageWriter`: the first rank alone writes, so that no disk has to be shared with the others."""
-        del request
+    def _write_files(self, directory: Path, plan: RankPlan) -> None:
+        """The first rank alone writes, so that no disk has to be shared with the others."""
 
         def write() -> None:
             if self._agreement.is_first:
@@ -221,15 +221,6 @@ class Exporter:
                 self._send(plan)
 
         self._agreement.run("write", self._agreement.exchange.ending_on_failure(write))
-
-        def protect() -> None:
-            for path in directory.iterdir():
-                make_read_only(path)
-
-        return protect
-
-    def committed(self, request: ExportRequest) -> None:
-        """See `StorageWriter`."""
 
     def _check_complete(self, names: Set[str]) -> None:
         """Refuses weights that lack what those before had: engines take a part of a model without an error."""
@@ -246,6 +237,10 @@ class Exporter:
                     path=missing[0],
                 )
             return
+
+    def _requested(self) -> ExportRequest:
+        assert self._request is not None, "it is being exported"
+        return self._request
 
     def _own(self) -> Content:
         assert self._content is not None, "it was taken"
@@ -302,6 +297,11 @@ class Exporter:
             write_small(directory / INDEX_NAME, consolidation.index, is_private=self._is_private)
         for name, data in {**self._files, **self._own().files}.items():
             write_small(directory / name, data, is_private=self._is_private)
+
+
+def _protect(directory: Path) -> None:
+    for path in directory.iterdir():
+        make_read_only(path)
 
 
 def _names_in(directory: Path) -> set[str]:

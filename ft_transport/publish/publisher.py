@@ -236,7 +236,7 @@ class Publisher:
         recording = self.recorder.begin("publish", phase="export")
         recording.tell(step=version)
         try:
-            directory = self._exporter.export(request)
+            directory = self._exporter.run(request)
             if self._agreement.is_first:
                 self._notify(version, directory, recording)
             else:

@@ -122,14 +122,20 @@ def test_another_token_is_named() -> None:
     run_ranks(*(lambda each=each: act(each) for each in agreements))  # type: ignore[misc]
 
 
-class _NoStorage:
+class _NoJob:
     """Has nothing to write."""
 
-    def settings(self, request: str) -> dict[str, str]:
+    def settings(self) -> dict[str, str]:
         return {}
 
-    def admit(self, request: str, *, is_retry: bool) -> None:
+    def admit(self, *, is_retry: bool) -> None:
         pass
+
+
+def _agree(write: CollectiveWrite) -> None:
+    with write.attempt(5):
+        write.stage(_NoJob())  # type: ignore[arg-type]
+        write.agree(5, _NoJob())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("token", [None, "right"])
@@ -137,19 +143,13 @@ def test_no_rank_writes_below_a_root_that_is_not_its_own(tmp_path: Path, token: 
     """The first rank names no directory: whatever it says, or whoever speaks for it, the others look into their own."""
     roots = [tmp_path / "first", tmp_path / "second"]
     writes = [
-        CollectiveWrite(
-            agreement=Agreement(group, "test", LONG),
-            directory=NumberedDirectory(root, "step", None),
-            storage=_NoStorage(),  # type: ignore[arg-type]
-            visible_s=0.2,
-            max_attempts=1,
-        )
+        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), visible_s=0.2)
         for group, root in zip(groups_of(2, HashStore(), token), roots, strict=True)
     ]
 
-    def act(write: CollectiveWrite[str]) -> str:
+    def act(write: CollectiveWrite) -> str:
         with pytest.raises(TransportError, match="second") as caught:
-            write.write(5, "a")
+            _agree(write)
         return str(caught.value)
 
     run_ranks(*(lambda each=each: act(each) for each in writes))  # type: ignore[misc]
@@ -168,19 +168,13 @@ def test_a_place_that_somebody_else_names_is_written_to_by_nobody(tmp_path: Path
     phase = "set up the directory"
     store.set("test/verdict/2", encode_all([Vote(phase=phase, payload=named), Vote(phase=phase)]).decode())
     writes = [
-        CollectiveWrite(
-            agreement=Agreement(group, "test", LONG),
-            directory=NumberedDirectory(root, "step", None),
-            storage=_NoStorage(),  # type: ignore[arg-type]
-            visible_s=0.2,
-            max_attempts=1,
-        )
+        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), visible_s=0.2)
         for group in groups_of(2, store, token)
     ]
 
-    def act(write: CollectiveWrite[str]) -> None:
+    def act(write: CollectiveWrite) -> None:
         with pytest.raises(TransportError):
-            write.write(5, "a")
+            _agree(write)
 
     run_ranks(*(lambda each=each: act(each) for each in writes))  # type: ignore[misc]
     assert [path.name for path in elsewhere.rglob("*")] == ["step-5.incomplete", ".marker"]

@@ -18,7 +18,7 @@ from ft_transport import (
     RestoreError,
 )
 from ft_transport.checkpoint import inventory
-from ft_transport.checkpoint.checkpoint_storage import CheckpointStorage
+from ft_transport.checkpoint.save_job import SaveJob
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -62,13 +62,13 @@ def test_old_checkpoints_are_gone_when_the_handle_is_done(
     store: CheckpointStore, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_begin = threading.Event()
-    write = CheckpointStorage.write
+    write = SaveJob.write
 
     def late(*arguments: Any) -> Any:
         assert may_begin.wait(10)
         return write(*arguments)
 
-    monkeypatch.setattr(CheckpointStorage, "write", late)
+    monkeypatch.setattr(SaveJob, "write", late)
     seen: list[list[str]] = []
     new = range(step + 1, step + 4)
     for each in new:

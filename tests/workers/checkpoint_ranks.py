@@ -30,11 +30,10 @@ from state_equality import exact
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
 from ft_transport.checkpoint import collective_write, writer_messages
-from ft_transport.checkpoint.checkpoint_storage import CheckpointStorage
-from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.save_job import SaveJob
 from ft_transport.checkpoint.verify import read_manifest
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.exchange import Exchange
@@ -196,7 +195,7 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
         numbers = iter(range(len(gathers)))
         return Injected(Exchange, "gather", error, times, lambda *_args: gathers[next(numbers)] == phase)
     return {
-        "read the headers": Injected(CheckpointStorage, "header", error, times),
+        "read the headers": Injected(SaveJob, "header", error, times),
         "set up the directory": Injected(NumberedDirectory, "begin", error, times),
         "find the directory": Injected(collective_write, "wait_until_visible", error, times),
     }[phase]
@@ -206,11 +205,11 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
 def counted_attempts() -> Iterator[list[int]]:
     attempts: list[int] = []
 
-    def attempt(settings: Callable[..., Any], storage: CheckpointStorage, request: Any) -> Any:
-        attempts.append(request.step)  # Each attempt begins with what all ranks have to be told alike.
-        return settings(storage, request)
+    def attempt(settings: Callable[..., Any], job: SaveJob) -> Any:
+        attempts.append(job.handle.step)  # Each attempt begins with what all ranks have to be told alike.
+        return settings(job)
 
-    with replaced(CheckpointStorage, "settings", attempt):
+    with replaced(SaveJob, "settings", attempt):
         yield attempts
 
 
@@ -473,7 +472,7 @@ def _kept(ranks: Ranks) -> list[list[str]]:
     """What each rank finds in the directory at the moment in which its handle is done."""
     root = ranks.root.with_name("kept")
     found: list[list[str]] = []
-    write = CheckpointStorage.write
+    write = SaveJob.write
     may_begin = threading.Event()
 
     def late(*arguments: Any) -> Any:
@@ -481,7 +480,7 @@ def _kept(ranks: Ranks) -> list[list[str]]:
         return write(*arguments)
 
     with ranks.store(root=root, keep=1) as store:
-        CheckpointStorage.write = late  # type: ignore[method-assign]
+        SaveJob.write = late  # type: ignore[method-assign]
         for step in (1, 2, 3):
             may_begin.clear()
             handle = store.save(step, state_of(step, ranks.rank))
@@ -491,7 +490,7 @@ def _kept(ranks: Ranks) -> list[list[str]]:
             may_begin.set()
             handle.result()
             dist.barrier()
-        CheckpointStorage.write = write  # type: ignore[method-assign]
+        SaveJob.write = write  # type: ignore[method-assign]
     return found
 
 
@@ -710,13 +709,12 @@ def _busy(ranks: Ranks, policy: str) -> dict[str, Any]:
     """One rank is not done with a save yet, the others are."""
     may_end = threading.Event()
 
-    def linger(write: Callable[..., Path], *args: Any, **kwargs: Any) -> Path:
-        final = write(*args, **kwargs)
+    def linger(run: Callable[[SaveJob], None], job: SaveJob) -> None:
+        run(job)
         assert may_end.wait(TIMEOUT_S)
-        return final
 
     with (
-        replaced(CollectiveWrite, "write", linger) if ranks.rank == 1 else nullcontext(),
+        replaced(SaveJob, "run", linger) if ranks.rank == 1 else nullcontext(),
         ranks.store(root=ranks.root / policy, settings={"busy": policy}) as store,
     ):
         first = store.save(1, state_of(1, ranks.rank))

@@ -1,4 +1,4 @@
-"""The phases of a collective write, on one rank: their order, what is planned anew, and what a failure leaves."""
+"""The steps of a collective write, on one rank: their order, what is planned anew, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ft_transport.checkpoint import collective_write
+from ft_transport.checkpoint import save_job
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.plan import RankPlan
+from ft_transport.checkpoint.save_job import SaveJob, SaveMeans
+from ft_transport.checkpoint.settings import StoreSettings
+from ft_transport.checkpoint.signing import Trust
+from ft_transport.checkpoint.staging import StagedState
+from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import RankFailedError
@@ -23,60 +29,77 @@ _PASSING = OSError(errno.EIO, os.strerror(errno.EIO))
 _LASTING = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class RecordingStorage:
-    """Notes which of its methods are called; each raises the errors that it is given, one for each call."""
+class Saves:
+    """Runs saves, and notes which of a job's methods are called; each raises the errors given for it, one a call."""
 
-    def __init__(self) -> None:
-        self.agreement = Agreement(RankGroup.of(None), "test", _TIMEOUT)
+    def __init__(self, root: Path) -> None:
         self.calls: list[str] = []
         self.failures: dict[str, list[OSError]] = {}
         self.snapshot = TakenSnapshot(structure=1, values=1, holder=1)
         self.retries: list[bool] = []
+        self.agreement = Agreement(RankGroup.of(None), "test", _TIMEOUT)
+        directory = NumberedDirectory(root, "step", None)
+        self._means = SaveMeans(
+            agreement=self.agreement,
+            collective=CollectiveWrite(self.agreement, directory, visible_s=1.0),
+            directory=directory,
+            writer=WriterProcess(),
+            settings=StoreSettings(max_attempts=3),
+            trust=Trust(None, "", accepts_unsigned=False),
+            consolidate=None,
+            retire_old=lambda step: self.note("committed"),
+        )
 
-    def settings(self, request: str) -> Mapping[str, object]:
-        self._note("settings")
-        return {"request": request}
+    def save(self, step: int, content: str) -> None:
+        RecordingJob(self, content, self._means, step, StagedState(), overwrite=False).run()
 
-    def admit(self, request: str, *, is_retry: bool) -> None:
-        self._note("admit")
-        self.retries.append(is_retry)
+    def note(self, name: str) -> None:
+        self.calls.append(name)
+        if self.failures.get(name):
+            raise self.failures[name].pop(0)
 
-    def take(self, request: str) -> TakenSnapshot:
-        self._note("take")
-        return self.snapshot
+
+class RecordingJob(SaveJob):
+    def __init__(self, saves: Saves, content: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._saves, self._content = saves, content
+
+    def settings(self) -> Mapping[str, object]:
+        self._saves.note("settings")
+        return {"content": self._content}
+
+    def admit(self, *, is_retry: bool) -> None:
+        self._saves.note("admit")
+        self._saves.retries.append(is_retry)
+
+    def take(self) -> TakenSnapshot:
+        self._saves.note("take")
+        return self._saves.snapshot
 
     def header(self) -> bytes:
-        self._note("header")
+        self._saves.note("header")
         return b"header"
 
-    def plan(self, request: str, headers: Sequence[bytes]) -> Sequence[RankPlan]:
-        self._note("plan")
+    def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
+        self._saves.note("plan")
         assert headers == [b"header"]
         return [RankPlan(items=(0,), compared=(0,))]
 
     def digest(self, plan: RankPlan) -> bytes:
-        self._note("digest")
+        self._saves.note("digest")
         return b"digest"
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        self._note("compare")
+        self._saves.note("compare")
         assert digests == [b"digest"]
 
-    def write(self, request: str, directory: Path, plan: RankPlan) -> Callable[[], None]:
+    def write(self, directory: Path, plan: RankPlan) -> Callable[[], None]:
         def write() -> None:
-            self._note("write")
-            (directory / "data").write_text(request)
+            self._saves.note("write")
+            (directory / "data").write_text(self._content)
 
-        self.agreement.run("write", write)
-        return lambda: self._note("finish")
-
-    def committed(self, request: str) -> None:
-        self._note("committed")
-
-    def _note(self, name: str) -> None:
-        self.calls.append(name)
-        if self.failures.get(name):
-            raise self.failures[name].pop(0)
+        self._saves.agreement.run("write", write)
+        return lambda: self._saves.note("finish")
 
 
 _PLANNING = ["header", "plan"]
@@ -84,27 +107,14 @@ _ALL = ["settings", "admit", "take", *_PLANNING, "digest", "compare", "write", "
 
 
 @pytest.fixture
-def storage() -> RecordingStorage:
-    return RecordingStorage()
+def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
+    monkeypatch.setattr(save_job, "_FIRST_PAUSE_S", 0.0)
+    return Saves(tmp_path)
 
 
-@pytest.fixture
-def write(tmp_path: Path, storage: RecordingStorage, monkeypatch: pytest.MonkeyPatch) -> CollectiveWrite[str]:
-    monkeypatch.setattr(collective_write, "_FIRST_PAUSE_S", 0.0)
-    return CollectiveWrite(
-        agreement=storage.agreement,
-        directory=NumberedDirectory(tmp_path, "step", None),
-        storage=storage,
-        visible_s=1.0,
-        max_attempts=3,
-    )
-
-
-def test_a_directory_appears_after_all_phases_and_has_only_what_was_written(
-    tmp_path: Path, storage: RecordingStorage, write: CollectiveWrite[str]
-) -> None:
-    assert write.write(5, "a") == tmp_path / "step-5"
-    assert storage.calls == _ALL
+def test_a_directory_appears_after_all_phases_and_has_only_what_was_written(tmp_path: Path, saves: Saves) -> None:
+    saves.save(5, "a")
+    assert saves.calls == _ALL
     assert {path.name: path.read_text() for path in (tmp_path / "step-5").iterdir()} == {"data": "a"}
 
 
@@ -118,23 +128,21 @@ def test_a_directory_appears_after_all_phases_and_has_only_what_was_written(
     ],
 )
 def test_work_is_divided_anew_where_the_structure_or_its_holder_is_another(
-    storage: RecordingStorage, write: CollectiveWrite[str], snapshot: TakenSnapshot, is_planned_anew: bool
+    saves: Saves, snapshot: TakenSnapshot, is_planned_anew: bool
 ) -> None:
-    write.write(1, "a")
-    storage.calls.clear()
-    storage.snapshot = snapshot
-    write.write(2, "b")
-    assert storage.calls == [name for name in _ALL if is_planned_anew or name not in _PLANNING]
+    saves.save(1, "a")
+    saves.calls.clear()
+    saves.snapshot = snapshot
+    saves.save(2, "b")
+    assert saves.calls == [name for name in _ALL if is_planned_anew or name not in _PLANNING]
 
 
 @pytest.mark.parametrize("name", _ALL[:-1])
-def test_what_may_pass_is_tried_again_from_the_start(
-    tmp_path: Path, storage: RecordingStorage, write: CollectiveWrite[str], name: str
-) -> None:
-    storage.failures[name] = [_PASSING]
-    write.write(1, "a")
-    assert storage.calls == [*_ALL[: _ALL.index(name) + 1], *_ALL]
-    assert storage.retries[-1]
+def test_what_may_pass_is_tried_again_from_the_start(tmp_path: Path, saves: Saves, name: str) -> None:
+    saves.failures[name] = [_PASSING]
+    saves.save(1, "a")
+    assert saves.calls == [*_ALL[: _ALL.index(name) + 1], *_ALL]
+    assert saves.retries[-1]
     assert os.listdir(tmp_path) == ["step-1"]
 
 
@@ -142,15 +150,15 @@ def test_what_may_pass_is_tried_again_from_the_start(
     ("failures", "num_attempts"), [([_LASTING], 1), ([_PASSING] * 3, 3), ([_PASSING, _LASTING], 2)]
 )
 def test_what_does_not_pass_leaves_nothing_and_the_next_write_is_planned_anew(
-    tmp_path: Path, storage: RecordingStorage, write: CollectiveWrite[str], failures: list[OSError], num_attempts: int
+    tmp_path: Path, saves: Saves, failures: list[OSError], num_attempts: int
 ) -> None:
-    write.write(1, "a")
-    storage.failures["write"] = list(failures)
-    storage.agreement.about = " of it"
+    saves.save(1, "a")
+    saves.failures["write"] = list(failures)
+    saves.agreement.about = " of it"
     with pytest.raises(RankFailedError, match="'write of it'"):
-        write.write(2, "b")
-    assert storage.calls.count("write") == 1 + num_attempts
+        saves.save(2, "b")
+    assert saves.calls.count("write") == 1 + num_attempts
     assert os.listdir(tmp_path) == ["step-1"]
-    storage.calls.clear()
-    write.write(3, "c")
-    assert storage.calls == _ALL
+    saves.calls.clear()
+    saves.save(3, "c")
+    assert saves.calls == _ALL
