@@ -27,7 +27,8 @@ from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import PublishError, StaleVersionError
-from ft_transport.publish.content import Content
+from ft_transport.publish.content import Content, Weights, content_of
+from ft_transport.publish.files import Files, read_files
 from ft_transport.publish.names import Renamed, check_engine_names, shown
 from ft_transport.publish.peft_config import CONFIG_NAME, features_of
 from ft_transport.publish.weight_format import WeightFormat
@@ -55,14 +56,14 @@ class ExportRequest:
 
     Attributes:
         version: Its number.
-        content: Makes what this rank has of it.
-        files: Reads the other files that go into its directory, by name; called on the first rank alone.
+        weights: This rank's part of it, or a function that returns that.
+        files: The other files that go into its directory, by name; read on the first rank alone.
         is_missing_ok: Whether weights may lack names of the weights before.
     """
 
     version: int
-    content: Callable[[], Content]
-    files: Callable[[], Mapping[str, bytes]]
+    weights: Weights | Callable[[], Weights]
+    files: Files | None
     is_missing_ok: bool
 
 
@@ -148,9 +149,9 @@ class Exporter:
     def settings(self) -> Mapping[str, object]:
         """See `WriteJob`: copies the tensors."""
         request = self._requested()
-        self._content = own = request.content()
-        if self._agreement.is_first:
-            self._files = request.files()
+        self._content = own = content_of(request.weights, self._format)
+        if self._agreement.is_first and request.files is not None:
+            self._files = read_files(request.files)
         state = {_ROOT: own.tensors}
         taking = Taking(step=request.version, state=state, float_dtype=self._format.dtype)
         self._snapshot = self._stager.begin(taking).finish()

@@ -13,12 +13,12 @@ import aiohttp
 import msgspec
 
 from ft_transport.errors import ConfigurationError, PublishError, TransportError
-from ft_transport.publish.delivering import deliver
+from ft_transport.publish.delivery import EngineDelivery, KnownEngine, Link
 from ft_transport.publish.engines.adapters import refusal
 from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, PolledEngine
-from ft_transport.publish.known_engine import KnownEngine, Link
 from ft_transport.publish.polling import EnginePoller
 from ft_transport.publish.report import EngineReport, EngineState, Policy, PublishReport, judge
+from ft_transport.publish.report_store import ReportStore
 from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
 
 logger = logging.getLogger(__name__)
@@ -27,34 +27,31 @@ _TICK_S: Final = 0.25
 _CLOSING_S: Final = 15.0
 
 T = TypeVar("T")
-Post = Callable[[PublishReport], None]
 
 
 class EngineNotifier:
     """Notifies engines, on a thread of its own. Any thread may call it.
 
     Args:
-        engines: Engines to notify.
         policy: When a version counts as published.
         timeout_s: Deadline of each engine, from when it is notified.
         poll_interval_s: How often engines are asked what they serve; ``None`` for never.
-        tick: Called now and then while a version is being published; it may block for a moment.
+        reports: Of each version there is one when its outcome is decided, and one when no engine is pending any more.
         changed: Called on that thread when engines may use other versions than before, beside a publish.
     """
 
     def __init__(
         self,
-        engines: Sequence[Engine],
         policy: Policy,
         timeout_s: float,
         *,
         poll_interval_s: float | None,
-        tick: Callable[[], None],
+        reports: ReportStore,
         changed: Callable[[], None],
     ) -> None:
         self._policy: Policy = policy
         self._timeout_s = timeout_s
-        self._tick = tick
+        self._reports = reports
         self._changed = changed
         self._mutex = threading.Lock()
         # Replaced as a whole: whoever reads it sees one state.
@@ -68,24 +65,16 @@ class EngineNotifier:
         self._under_way: set[asyncio.Task[Any]] = set()
         self._poller: EnginePoller | None = None
         if poll_interval_s is not None:
-            self._poller = EnginePoller(poll_interval_s, self._newest_to_poll, self._tell_again)
-        for engine in engines:
-            self._insert(engine)
-        # When nothing can be refused any more: it has descriptors.
+            self._poller = EnginePoller(poll_interval_s, self._newest_to_poll, self._tell)
         self._loop = asyncio.new_event_loop()
 
     def begin_with(self, newest: Delivery) -> None:
-        """Says which version engines are told of that come before the next publish."""
+        """Notes the version for engines that are added before the next publish."""
         with self._mutex:
             self._newest = newest
 
-    def notify(self, delivery: Delivery, post: Post) -> Future[PublishReport]:
+    def notify(self, delivery: Delivery) -> Future[PublishReport]:
         """Begins to notify all engines of a version.
-
-        Args:
-            delivery: The version.
-            post: Called when the outcome is decided, and again when the last engine has been heard of; it may block
-                for a moment.
 
         Returns:
             The last report.
@@ -98,7 +87,7 @@ class EngineNotifier:
             self._newest = delivery
             self._thread.start()
             engines = tuple(self._engines.values())
-            return self._submit(lambda: self._notify_all(delivery, engines, post))
+            return self._submit(lambda: self._notify_all(delivery, engines))
 
     def add(self, engine: Engine) -> Future[None] | None:
         """Adds an engine, and begins to notify it of the newest version, if there is one.
@@ -112,12 +101,12 @@ class EngineNotifier:
         """
         with self._mutex:
             self._refuse_if_closed()
-            known = self._insert(engine)
+            known = self.insert(engine)
             if self._newest is None:
                 return None
             self._thread.start()
             newest = self._newest
-            return self._submit(lambda: self._tell_newcomer(known, newest))
+            return self._submit(lambda: self._tell(known, newest))
 
     def remove(self, url: str) -> None:
         """Forgets an engine; a delivery that is under way is given up.
@@ -187,7 +176,12 @@ class EngineNotifier:
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
 
-    def _insert(self, engine: Engine) -> KnownEngine:
+    def insert(self, engine: Engine) -> KnownEngine:
+        """Adds an engine, which nobody notifies before the next publish.
+
+        Raises:
+            ConfigurationError: It is no engine, or there is one with its URL.
+        """
         if not isinstance(engine, Engine):
             raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
         if engine.url in self._engines:
@@ -201,9 +195,12 @@ class EngineNotifier:
         future: Future[T] = SafeFuture()
 
         def begin() -> None:
-            self._loop.create_task(start()).add_done_callback(settle)
+            task = self._loop.create_task(start())
+            self._under_way.add(task)
+            task.add_done_callback(settle)
 
         def settle(task: asyncio.Task[T]) -> None:
+            self._under_way.discard(task)
             if task.cancelled():
                 future.cancel()
                 future.set_running_or_notify_cancel()
@@ -222,7 +219,7 @@ class EngineNotifier:
     async def _end(self) -> None:
         self._is_polling = False
         watching = {known.watching for known in self._engines.values() if known.watching is not None}
-        given_up = self._under_way | watching
+        given_up = (self._under_way | watching) - {asyncio.current_task()}
         for task in given_up:
             task.cancel()
         if given_up:
@@ -252,7 +249,7 @@ class EngineNotifier:
         """Begins to notify one engine. Cancelled, it is given up."""
         session = self._open_session()
         known.newest = max(known.newest, delivery.version)
-        task = asyncio.get_running_loop().create_task(deliver(known, delivery, session, self._timeout_s))
+        task = asyncio.get_running_loop().create_task(EngineDelivery(known, delivery, self._timeout_s).run(session))
         known.tasks.add(task)
         task.add_done_callback(known.tasks.discard)
         if self._poller is not None and known.watching is None and isinstance(known.engine, PolledEngine):
@@ -269,29 +266,18 @@ class EngineNotifier:
     def _newest_to_poll(self) -> Delivery | None:
         return self._newest if self._is_polling else None
 
-    async def _tell_again(self, known: KnownEngine, delivery: Delivery) -> None:
-        if not known.is_removed:
-            await self._begin(known, delivery)
-            self._changed()
-
-    async def _tell_newcomer(self, known: KnownEngine, delivery: Delivery) -> None:
+    async def _tell(self, known: KnownEngine, delivery: Delivery) -> None:
+        """Delivers the newest version to one engine, beside a publish."""
         if known.is_removed:
             return
-        task = asyncio.current_task()
-        assert task is not None, "it runs on the loop"
-        self._under_way.add(task)
         telling = self._begin(known, delivery)
         try:
             await asyncio.wait({telling})
         finally:
             telling.cancel()
-            self._under_way.discard(task)
         self._changed()
 
-    async def _notify_all(self, delivery: Delivery, engines: Sequence[KnownEngine], post: Post) -> PublishReport:
-        task = asyncio.current_task()
-        assert task is not None, "it runs on the loop"
-        self._under_way.add(task)
+    async def _notify_all(self, delivery: Delivery, engines: Sequence[KnownEngine]) -> PublishReport:
         reports = [
             EngineReport(url=known.url, outcome="pending", is_counted=known.is_counted, version=known.used)
             for known in engines
@@ -314,9 +300,9 @@ class EngineNotifier:
                 report = self._report(delivery, reports)
                 if report.verdict != "open" and pending and not is_posted:
                     is_posted = True
-                    await asyncio.to_thread(post, report)
+                    await asyncio.to_thread(self._reports.post, report)
             report = self._report(delivery, reports)
-            await asyncio.to_thread(post, report)
+            await asyncio.to_thread(self._reports.post, report)
             return report
         except asyncio.CancelledError:
             given_up = [
@@ -325,13 +311,12 @@ class EngineNotifier:
                 else each
                 for each in reports
             ]
-            post(self._report(delivery, given_up))
+            self._reports.post(self._report(delivery, given_up))
             raise
         finally:
             ticking.cancel()
             for each in telling:
                 each.cancel()
-            self._under_way.discard(task)
 
     def _report(self, delivery: Delivery, reports: Sequence[EngineReport]) -> PublishReport:
         return PublishReport(
@@ -344,7 +329,7 @@ class EngineNotifier:
     async def _keep_ticking(self) -> None:
         while True:
             try:
-                await asyncio.to_thread(self._tick)
+                await asyncio.to_thread(self._reports.tick)
             except TransportError as error:
                 logger.warning("the other ranks could not be shown that this one is alive: %s", error)
             await asyncio.sleep(_TICK_S)

@@ -11,8 +11,8 @@ from typing import Final, Literal, TypeAlias
 import aiohttp
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError
+from ft_transport.publish.delivery import KnownEngine
 from ft_transport.publish.engines.engine import NO_ROUTE, Delivery, EngineConnection, PolledEngine
-from ft_transport.publish.known_engine import KnownEngine
 
 logger = logging.getLogger(__name__)
 

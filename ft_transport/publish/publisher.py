@@ -25,23 +25,22 @@ from ft_transport.checkpoint.settings import checked_directory_number, checked_r
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import ConfigurationError, PublishError
-from ft_transport.publish.content import Weights, content_of
+from ft_transport.publish.content import Weights
 from ft_transport.publish.engine_lag import EngineLag
 from ft_transport.publish.engines.engine import Engine
 from ft_transport.publish.export import Exporter, ExportRequest
-from ft_transport.publish.files import Files, read_files
+from ft_transport.publish.files import Files
 from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, EngineState, Policy, end_record
 from ft_transport.publish.report_store import PublishHandle, ReportStore
-from ft_transport.publish.retention import Retention
 from ft_transport.publish.serving import VersionServer
-from ft_transport.publish.stored_versions import StoredVersions
+from ft_transport.publish.stored_versions import Retention, StoredVersions
 from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
 from ft_transport.telemetry.metrics import Metrics, weakly
-from ft_transport.telemetry.recorder import Recorder, Recording
+from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
@@ -133,8 +132,6 @@ class Publisher:
         self._claim = RootClaim(self._root, is_private=private)
         self.recorder = recorder if recorder is not None else Recorder()
         self._exporter: Exporter | None = None
-        self._notifier: EngineNotifier | None = None
-        self._lag: EngineLag | None = None
         self._stop_telling: Callable[[], None] = lambda: None
         server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
         self._versions = StoredVersions(self._directory, retention, server)
@@ -144,6 +141,16 @@ class Publisher:
         self._end = SafeEnd()
         self._is_closed = False
         self._process_id = os.getpid()
+        self._notifier = EngineNotifier(
+            policy,
+            engine_timeout.total_seconds(),
+            poll_interval_s=poll_interval.total_seconds() if poll_interval is not None else None,
+            reports=self._reports,
+            changed=_unless_gone(self._delete_unused),
+        )
+        # Engines of one that was dropped without an end may belong to another one by now.
+        weakref.finalize(self, self._notifier.stop_polling).atexit = False
+        self._lag = EngineLag(self._notifier.states)
         _publishers.add(self)
 
         def check() -> Mapping[str, object]:
@@ -155,17 +162,8 @@ class Publisher:
                 raise ConfigurationError(f"expected an HTTPTransport as transport, got {type(transport).__name__}")
             if not isinstance(self._format, WeightFormat):
                 raise ConfigurationError(f"expected a WeightFormat as weight_format, got {type(self._format).__name__}")
-            self._notifier = EngineNotifier(
-                tuple(engines) if self._agreement.is_first else (),
-                policy,
-                engine_timeout.total_seconds(),
-                poll_interval_s=poll_interval.total_seconds() if poll_interval is not None else None,
-                tick=self._reports.tick,
-                changed=_unless_gone(self._delete_unused),
-            )
-            # Engines of one that was dropped without an end may belong to another one by now.
-            weakref.finalize(self, self._notifier.stop_polling).atexit = False
-            self._lag = EngineLag(self._notifier.states)
+            for engine in engines if self._agreement.is_first else ():
+                self._notifier.insert(engine)
             self._exporter = Exporter(
                 self._agreement,
                 self._directory,
@@ -186,7 +184,6 @@ class Publisher:
             raise
 
     def _tell(self, metrics: Metrics) -> None:
-        assert self._lag is not None, "the settings are compared"
         metrics.follow(self.recorder)
         if self._agreement.is_first:
             self._stop_telling = metrics.collect(weakly(self._lag.readings))
@@ -227,18 +224,17 @@ class Publisher:
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
         assert self._exporter is not None, "it is open"
-        request = ExportRequest(
-            version,
-            lambda: content_of(weights, self._format),
-            lambda: read_files(files) if files is not None else {},
-            is_missing_ok=missing_ok,
-        )
+        request = ExportRequest(version, weights, files, missing_ok)
         recording = self.recorder.begin("publish", phase="export")
         recording.tell(step=version)
         try:
             directory = self._exporter.run(request)
             if self._agreement.is_first:
-                self._notify(version, directory, recording)
+                self._lag.published(version)
+                recording.phase("deliver")
+                notifying = self._notifier.notify(self._versions.delivery(version, directory))
+                self._follow(notifying, version)
+                notifying.add_done_callback(lambda told: end_record(recording, told))
             else:
                 recording.end()
         except BaseException as error:
@@ -266,7 +262,6 @@ class Publisher:
         """
         if not self._agreement.is_first:
             return
-        assert self._notifier is not None, "it is open"
         adding = self._notifier.add(engine)
         if adding is not None:
             self._follow(adding, None)
@@ -287,12 +282,11 @@ class Publisher:
         """
         if not self._agreement.is_first:
             return
-        assert self._notifier is not None, "it is open"
         self._notifier.remove(url)
 
     def engines(self) -> tuple[EngineState, ...]:
         """What is known of each engine, at once. Any thread of rank 0 may call it; on other ranks there are none."""
-        return self._notifier.states() if self._notifier is not None else ()
+        return self._notifier.states()
 
     def close(self, timeout: timedelta | None = None) -> None:
         """Waits for the engines that are being notified, and ends the thread. May be called twice.
@@ -313,8 +307,7 @@ class Publisher:
                 telling.exception(max(0.0, deadline_s - time.monotonic()))
             except FutureTimeoutError:
                 logger.warning("engines that were still being notified are given up")
-        if self._notifier is not None:
-            self._notifier.close()
+        self._notifier.close()
         self._agreement.close()
         if self._exporter is not None:
             self._exporter.close()
@@ -336,19 +329,8 @@ class Publisher:
         self._directory.recover()
         newest = self._versions.newest()
         if newest is not None:
-            assert self._notifier is not None, "it was made before"
             self._notifier.begin_with(newest)
-            assert self._lag is not None, "it was made with it"
             self._lag.published(newest.version)
-
-    def _notify(self, version: int, directory: Path, recording: Recording) -> None:
-        assert self._notifier is not None, "it is open"
-        assert self._lag is not None, "it was made with it"
-        self._lag.published(version)
-        recording.phase("deliver")
-        notifying = self._notifier.notify(self._versions.delivery(version, directory), self._reports.post)
-        self._follow(notifying, version)
-        notifying.add_done_callback(lambda told: end_record(recording, told))
 
     def _follow(self, telling: Future[Any], version: int | None) -> None:
         """Keeps this publisher until engines have been told: all of them of this version, or one that was added."""
@@ -366,7 +348,6 @@ class Publisher:
         """Deletes what no engine uses any more. On the thread that notifies engines."""
         with self._mutex:
             pending = {version for version in self._under_way.values() if version is not None}
-        assert self._notifier is not None, "it has notified them"
         used = self._notifier.versions_in_use()
         # Of an engine that never confirmed one, it may be any.
         if used is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ft_transport import VLLMEngine
-from ft_transport.publish.known_engine import KnownEngine, Link
+from ft_transport.publish.delivery import KnownEngine, Link
 from ft_transport.publish.polling import needs_delivery
 from ft_transport.publish.report import Outcome
 

@@ -1,0 +1,295 @@
+"""The engines of a publisher, and the delivery of one version to one of them.
+
+An engine's records are changed on the loop that notifies engines; any thread may look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from ft_transport.errors import EngineRefusedError, EngineUnreachableError, escape_peer_text
+from ft_transport.publish.engines.adapters import check_applied
+from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, EngineConnection
+from ft_transport.publish.report import EngineReport, EngineState, Outcome
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 2.0
+_NUM_DOUBTFUL: Final = 4
+"""An engine that hangs for good must not keep every version on disk."""
+_MAX_SHOWN_CHARACTERS: Final = 3000
+_GIVING_WAY_S: Final = 15.0
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """What exists once for an engine, also where it is removed and added again.
+
+    Attributes:
+        mutex: Taken by one delivery, or one poll, after the other.
+        asking: The poll that holds the mutex; a delivery ends it.
+        unfinished: What goes on beside the attempts, such as resuming the engine.
+        is_left_paused: See `EngineConnection`.
+        is_in_doubt: See `EngineConnection`.
+    """
+
+    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asking: asyncio.Future[Any] | None = None
+    unfinished: set[asyncio.Task[None]] = field(default_factory=set)
+    is_left_paused: bool = False
+    is_in_doubt: bool = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody speaks with the engine."""
+        return self.mutex.locked() or bool(self.unfinished)
+
+
+@dataclass(slots=True, eq=False)
+class KnownEngine:
+    """One engine, from when it is added until it is removed.
+
+    Attributes:
+        engine: The engine.
+        link: To it.
+        version: The version that it confirmed last, or was found to serve; ``None`` if it serves none, or never said.
+        has_said: Whether it ever said which.
+        is_counted: Whether it confirmed the last version that it was notified of.
+        outcome: Of the last delivery; ``None`` before the first.
+        doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
+        loading: The version that is being delivered.
+        serving: Versions that it lists as served, beside the one that it confirmed.
+        newest: The newest version that it is to be notified of.
+        failure: What went wrong with the last delivery.
+        poll_failure: What went wrong when it was asked last.
+        was_down: Whether it could not be asked since the last delivery.
+        is_removed: Whether it was.
+        tasks: Deliveries that wait or are under way.
+        watching: Polls it.
+    """
+
+    engine: Engine
+    link: Link
+    version: int | None = None
+    has_said: bool = False
+    is_counted: bool = True
+    outcome: Outcome | None = None
+    doubtful: tuple[int, ...] = ()
+    loading: int | None = None
+    serving: set[int] = field(default_factory=set)
+    newest: int = -1
+    failure: str = ""
+    poll_failure: str = ""
+    was_down: bool = False
+    is_removed: bool = False
+    tasks: set[asyncio.Future[Any]] = field(default_factory=set)
+    watching: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its base URL."""
+        return self.engine.url
+
+    @property
+    def used(self) -> int | None:
+        """The version that it is known to use."""
+        return None if self.link.is_in_doubt else self.version
+
+    def connection(self, session: aiohttp.ClientSession) -> EngineConnection:
+        """A connection that shares what is known of the engine."""
+        connection = EngineConnection(session, self.engine.url, self.engine.headers)
+        connection.unfinished = self.link.unfinished
+        connection.serving = self.serving
+        connection.is_left_paused = self.link.is_left_paused
+        connection.is_in_doubt = self.link.is_in_doubt
+        return connection
+
+    def versions_in_use(self) -> set[int] | None:
+        """Versions that it may be using; ``None`` if that may be any."""
+        if not self.has_said:
+            return None
+        versions = {*self.doubtful, *self.serving}
+        return versions | {each for each in (self.version, self.loading) if each is not None}
+
+    def state(self) -> EngineState:
+        """What a user is shown."""
+        return EngineState(
+            url=self.url,
+            version=self.used,
+            is_counted=self.is_counted,
+            outcome=self.outcome if self.outcome is not None and not self.tasks else "pending",
+            error=self.poll_failure or self.failure,
+        )
+
+
+@dataclass(slots=True)
+class EngineDelivery:
+    """The delivery of one version to one engine.
+
+    Attributes:
+        known: The engine; the outcome is noted there.
+        delivery: The version.
+        timeout_s: The deadline, from when the engine is done with the version before.
+        number: How often it was tried.
+        failure: Why the last attempt did not get through.
+        may_be_loading: Whether the engine may have heard of the version.
+        connection: To the engine; ``None`` before the first try.
+    """
+
+    known: KnownEngine
+    delivery: Delivery
+    timeout_s: float
+    number: int = 0
+    failure: EngineUnreachableError | None = None
+    may_be_loading: bool = False
+    connection: EngineConnection | None = None
+
+    async def run(self, session: aiohttp.ClientSession) -> EngineReport:
+        """Delivers the version: waits for its turn, tries until the engine answers or the deadline comes, and reports.
+
+        Raises nothing.
+
+        Args:
+            session: Whose connections are used.
+        """
+        known, version = self.known, self.delivery.version
+        started_s, is_counted = time.monotonic(), known.is_counted
+        report = await self._take_turn()
+        if report is None:
+            report = await self._until_deadline(session)
+        if report.outcome == "confirmed":
+            known.doubtful = ()
+        elif report.outcome != "superseded":
+            known.is_counted = False
+        if report.outcome != "confirmed" and self.may_be_loading:
+            # Its request was given up here, which need not keep the engine from going on with it.
+            known.doubtful = (*known.doubtful, version)[-_NUM_DOUBTFUL:]
+        is_in_doubt = self.connection.is_in_doubt if self.connection is not None else known.link.is_in_doubt
+        report = msgspec.structs.replace(
+            report,
+            is_counted=is_counted,
+            seconds=time.monotonic() - started_s,
+            num_attempts=self.number,
+            version=None if is_in_doubt else known.version,
+        )
+        if report.outcome == "superseded":
+            return report
+        known.outcome, known.was_down, known.poll_failure = report.outcome, False, ""
+        known.failure = "" if report.outcome == "confirmed" else f"version {version}: {report}"
+        if known.failure:
+            logger.warning("version %d: an engine is left out until it is caught up: %s", version, report)
+        elif not is_counted:
+            logger.info("version %d: caught up: %s", version, report)
+        return report
+
+    async def _take_turn(self) -> EngineReport | None:
+        """Takes the engine's mutex. Returns the report where there is no turn for this version."""
+        known, mutex = self.known, self.known.link.mutex
+        if known.link.asking is not None:
+            known.link.asking.cancel()
+        try:
+            # The attempt that holds it has a deadline, too.
+            await asyncio.wait_for(mutex.acquire(), self.timeout_s + _GIVING_WAY_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            return self._report("late", self._late())
+        if known.is_removed:
+            # wait_for of Python 3.11 loses a cancellation that comes together with the mutex.
+            mutex.release()
+            raise asyncio.CancelledError
+        if known.newest > self.delivery.version:
+            mutex.release()
+            return self._report("superseded", f"version {known.newest} was published before its turn")
+        return None
+
+    async def _until_deadline(self, session: aiohttp.ClientSession) -> EngineReport:
+        """Tries until the engine answers, or the deadline comes; then the mutex is released."""
+        known, mutex = self.known, self.known.link.mutex
+        known.loading = self.delivery.version
+        delivering = asyncio.ensure_future(self._until_it_answers(session))
+        # Also if it does not give way when it is given up: then the engine stays taken.
+        delivering.add_done_callback(lambda _: mutex.release())
+        try:
+            await asyncio.wait({delivering}, timeout=self.timeout_s)
+        finally:
+            delivering.cancel()
+            known.loading = None
+        connection = self.connection
+        if not delivering.done():
+            # It has been given up, and does not know yet.
+            left_paused = f"; {LEFT_PAUSED}" if connection is not None and connection.is_left_paused else ""
+            if self.failure is not None:
+                return self._report("unreachable", f"{self.failure}{left_paused}")
+            return self._report("late", f"{self._late()}{left_paused}")
+        if delivering.cancelled():
+            return self._report("failed", "the engine's deliver was cancelled")
+        error = delivering.exception()
+        match error:
+            case None:
+                assert connection is not None, "it was asked"
+                known.version, known.has_said, known.is_counted = delivering.result(), True, True
+                connection.is_in_doubt = known.link.is_in_doubt = False
+                return self._report("confirmed")
+            case EngineRefusedError():
+                report = self._report("refused", _shown(error.body or str(error)))
+                return msgspec.structs.replace(report, status=error.status, request=error.request)
+            case _:
+                logger.error("version %d: %s could not be notified", self.delivery.version, known.url, exc_info=error)
+                return self._report("failed", _shown(f"{type(error).__name__}: {error}"))
+
+    def _report(self, outcome: Outcome, body: str = "") -> EngineReport:
+        return EngineReport(url=self.known.url, outcome=outcome, body=body)
+
+    def _late(self) -> str:
+        return f"no answer within {self.timeout_s:g} s"
+
+    async def _until_it_answers(self, session: aiohttp.ClientSession) -> int:
+        """Tries again while no connection can be made, or it breaks.
+
+        Raises:
+            EngineRefusedError: It answered with an error, or uses another version.
+            RuntimeError: The engine's own code wants to end the process.
+        """
+        known = self.known
+        connection = self.connection = known.connection(session)
+        check_applied(known.engine, self.delivery)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if known.link.unfinished:
+                # What resumes it must not come in the middle of the next attempt.
+                await asyncio.wait(known.link.unfinished)
+            self.number += 1
+            was_heard, self.may_be_loading = self.may_be_loading, True
+            try:
+                try:
+                    version = await known.engine.deliver(connection, self.delivery)
+                finally:
+                    known.link.is_left_paused = connection.is_left_paused
+                    known.link.is_in_doubt = connection.is_in_doubt
+            except EngineUnreachableError as error:
+                self.failure = error
+                if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                    self.may_be_loading = was_heard
+            except (SystemExit, KeyboardInterrupt) as error:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            else:
+                if version != self.delivery.version:
+                    raise EngineRefusedError(
+                        f"expected the engine to use version {self.delivery.version}, it uses {version}",
+                        peer=known.url,
+                    )
+                return version
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _shown(text: str) -> str:
+    """The answer of an engine, as reports and logs show it."""
+    return escape_peer_text(text, max_characters=_MAX_SHOWN_CHARACTERS)
