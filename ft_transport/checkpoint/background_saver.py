@@ -1,4 +1,4 @@
-"""The thread of a store: it saves what the trainer has handed over, and replaces a writer that has died."""
+"""The thread of a store: runs one save after the other, and replaces a dead writer process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ft_transport.runtime.handler_safety import LazyThread
 logger = logging.getLogger(__name__)
 
 _EXIT_S: Final = 60.0
-"""How long a process that ends waits for what it is still saving."""
+"""How long a process that ends waits for its last save."""
 _IDLE_S: Final = 0.2
 """How often an idle thread looks at its writer."""
 
@@ -55,7 +55,7 @@ class BackgroundSaver:
         inventory: Retires old checkpoints when a newer one is complete.
         consolidate: Path of the part of the state that also goes to consolidated files.
         settings: Of the store.
-        trust: Signs what is saved.
+        trust: Signs checkpoints.
 
     Attributes:
         writer: This rank's writer process.
@@ -122,7 +122,7 @@ class BackgroundSaver:
 
     def _refuse_unsavable(self, handle: SaveHandle) -> None:
         error = handle.exception() if handle.done() else None
-        # What a rank could not do at this time may succeed at another one.
+        # A rank that failed this time may succeed the next time.
         if isinstance(error, CheckpointError) and error.path is not None and not isinstance(error, RankFailedError):
             self._num_failed = max(0, self._num_failed - 1)
             raise error
@@ -161,7 +161,7 @@ class BackgroundSaver:
             ) from fatal
 
     def close(self) -> None:
-        """Ends the thread after what it has to save, and the writer process. May be called twice."""
+        """Ends the thread after its last save, and the writer process. May be called twice."""
         self._jobs.put(None)
         self._thread.join()
         self._agreement.close()

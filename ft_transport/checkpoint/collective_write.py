@@ -123,7 +123,7 @@ class CollectiveWrite:
             yield
         except BaseException:
             self._plan_key = None
-            self._agreement.exchange.reset(self._agreement.sequence)
+            self._agreement.reconnect()
             if self._agreement.is_first:
                 try:
                     self._directory.discard(number)
@@ -166,7 +166,7 @@ class CollectiveWrite:
         if self._assigned.is_compared:
             digests = agreement.run("digest", lambda: job.digest(plan))
             gathered = agreement.gather("gather the digests", digests)
-            agreement.run_on_first("compare", lambda: job.compare(gathered))
+            agreement.on_first("compare", lambda: job.compare(gathered))
 
     def commit(self, number: int, finish: Callable[[], None], committed: Callable[[], None] = lambda: None) -> Path:
         """Gives the directory its name, and returns it.
@@ -184,7 +184,7 @@ class CollectiveWrite:
             self._directory.commit(number)
             committed()
 
-        self._agreement.run_on_first("commit", commit)
+        self._agreement.on_first("commit", commit)
         return self._directory.final(number)
 
     def _set_up(self, number: int, job: WriteJob, *, is_retry: bool) -> int:
@@ -210,7 +210,7 @@ class CollectiveWrite:
         agreement = self._agreement
         header = agreement.run("read the headers", job.header)
         headers = agreement.gather("gather the headers", header)
-        plans = agreement.run_on_first("plan", lambda: job.plan(headers))
+        plans = agreement.on_first("plan", lambda: job.plan(headers))
         assigned: list[bytes] | None = None
         if plans is not None:
             is_compared = any(plan.compared for plan in plans)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other of their writers and saves: at every step, and before a save is begun."""
+"""The health of all ranks' writers and saves: exchanged at every step, and before a save begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from ft_transport.checkpoint.background_saver import BackgroundSaver, Pulse
 from ft_transport.checkpoint.settings import BusyPolicy
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointError, RankGoneError, SaveInProgressError, TransportError
 
 logger = logging.getLogger(__name__)
@@ -37,17 +36,15 @@ class StoreHealth:
 
 
 class Health:
-    """The pulses of all ranks. Belongs to the training thread, and is used by all ranks alike.
+    """Exchanges the pulses of all ranks. For the training thread; all ranks make the same calls.
 
     Args:
-        agreement: Of the group, for the training thread.
-        exchange: Of the group, for this alone.
+        agreement: Of the group, for this alone.
         background: This rank's saves.
     """
 
-    def __init__(self, agreement: Agreement, exchange: Exchange, background: BackgroundSaver) -> None:
+    def __init__(self, agreement: Agreement, background: BackgroundSaver) -> None:
         self._agreement = agreement
-        self._exchange = exchange
         self._background = background
         self._under_way: tuple[Any, list[torch.Tensor]] | None = None
 
@@ -61,13 +58,13 @@ class Health:
         if self._under_way is not None:
             (work, gathered), self._under_way = self._under_way, None
             try:
-                self._exchange.wait(work)
+                self._agreement.exchange.wait(work)
                 pulses = [Pulse(*each.tolist()) for each in gathered]
             except RankGoneError as error:
                 # A rank was late, and gloo has ended the group; the ranks that are still there say so in the store.
                 logger.warning("the ranks of the store have lost each other: %s", error)
                 self._meet_again()
-        self._under_way = self._exchange.begin_all_gather(self._own())
+        self._under_way = self._agreement.exchange.begin_all_gather(self._own())
         if any(pulse.is_fatal for pulse in pulses):
             self._raise_fatal()
         return StoreHealth(
@@ -107,19 +104,19 @@ class Health:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             with suppress(TransportError):
-                self._exchange.wait(under_way[0])
-        self._exchange.close()
+                self._agreement.exchange.wait(under_way[0])
+        self._agreement.close()
 
     def _own(self) -> torch.Tensor:
         return torch.tensor(self._background.pulse(), dtype=torch.int64)
 
     def _pulses(self) -> list[Pulse]:
-        return [Pulse(*each.tolist()) for each in self._exchange.all_gather(self._own())]
+        return [Pulse(*each.tolist()) for each in self._agreement.exchange.all_gather(self._own())]
 
     def _meet_again(self) -> None:
         self._under_way = None
         self._agreement.run_on_all_ranks("meet again", lambda: None)
-        self._exchange.reset(self._agreement.sequence)
+        self._agreement.reconnect()
 
     def _raise_fatal(self) -> None:
         # Another rank may have heard of it a moment before this one.

@@ -15,7 +15,6 @@ from typing import Any, Final, Generic, TypeVar, cast
 import msgspec
 import torch
 from msgspec import Struct
-from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.checkpoint.chunk_reading import DataFiles, Need, read_needs
 from ft_transport.checkpoint.manifest import (
@@ -30,6 +29,7 @@ from ft_transport.checkpoint.manifest import (
     rank_file_name,
 )
 from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.verify import decode_rank_files, find_missing, read_file, read_manifest, read_rank_files
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
@@ -124,20 +124,14 @@ class LoadRequest:
         directory: Of the checkpoint; the same on all ranks.
         step: Of the checkpoint.
         destination: Where it goes.
-        meshes: For DTensors that the destination does not have.
-        max_bytes: More than this is refused.
-        is_read_once: Whether what several ranks need is read by one of them and passed on.
-        retry_s: How long what may pass is tried again.
+        settings: Of the store.
         trust: Which checkpoints are believed.
     """
 
     directory: Path
     step: int
     destination: Destination
-    meshes: Sequence[DeviceMesh]
-    max_bytes: int
-    is_read_once: bool
-    retry_s: float
+    settings: StoreSettings
     trust: Trust
 
 
@@ -158,9 +152,9 @@ def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
         TransportError: The same on every rank. What had landed in ``into`` was overwritten with NaN patterns then.
     """
     loading: _Loading | None = None
-    patience = Patience(request.retry_s)
+    patience = Patience(request.settings.retry_s)
     try:
-        own = agreement.run_on_first("read its description", lambda: _read_description(request, patience))
+        own = agreement.on_first("read its description", lambda: _read_description(request, patience))
         described = agreement.broadcast("receive its description", own)
         loading = planned = agreement.run("plan what to read", lambda: _planned(request, described, agreement))
         agreement.run("read", lambda: planned.read(agreement.exchange, patience, agreement.check_others))
@@ -168,7 +162,7 @@ def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
     except BaseException as error:
         if loading is not None:
             loading.poison(error)
-        agreement.exchange.reset(agreement.sequence)
+        agreement.reconnect()
         raise
 
 
@@ -214,9 +208,7 @@ class _Loading:
         manifests = [each.manifests[SHARED] for each in self._ranks]
         resharding = reshard(manifests, shared_into, like=destination.like, names=names)
         self._shared_manifest = resharding.manifest
-        self._restores = [
-            Restore(resharding.manifest, into=shared_into, meshes=request.meshes, max_bytes=request.max_bytes)
-        ]
+        self._restores = [self._restore(resharding.manifest, shared_into)]
         if destination.check is not None:
             destination.check(self._restores[0].incoming)
         else:
@@ -224,6 +216,10 @@ class _Loading:
         self._needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
         self._plan_local(local_into)
         self._check_needs()
+
+    def _restore(self, manifest: Manifest, into: object) -> Restore:
+        settings = self._request.settings
+        return Restore(manifest, into=into, meshes=settings.meshes, max_bytes=settings.max_load_bytes)
 
     def _plan_local(self, into: object) -> None:
         """What each rank has for itself comes from the rank of the same number, of as many."""
@@ -239,7 +235,7 @@ class _Loading:
             return
         stored = self._ranks[self._rank]
         local = stored.manifests[LOCAL]
-        restore = Restore(local, into=into, meshes=self._request.meshes, max_bytes=self._request.max_bytes)
+        restore = self._restore(local, into)
         self._restores.append(restore)
         for index, entry in enumerate(local.tensors):
             if entry.end > entry.start:
@@ -265,7 +261,7 @@ class _Loading:
             self._files,
             exchange,
             patience=patience,
-            is_read_once=self._request.is_read_once,
+            is_read_once=self._request.settings.read == "once",
             check=check,
         )
 

@@ -73,10 +73,7 @@ class CheckpointLoader:
             directory=found.directory,
             step=found.step,
             destination=destination,
-            meshes=self._settings.meshes,
-            max_bytes=self._settings.max_load_bytes,
-            is_read_once=self._settings.read == "once",
-            retry_s=self._settings.retry_s,
+            settings=self._settings,
             trust=self._trust,
         )
         phase("read")

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A", bound=WriterAnswer)
 
 MAX_TIMEOUTS: Final = 10
-"""Rereading what was written, or deleting old checkpoints, may take this many times ``timeout``."""
+"""Rereading written files, or deleting old checkpoints, may take this many times ``timeout``."""
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _LEAST_BYTES_PER_S: Final = 1 << 20
@@ -126,7 +126,7 @@ class SaveHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMeans:
-    """What the saves of a store share on one rank.
+    """The means that all saves of a store share on one rank.
 
     Attributes:
         agreement: Of the group, for the store's thread alone.
@@ -159,7 +159,7 @@ class SaveMeans:
 
 
 class SaveJob:
-    """One save: the `WriteJob` whose snapshot lies in this rank's writer process. Belongs to the store's thread.
+    """One save: the `WriteJob` whose snapshot lies in this rank's writer process. For the store's thread.
 
     Args:
         means: Of the store.
@@ -277,7 +277,7 @@ class SaveJob:
         agreement, trust, timeout_s = self._means.agreement, self._means.trust, self._timeout_s
         created: Written | None = None
         if plan.files:
-            created = agreement.run_on_first(
+            created = agreement.on_first(
                 "create the consolidated files", lambda: self._ask(Create(str(directory)), Written)
             )
         num_bytes = sum(file.num_bytes for file in self._staged.files())

@@ -33,7 +33,6 @@ from ft_transport.checkpoint.settings import (
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState, State, StateStager
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.handler_safety import SafeEnd
@@ -119,7 +118,7 @@ class CheckpointStore:
         self._background = BackgroundSaver(
             group, self._directory, self._inventory, consolidate, self._settings, trust=self._trust
         )
-        self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
+        self._health = Health(Agreement(group, "health", timeout), self._background)
         self._end = SafeEnd()
         self._is_closed = False
 

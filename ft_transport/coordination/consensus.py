@@ -41,10 +41,10 @@ from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 T = TypeVar("T")
 
 _FIRST_PATIENCE: Final = 10
-"""So many timeouts may the first rank take to delete what is in its way; the others are shown that it is alive."""
+"""So many timeouts may the first rank take, to delete old files for instance; it shows heartbeats meanwhile."""
 
 _MAX_VERDICTS: Final = 16
-"""A rank that was interrupted has not heard the last ones."""
+"""An interrupted rank has not read the last ones."""
 _VERDICT_DIGITS: Final = 16
 
 
@@ -104,49 +104,49 @@ class Agreement:
             case TryAgain(error) | GiveUp(error):
                 raise error
 
-    def on_first(self, phase: str, action: Callable[[], bytes | None]) -> bytes:
-        """Runs ``action`` on the first rank alone, and returns on all what it returned, or raises what it raised.
-
-        Raises:
-            TransportError: As for `run_on_all_ranks`.
-        """
-        patience_s = _FIRST_PATIENCE * self._timeout.total_seconds()
-        return self.run_on_all_ranks(
-            phase, (lambda: self.showing_life(action, patience_s)) if self.is_first else lambda: None
-        )[0]
-
     def run(self, phase: str, action: Callable[[], T]) -> T:
         """As `run_on_all_ranks`, and returns what ``action`` returned on this rank."""
         results: list[T] = []
         self.run_on_all_ranks(phase, lambda: results.append(action()))
         return results[0]
 
-    def run_on_first(self, phase: str, action: Callable[[], T]) -> T | None:
-        """As `on_first`, and returns there what ``action`` returned; ``None`` on the others."""
-        results: list[T] = []
-        self.on_first(phase, lambda: results.append(action()))
-        return results[0] if results else None
+    def on_first(self, phase: str, action: Callable[[], T]) -> T | None:
+        """Runs ``action`` on the first rank alone. Returns there what it returned, and ``None`` on the others.
+
+        Raises:
+            TransportError: What it raised; the same error on all ranks.
+        """
+        return self.run(phase, lambda: self._by_first(action))
 
     def gather(self, phase: str, data: bytes) -> list[bytes]:
-        """Brings what every rank has to the first, which gets it by rank; the others get nothing."""
+        """Brings the data of every rank to the first rank, by rank; the others get an empty list."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.gather(data))) or []
 
     def scatter(self, phase: str, data: Sequence[bytes] | None) -> bytes:
-        """Gives each rank what the first has for it."""
+        """Gives each rank its part of the first rank's data."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.scatter(data)))
 
     def broadcast(self, phase: str, data: bytes | None) -> bytes:
-        """Gives all ranks what the first has."""
+        """Gives all ranks the first rank's data."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.broadcast(data)))
 
     def value_of_first(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> T:
-        """As `on_first`, with a value of a kind that msgpack has in place of bytes."""
-        return from_msgpack(self.on_first(phase, lambda: msgspec.msgpack.encode(action())), decoder)
+        """As `on_first`, and returns on all ranks what ``action`` returned: a value of a kind that msgpack has."""
+        encoded = self.run_on_all_ranks(phase, lambda: self._by_first(lambda: msgspec.msgpack.encode(action())))
+        return from_msgpack(encoded[0], decoder)
 
     def values_of_all(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
         """As `run_on_all_ranks`, with values of a kind that msgpack has in place of bytes."""
         encoded = self.run_on_all_ranks(phase, lambda: msgspec.msgpack.encode(action()))
         return [from_msgpack(each, decoder) for each in encoded]
+
+    def _by_first(self, action: Callable[[], T]) -> T | None:
+        patience_s = _FIRST_PATIENCE * self._timeout.total_seconds()
+        return self.showing_life(action, patience_s) if self.is_first else None
+
+    def reconnect(self) -> None:
+        """Drops the connections over which data goes; called on all ranks, after a phase that failed on all."""
+        self.exchange.reset(self.sequence)
 
     def close(self) -> None:
         """Ends the connections over which data goes."""

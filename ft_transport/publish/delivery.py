@@ -31,12 +31,12 @@ _GIVING_WAY_S: Final = 15.0
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """What exists once for an engine, also where it is removed and added again.
+    """Per-engine state that survives remove and add.
 
     Attributes:
         mutex: Taken by one delivery, or one poll, after the other.
         asking: The poll that holds the mutex; a delivery ends it.
-        unfinished: What goes on beside the attempts, such as resuming the engine.
+        unfinished: Tasks beside the attempts, such as resuming the engine.
         is_left_paused: See `EngineConnection`.
         is_in_doubt: See `EngineConnection`.
     """
@@ -49,13 +49,13 @@ class Link:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody speaks with the engine."""
+        """Whether a delivery, a poll or another task uses the engine."""
         return self.mutex.locked() or bool(self.unfinished)
 
 
 @dataclass(slots=True, eq=False)
 class KnownEngine:
-    """One engine, from when it is added until it is removed.
+    """One engine of a publisher, until it is removed.
 
     Attributes:
         engine: The engine.
@@ -104,7 +104,7 @@ class KnownEngine:
         return None if self.link.is_in_doubt else self.version
 
     def connection(self, session: aiohttp.ClientSession) -> EngineConnection:
-        """A connection that shares what is known of the engine."""
+        """A connection that shares the state of the engine."""
         connection = EngineConnection(session, self.engine.url, self.engine.headers)
         connection.unfinished = self.link.unfinished
         connection.serving = self.serving
@@ -120,7 +120,7 @@ class KnownEngine:
         return versions | {each for each in (self.version, self.loading) if each is not None}
 
     def state(self) -> EngineState:
-        """What a user is shown."""
+        """The state of the engine for users."""
         return EngineState(
             url=self.url,
             version=self.used,
@@ -140,7 +140,7 @@ class EngineDelivery:
         timeout_s: The deadline, from when the engine is done with the version before.
         number: How often it was tried.
         failure: Why the last attempt did not get through.
-        may_be_loading: Whether the engine may have heard of the version.
+        may_be_loading: Whether the engine may have received the version.
         connection: To the engine; ``None`` before the first try.
     """
 
@@ -191,7 +191,7 @@ class EngineDelivery:
         return report
 
     async def _take_turn(self) -> EngineReport | None:
-        """Takes the engine's mutex. Returns the report where there is no turn for this version."""
+        """Takes the engine's mutex. Returns the report if this version does not get its turn."""
         known, mutex = self.known, self.known.link.mutex
         if known.link.asking is not None:
             known.link.asking.cancel()
@@ -263,7 +263,7 @@ class EngineDelivery:
         pause_s = _FIRST_PAUSE_S
         while True:
             if known.link.unfinished:
-                # What resumes it must not come in the middle of the next attempt.
+                # The request that resumes the engine must not come in the middle of the next attempt.
                 await asyncio.wait(known.link.unfinished)
             self.number += 1
             was_heard, self.may_be_loading = self.may_be_loading, True

@@ -1,4 +1,4 @@
-"""All engines of one publisher: which version each of them uses; all are notified of a new one at once."""
+"""Notifies all engines of one publisher at once, and knows the version that each engine uses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EngineNotifier:
     Args:
         policy: When a version counts as published.
         timeout_s: Deadline of each engine, from when it is notified.
-        poll_interval_s: How often engines are asked what they serve; ``None`` for never.
+        poll_interval_s: How often engines are asked for their version; ``None`` for never.
         reports: Of each version there is one when its outcome is decided, and one when no engine is pending any more.
         changed: Called on that thread when engines may use other versions than before, beside a publish.
     """
@@ -90,7 +90,7 @@ class EngineNotifier:
             return self._submit(lambda: self._notify_all(delivery, engines))
 
     def add(self, engine: Engine) -> Future[None] | None:
-        """Adds an engine, and begins to notify it of the newest version, if there is one.
+        """Adds an engine, and begins to notify it of the newest version, if any.
 
         Returns:
             The end of that.
@@ -135,14 +135,14 @@ class EngineNotifier:
             features: See `features_of`.
 
         Raises:
-            PublishError: Names the engine, and what it does not apply.
+            PublishError: Names the engine, and the feature that it does not apply.
         """
         for known in self._engines.values():
             if reason := refusal(known.engine, features):
                 raise PublishError(reason)
 
     def states(self) -> tuple[EngineState, ...]:
-        """What is known of each engine."""
+        """The state of each engine."""
         return tuple(known.state() for known in self._engines.values())
 
     def versions_in_use(self) -> set[int] | None:
@@ -224,7 +224,7 @@ class EngineNotifier:
             task.cancel()
         if given_up:
             await asyncio.wait(given_up, timeout=_CLOSING_S)
-        # What was given up ends now, and may leave an engine to be resumed.
+        # Cancelled deliveries end now, and may leave an engine to be resumed.
         for _ in range(2):
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
@@ -257,7 +257,7 @@ class EngineNotifier:
         return task
 
     def _give_up(self, known: KnownEngine) -> None:
-        """Ends what is done for an engine that was removed."""
+        """Cancels the deliveries and the polls of a removed engine."""
         for task in (*known.tasks, known.watching):
             if task is not None:
                 task.cancel()

@@ -234,7 +234,7 @@ class Publisher:
                 recording.phase("deliver")
                 notifying = self._notifier.notify(self._versions.delivery(version, directory))
                 self._follow(notifying, version)
-                notifying.add_done_callback(lambda told: end_record(recording, told))
+                notifying.add_done_callback(lambda notified: end_record(recording, notified))
             else:
                 recording.end()
         except BaseException as error:
@@ -285,7 +285,7 @@ class Publisher:
         self._notifier.remove(url)
 
     def engines(self) -> tuple[EngineState, ...]:
-        """What is known of each engine, at once. Any thread of rank 0 may call it; on other ranks there are none."""
+        """The state of each engine, at once. Any thread of rank 0 may call it; other ranks have no engines."""
         return self._notifier.states()
 
     def close(self, timeout: timedelta | None = None) -> None:
@@ -333,7 +333,7 @@ class Publisher:
             self._lag.published(newest.version)
 
     def _follow(self, telling: Future[Any], version: int | None) -> None:
-        """Keeps this publisher until engines have been told: all of them of this version, or one that was added."""
+        """Keeps this publisher alive until a notification ends: of all engines, or of one that was added."""
         with self._mutex:
             self._under_way[telling] = version
         telling.add_done_callback(self._told)
@@ -345,7 +345,7 @@ class Publisher:
             self._delete_unused()
 
     def _delete_unused(self) -> None:
-        """Deletes what no engine uses any more. On the thread that notifies engines."""
+        """Deletes versions that no engine uses any more. On the thread that notifies engines."""
         with self._mutex:
             pending = {version for version in self._under_way.values() if version is not None}
         used = self._notifier.versions_in_use()

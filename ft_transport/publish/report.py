@@ -1,4 +1,4 @@
-"""The outcome of notifying engines of a version, and what that means for the trainer."""
+"""The outcome of notifying engines of a version, and the verdict of the policy on it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PublishReport(Struct, frozen=True, kw_only=True):
         return tuple(each.url for each in self.engines if each.outcome == "confirmed")
 
     def failed(self) -> tuple[EngineReport, ...]:
-        """Those that do not, and will not by themselves."""
+        """Reports of the engines that do not use it, and will not by themselves."""
         return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending", "removed"))
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class PublishReport(Struct, frozen=True, kw_only=True):
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
-    """What is known of one engine at the moment.
+    """The state of one engine at the moment.
 
     Attributes:
         url: Of the engine.
@@ -129,13 +129,13 @@ def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     return "good" if num_confirmed >= num_needed else "open"
 
 
-def end_record(recording: Recording, told: Future[PublishReport]) -> None:
-    """Ends the record of a publish: all engines have been heard of, or nobody asks them any more."""
-    error = told.exception() if not told.cancelled() else None
-    if told.cancelled() or error is not None:
+def end_record(recording: Recording, notified: Future[PublishReport]) -> None:
+    """Ends the record of a publish: no engine is pending any more, or the publisher has given up."""
+    error = notified.exception() if not notified.cancelled() else None
+    if notified.cancelled() or error is not None:
         recording.end("abandoned", error=error or "")
         return
-    report = told.result()
+    report = notified.result()
     for each in report.engines:
         recording.transfer(Transfer(peer=each.url, role="engine", num_bytes=0, length_s=each.seconds))
     for failed in report.failed():

@@ -10,7 +10,6 @@ import msgspec
 
 from ft_transport import TransportError
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.plain_values import from_json
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.coordination.votes import Failure, describe, rebuild
 
@@ -48,17 +47,17 @@ class RecoveringRanks:
         Raises:
             TransportError: It failed, with the same error on all ranks; or a rank is gone.
         """
-        named = self._agreement.run_on_all_ranks("name the sources", lambda: msgspec.json.encode(addresses))
+        named = self._agreement.values_of_all("name the sources", lambda: list(addresses), _addresses_decoder)
 
-        def ask() -> bytes:
-            everywhere = [address for each in named for address in from_json(each, _addresses_decoder)]
+        def ask() -> _StepReply:
+            everywhere = [address for each in named for address in each]
             try:
                 step = transport.common_step(list(dict.fromkeys(everywhere)), timeout=timeout)
             except TransportError as error:
-                return msgspec.json.encode(_StepReply(failure=describe(error)))
-            return msgspec.json.encode(_StepReply(step=step))
+                return _StepReply(failure=describe(error))
+            return _StepReply(step=step)
 
-        reply = from_json(self._agreement.on_first("agree on a step", ask), _reply_decoder)
+        reply = self._agreement.value_of_first("agree on a step", ask, _reply_decoder)
         if reply.failure is not None:
             raise rebuild(reply.failure)
         return reply.step
@@ -107,5 +106,5 @@ class _StepReply(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-_addresses_decoder: Final = msgspec.json.Decoder(list[str])
-_reply_decoder: Final = msgspec.json.Decoder(_StepReply)
+_addresses_decoder: Final = msgspec.msgpack.Decoder(list[str])
+_reply_decoder: Final = msgspec.msgpack.Decoder(_StepReply)

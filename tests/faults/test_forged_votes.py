@@ -20,6 +20,7 @@ from ft_transport.errors import PeerProtocolError, TransportError
 
 LONG = timedelta(seconds=20)
 OWN, PLANTED = b"/checkpoints/step-1", b"/planted"
+BYTES = msgspec.msgpack.Decoder(bytes)
 
 
 def _told(store: HashStore, token: str | None, rounds: int = 1) -> list[list[bytes] | TransportError]:
@@ -28,7 +29,7 @@ def _told(store: HashStore, token: str | None, rounds: int = 1) -> list[list[byt
 
     def act(agreement: Agreement) -> list[bytes] | TransportError:
         try:
-            return [agreement.on_first("choose", lambda: OWN) for _ in range(rounds)]
+            return [agreement.value_of_first("choose", lambda: OWN, BYTES) for _ in range(rounds)]
         except TransportError as error:
             return error
 
@@ -36,7 +37,7 @@ def _told(store: HashStore, token: str | None, rounds: int = 1) -> list[list[byt
 
 
 def _planted() -> Sequence[Vote]:
-    return [Vote(phase="choose", payload=PLANTED), Vote(phase="choose")]
+    return [Vote(phase="choose", payload=msgspec.msgpack.encode(PLANTED)), Vote(phase="choose")]
 
 
 def test_without_a_token_whoever_writes_to_the_store_decides() -> None:
@@ -57,7 +58,7 @@ def test_a_verdict_that_no_rank_signed_sends_nobody_elsewhere() -> None:
 
 def test_a_vote_that_no_rank_signed_fails_the_phase_for_all() -> None:
     store = HashStore()
-    store.set("test/vote/1/1", encode(Vote(phase="choose", payload=PLANTED)))
+    store.set("test/vote/1/1", encode(Vote(phase="choose", payload=msgspec.msgpack.encode(PLANTED))))
     told = _told(store, "right")
     # The rank's own vote may have taken the place of the forged one in time.
     assert told == [[OWN], [OWN]] or all("signed with the job token" in str(each) for each in told)
@@ -116,7 +117,7 @@ def test_another_token_is_named() -> None:
 
     def act(agreement: Agreement) -> str:
         with pytest.raises(TransportError, match="job token") as caught:
-            agreement.on_first("choose", lambda: OWN)
+            agreement.value_of_first("choose", lambda: OWN, BYTES)
         return str(caught.value)
 
     run_ranks(*(lambda each=each: act(each) for each in agreements))  # type: ignore[misc]

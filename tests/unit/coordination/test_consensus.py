@@ -69,13 +69,15 @@ def test_a_group_of_one_needs_no_store() -> None:
     agreement = Agreement(RankGroup(), "test", LONG)
     assert agreement.run_on_all_ranks("write", lambda: b"here") == (b"here",)
     assert agreement.on_first("write", lambda: agreement.showing_life(lambda: b"here", 1)) == b"here"
+    assert agreement.run("write", lambda: 1) == 1
 
 
 def test_the_first_rank_decides_and_all_know() -> None:
-    def act(agreement: Agreement) -> bytes:
-        return agreement.on_first("decide", lambda: b"by %d" % agreement.rank)
+    def act(agreement: Agreement) -> tuple[int, int | None]:
+        decided = agreement.value_of_first("decide", lambda: 7 + agreement.rank, msgspec.msgpack.Decoder(int))
+        return decided, agreement.on_first("keep", lambda: 9)
 
-    assert on_all(agreements_of(NUM_RANKS), act) == [b"by 0"] * NUM_RANKS
+    assert on_all(agreements_of(NUM_RANKS), act) == [(7, 9), *[(7, None)] * (NUM_RANKS - 1)]
 
 
 def test_a_long_run_does_not_fill_the_store() -> None:
