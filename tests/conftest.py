@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -36,6 +37,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, (_ROOT, _ROOT / "tests/support", _ROOT / "tests/workers")), os.environ.get("PYTHONPATH", "")]
 ).rstrip(os.pathsep)
 
+# torch's threads spin while they wait for each other, and several test processes have more of them than cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # torch's store asks for the name of each address that connects to it, and answers nobody meanwhile; where no DNS knows
 # names of the loopback, its resolver would wait for five seconds now and then.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -54,6 +58,8 @@ _MEMORY_DIRECTORY = Path("/dev/shm")
 _MEMORY_BYTES = 4 << 30
 
 _POLL_S = 0.02
+
+_IS_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 # Threads that belong to a pool which lives as long as its owner: asyncio's default executor.
 _TOLERATED_THREADS = ("asyncio_",)
@@ -148,10 +154,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out what ``--marked`` says; reading all of the files takes a quarter of a minute."""
-    mark = config.getoption("--marked")
-    if mark and collection_path.match("test_*.py") and f"mark.{mark}" not in collection_path.read_text():
-        return True
+    """Leaves out what ``--marked`` says, and files that are slow as a whole: to import all takes 15 seconds."""
+    if collection_path.match("test_*.py"):
+        mark, content = config.getoption("--marked"), collection_path.read_text()
+        if mark and f"mark.{mark}" not in content:
+            return True
+        if "not slow" in config.option.markexpr and _IS_SLOW.search(content):
+            return True
     return None  # nobody else is kept from ignoring it
 
 
