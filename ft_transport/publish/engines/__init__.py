@@ -1,4 +1,4 @@
-"""How each kind of inference engine is notified of a version. A further kind is one more file like ``vllm``.
+"""How each kind of inference engine is notified of a version. Another kind needs one more file like ``vllm``.
 
-``publish`` comes in. Nothing here knows ranks or files of a version beyond their paths.
+``publish`` imports this package. Nothing here depends on ranks, or on files of a version beyond their paths.
 """

@@ -1,4 +1,4 @@
-"""The adapters that an engine serves: how they are named, and which versions they are.
+"""The adapters that an engine serves: their names, and their versions.
 
 vLLM, SGLang and SkyRL's server list them at ``GET /v1/models``. An adapter's card has its name as ``id``, the directory
 that it was loaded from as ``root`` and the base model as ``parent`` (vllm/entrypoints/openai/models/serving.py;
@@ -31,12 +31,12 @@ _CHANGED_BASE: Final = (
 
 
 def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
-    """Why an engine must not get an adapter; ``None`` if it may.
+    """Return why an engine must not get an adapter; ``None`` if it may.
 
     Args:
-        engine: With ``adapter_features``, as `Engine` describes; its ``adapter_gaps`` are those of `MODULE_FEATURES`
-            that it does not apply.
-        features: What the adapter asks for, see `features_of`.
+        engine: An engine with ``adapter_features``, as `Engine` describes; its ``adapter_gaps`` are the
+            `MODULE_FEATURES` that it does not apply.
+        features: The adapter's features beyond plain LoRA, see `features_of`.
     """
     applied: frozenset[str] | None = getattr(engine, "adapter_features", frozenset())
     if applied is None:
@@ -54,31 +54,31 @@ def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
 
 
 def check_applied(engine: Engine, delivery: Delivery) -> None:
-    """Refuses an adapter that lies on disk, also one of an earlier release, for an engine that came later.
+    """Refuse an adapter on disk, also of an earlier release, for an engine that was added later.
 
     Raises:
-        EngineRefusedError: Names what the engine does not apply.
+        EngineRefusedError: Names the feature that the engine does not apply.
     """
     if delivery.kind == "weights":
         return
-    with suppress(OSError, ValueError, SafetensorError):  # The engine itself says so.
+    with suppress(OSError, ValueError, SafetensorError):  # The engine itself reports it.
         if reason := refusal(engine, features_in(delivery.directory)):
             raise EngineRefusedError(reason, body=reason, peer=engine.url)
 
 
 def version_in(path: str) -> int | None:
-    """The version whose directory this is, ``None`` if it is no such directory."""
+    """Return the version whose directory this is, ``None`` for any other directory."""
     match = _DIRECTORY.fullmatch(PurePath(path).name)
     return int(match[1]) if match is not None else None
 
 
 def adapter_name(template: str, version: int) -> str:
-    """What an engine calls an adapter."""
+    """Return an engine's name for an adapter."""
     return template.replace("{version}", str(version))
 
 
 def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
-    """Those that the template gives to versions before this one; none if it gives all the same."""
+    """Return the names that the template gives to earlier versions; none if it gives all versions the same name."""
     before, has_number, after = template.partition("{version}")
     older = []
     for name in names:
@@ -89,11 +89,11 @@ def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
 
 
 async def adapters_served(connection: EngineConnection) -> dict[str, str]:
-    """The adapters that an engine serves, and the directory that each was loaded from.
+    """Return the adapters that an engine serves, and the directory that each was loaded from.
 
     Raises:
-        EngineRefusedError: The answer is no list of models.
-        EngineUnreachableError: There was none.
+        EngineRefusedError: The answer is not a list of models.
+        EngineUnreachableError: The engine did not answer.
     """
     answer = await connection.get("/v1/models")
     models = answer.json()
@@ -107,10 +107,10 @@ async def adapters_served(connection: EngineConnection) -> dict[str, str]:
 
 
 def adapter_confirmed(served: Mapping[str, str], name: str, delivery: Delivery, url: str) -> int:
-    """The version that an engine serves under a name.
+    """Return the version that an engine serves under a name.
 
     Raises:
-        EngineRefusedError: It serves none, or one that was not published.
+        EngineRefusedError: The engine serves no adapter under the name, or one that was not published.
     """
     root = served.get(name, "")
     version = version_in(root)
@@ -124,11 +124,11 @@ def adapter_confirmed(served: Mapping[str, str], name: str, delivery: Delivery, 
 
 
 async def adapter_served(connection: EngineConnection, template: str, newest: Delivery) -> int | None:
-    """The newest version among the adapters that an engine serves under their names, ``None`` if there is none.
+    """Return the newest version among the adapters that an engine serves under their names, ``None`` without any.
 
     Raises:
-        EngineRefusedError: The answer is no list of models.
-        EngineUnreachableError: There was none.
+        EngineRefusedError: The answer is not a list of models.
+        EngineUnreachableError: The engine did not answer.
     """
     found: int | None = None
     for name, root in (await adapters_served(connection)).items():
@@ -148,25 +148,25 @@ async def deliver_adapter(
     *,
     unload_after: timedelta = timedelta(0),
 ) -> int:
-    """Makes an engine serve an adapter, and no older ones beside it. Returns the version that it confirms.
+    """Make an engine serve an adapter, and no older ones besides. Return the version that the engine confirms.
 
     Args:
-        connection: To the engine.
+        connection: Connection to the engine.
         delivery: The version.
-        template: Under which name requests find the adapter; ``{version}`` in it stands for the version.
-        load: Has it loaded under a name; told whether the engine serves another one under that.
-        unload: Has the adapter of a name unloaded, after this has returned; ``None`` where that is not done.
-        unload_after: How long an adapter stays loaded once the next one was written.
+        template: Name by which requests select the adapter; ``{version}`` in it stands for the version.
+        load: Loads the adapter under a name; gets whether the engine already serves another adapter under that name.
+        unload: Unloads the adapter of a name, after this function has returned; ``None`` to unload none.
+        unload_after: How long an adapter stays loaded after the next one was written.
 
     Raises:
-        EngineRefusedError: It was not loaded, or the engine serves another version.
-        EngineUnreachableError: It did not answer.
+        EngineRefusedError: The engine did not load the adapter, or serves another version.
+        EngineUnreachableError: The engine did not answer.
     """
     name = adapter_name(template, delivery.version)
     served = await adapters_served(connection)
     if served.get(name) != str(delivery.directory):
         await load(name, name in served)
-    # Not as they were before: one that was given up when it was late may have been loaded meanwhile.
+    # The earlier list is outdated: the engine may have loaded an adapter whose delivery was late and given up.
     served = await adapters_served(connection)
     version = adapter_confirmed(served, name, delivery, connection.url)
     if unload is None:
@@ -178,7 +178,7 @@ async def deliver_adapter(
 
 
 def _replaced_before(older: Mapping[str, str], newest: Delivery, age: timedelta) -> list[str]:
-    """The names of those adapters whose next one was written so long before the newest, by the files' own clock."""
+    """Return the names of adapters whose successor is at least `age` older than the newest, by the files' clock."""
     newest_s = newest.directory.stat().st_mtime
     oldest_first = sorted(older, key=lambda name: version_in(older[name]) or 0)
     replaced = []
@@ -196,6 +196,6 @@ async def _unload(
     connection: EngineConnection, older: Mapping[str, int | None], unload: Callable[[str], Awaitable[object]]
 ) -> None:
     for name, version in older.items():
-        with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
+        with suppress(EngineRefusedError):  # Costs the engine memory; the next version retries it.
             await unload(name)
             connection.unloaded(version)

@@ -1,4 +1,4 @@
-"""What an inference engine has to be able to do, and how it is spoken to. Another engine is one file like ``vllm``."""
+"""The interface of an inference engine, and the HTTP connection to it. Another engine is one file like ``vllm``."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ LEFT_PAUSED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A version that lies on disk, complete and never changed again.
+    """A version on disk, complete and never changed again.
 
     Attributes:
         version: Its number.
         kind: ``adapter``: a LoRA adapter in PEFT's layout. ``weights``: all weights of a model, safetensors.
-        directory: Where it lies, on a file system that the engine sees under the same path.
-        address: Makes sure that it is served over HTTP, and returns where; ``None`` where nothing serves it.
+        directory: Directory of the version, on a file system that the engine sees under the same path.
+        address: Makes sure that the version is served over HTTP, and returns its address; ``None`` if no transport
+            serves it.
     """
 
     version: int
@@ -59,7 +60,7 @@ class Answer:
     Attributes:
         request: Method and URL.
         status: Its status.
-        body: Its text, whatever its type.
+        body: Its text, of any content type.
     """
 
     request: str
@@ -67,10 +68,10 @@ class Answer:
     body: str
 
     def json(self) -> Any:
-        """The body as JSON.
+        """Parse the body as JSON.
 
         Raises:
-            EngineRefusedError: It is none.
+            EngineRefusedError: The body is not JSON.
         """
         try:
             return json.loads(self.body)
@@ -78,7 +79,7 @@ class Answer:
             raise self.refusal("expected an answer in JSON") from None
 
     def refusal(self, message: str) -> EngineRefusedError:
-        """An error that says what was expected, and what this answer says instead."""
+        """Return an error with the expectation, and this answer's status and text."""
         return EngineRefusedError(
             f"{message}; {self.request} answered {self.status}: "
             f"{escape_peer_text(self.body, max_characters=_MAX_SHOWN_CHARACTERS)}",
@@ -89,17 +90,17 @@ class Answer:
 
 
 class EngineConnection:
-    """HTTP with one engine. Belongs to one event loop.
+    """HTTP with one engine. Used on one event loop.
 
     Args:
-        session: Its timeouts are off: every wait has a deadline of its own.
+        session: A session without timeouts: every wait has its own deadline.
         url: Base URL of the engine.
         headers: Sent with each request.
 
     Attributes:
-        url: The same.
-        unfinished: What goes on beside the attempts, such as resuming.
-        serving: Versions that the engine has said that it serves.
+        url: Base URL of the engine.
+        unfinished: Tasks besides the attempts, such as resuming.
+        serving: Versions that the engine has reported to serve.
         is_left_paused: Whether the engine was left paused, because its weights may be half replaced.
         is_in_doubt: Whether an update of its weights has begun since it last confirmed a version.
     """
@@ -114,25 +115,25 @@ class EngineConnection:
         self.is_in_doubt = False
 
     async def get(self, path: str, **params: str) -> Answer:
-        """Asks.
+        """Send a GET request.
 
         Raises:
-            EngineUnreachableError: No connection, or it broke.
-            EngineRefusedError: The status says that it failed.
+            EngineUnreachableError: The connection failed or broke.
+            EngineRefusedError: The status reports a failure.
         """
         return await self._request("GET", path, params, None)
 
     async def post(self, path: str, body: Mapping[str, object] | None = None, **params: str) -> Answer:
-        """Asks with a JSON body; raises as `get`."""
+        """Send a POST request with a JSON body; raises as `get`."""
         return await self._request("POST", path, params, body)
 
     async def pause(self, path: str, body: Mapping[str, object] | None = None, *, advice: str, **params: str) -> Answer:
-        """Pauses the engine by a POST, inside `resuming`; raises as `get`.
+        """Pause the engine by a POST, inside `resuming`; raises as `get`.
 
         Args:
             path: The route.
             body: As for `post`.
-            advice: What to do where the engine does not have the route; it was not paused then, nor is it resumed.
+            advice: Advice to the user if the engine lacks the route; then it was not paused, and is not resumed.
             **params: As for `post`.
         """
         try:
@@ -150,10 +151,10 @@ class EngineConnection:
 
     @contextlib.asynccontextmanager
     async def resuming(self, resume: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-        """An engine that is paused inside is resumed, also after the deadline; unless `replacing` has not ended.
+        """Resume an engine that is paused inside, also after the deadline; unless `replacing` has not ended.
 
         Args:
-            resume: Resumes it.
+            resume: Resumes the engine.
         """
         try:
             yield
@@ -166,19 +167,19 @@ class EngineConnection:
                 if isinstance(error, EngineRefusedError):
                     error.body = f"{error.body}; {LEFT_PAUSED}"
                 raise
-            # On its own: who is waiting for the outcome need not wait for this. The next attempt does.
+            # A task of its own: only the next attempt waits for it, not the caller that waits for the outcome.
             task = asyncio.get_running_loop().create_task(self._resume_late(resume))
             self.unfinished.add(task)
             task.add_done_callback(self.unfinished.discard)
             raise
 
     def unloaded(self, version: int | None) -> None:
-        """Notes that the engine does not serve a version any more."""
+        """Record that the engine no longer serves a version."""
         if version is not None:
             self.serving.discard(version)
 
     def afterwards(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begins what nobody waits for; it is given up when the publisher is closed."""
+        """Start background work; it is cancelled when the publisher is closed."""
 
         async def run() -> None:
             try:
@@ -192,11 +193,11 @@ class EngineConnection:
 
     @contextlib.contextmanager
     def replacing(self, *, stays_paused: bool) -> Iterator[None]:
-        """The engine's weights are being replaced inside; which version it uses is unknown until it confirms one.
+        """Mark the engine's weights as being replaced inside; its version is unknown until it confirms one.
 
         Args:
-            stays_paused: Whether they may be used only if this comes to its end. vLLM's parameters have no memory
-                meanwhile: the first request after a resume would end the engine
+            stays_paused: Whether the weights are usable only if the block completes. vLLM's parameters have no memory
+                meanwhile: the first request after a resume would crash the engine
                 (vllm/model_executor/model_loader/reload/layerwise.py).
         """
         self.is_in_doubt = True
@@ -227,7 +228,7 @@ class EngineConnection:
                 method, url, params=params or None, json=body, headers=self._headers, allow_redirects=False
             ) as response:
                 status = response.status
-                # A refusal is one, however much of its text comes.
+                # A refusal counts even if its body is incomplete.
                 patience_s = _REFUSAL_BODY_S if status >= 300 else None
                 await asyncio.wait_for(_read(response.content, data), patience_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, OSError) as error:
@@ -246,7 +247,7 @@ class EngineConnection:
 
 
 _afterwards: Final[set[asyncio.Task[None]]] = set()
-"""The loop itself refers to a task weakly alone."""
+"""The loop itself refers to a task only weakly."""
 
 
 class _NotPausedError(EngineRefusedError):
@@ -262,12 +263,12 @@ async def _read(content: aiohttp.StreamReader, data: bytearray) -> None:
 class Engine(Protocol):
     """One inference engine.
 
-    An engine that applies more than plain LoRA (``lora_alpha / r * B @ A`` on the unmodified base) says so with an
+    An engine that applies more than plain LoRA (``lora_alpha / r * B @ A`` on the unmodified base) declares it by an
     attribute ``adapter_features``: names of fields of PEFT's ``LoraConfig``, such as ``use_dora``, and
-    ``lora_embedding``; ``None`` where PEFT itself reads the files. An adapter that asks for more is refused.
+    ``lora_embedding``; ``None`` if PEFT itself reads the files. The publisher refuses an adapter with other features.
 
     Attributes:
-        url: Its base URL, by which reports name it.
+        url: Base URL of the engine; reports name the engine by it.
         headers: Sent with each request, such as ``Authorization``.
     """
 
@@ -275,44 +276,46 @@ class Engine(Protocol):
     headers: Mapping[str, str]
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """Makes the engine use a version; doing it twice does no harm.
+        """Makes the engine use a version; idempotent.
 
         Returns:
             The version that the engine confirms to use.
 
         Raises:
-            EngineUnreachableError: It is tried again.
-            EngineRefusedError: It is not.
+            EngineUnreachableError: The delivery is retried.
+            EngineRefusedError: The delivery is not retried.
         """
         ...
 
 
 @runtime_checkable
 class PolledEngine(Engine, Protocol):
-    """An engine that can be asked which version it serves, and so is told again when it has lost it."""
+    """An engine that reports its version, and so gets the newest version again when it has lost it."""
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """The version that the engine serves now. Asked while nothing is delivered; changes nothing.
+        """Returns the version that the engine serves now. Called while no delivery runs; changes nothing.
 
         Args:
-            connection: To the engine.
-            newest: The newest version: its kind is what is asked for, and its directory lies beside the others.
+            connection: Connection to the engine.
+            newest: The newest version: the engine reports a version of the same kind; earlier versions have directories
+                beside this one's.
 
         Returns:
-            ``None`` if the engine serves none of this publisher's.
+            ``None`` if the engine serves none of this publisher's versions.
 
         Raises:
-            EngineUnreachableError: It is asked again later.
-            EngineRefusedError: So it is. With a status of `NO_ROUTE`: the engine is there, and cannot say.
+            EngineUnreachableError: The poll is repeated later.
+            EngineRefusedError: The poll is repeated later. With a status of `NO_ROUTE`: the engine runs, but cannot
+                report its version.
         """
         ...
 
 
 def checked_url(url: str) -> str:
-    """The base URL of an engine, without a slash at its end.
+    """Return the base URL of an engine, without a slash at its end.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The value is not a base URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

@@ -1,11 +1,11 @@
-"""What a publisher and a ``WeightReceiver`` say to each other, and how they prove it; pure but for random numbers.
+"""The messages between a publisher and a ``WeightReceiver``, and their proofs; pure but for random numbers.
 
-The publisher asks which version the receiver has, and gets a challenge with the answer. The order to fetch a version
-repeats the challenge, so that it counts once; the outcome names it as well. Each of the four is signed with the job's
-key over all that it says and over the address at which the publisher reaches the receiver: what is passed on to
-another receiver, or comes a second time, proves nothing. The token itself is never sent.
+The publisher asks for the receiver's version, and gets a challenge with the answer. The order to fetch a version
+repeats the challenge, so that the order counts once; the outcome names it as well. Each of the four messages is signed
+with the job's key over its whole content and over the address at which the publisher reaches the receiver: a message
+that is forwarded to another receiver, or replayed, proves nothing. The token itself is never sent.
 
-A job without a token sends the same without signatures and challenges.
+A job without a token sends the same messages without signatures and challenges.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Reason: TypeAlias = Literal[
     "engine_failed",
     "closing",
 ]
-"""Why a receiver does not have a version. Nothing else of what went wrong leaves it: whoever sends orders could read
-with it what the receiver alone can reach."""
+"""Why a receiver does not have a version. The receiver reports nothing else about an error: the sender of an order
+could otherwise read data that only the receiver can reach."""
 
 STATUS: Final[Mapping[Reason, int]] = {
     "malformed": 400,
@@ -55,7 +55,7 @@ STATUS: Final[Mapping[Reason, int]] = {
     "busy": 503,
     "closing": 503,
 }
-"""Of the answer; any other reason is a 500."""
+"""HTTP status of the answer, by reason; 500 for any other reason."""
 
 MEANING: Final[Mapping[Reason, str]] = {
     "malformed": "expected an order of this package's publisher",
@@ -87,11 +87,11 @@ _MAX_TEXT: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Which version does the receiver have?
+    """Asks which version the receiver has.
 
     Attributes:
-        nonce: Drawn at random, hexadecimal.
-        reached: ``host:port`` at which the receiver is reached.
+        nonce: Random, hexadecimal.
+        reached: ``host:port`` at which the publisher reaches the receiver.
     """
 
     nonce: str
@@ -99,11 +99,11 @@ class Question:
 
     @classmethod
     def of(cls, url: str) -> Question:
-        """A question with a nonce of its own, for the receiver at this URL."""
+        """Return a question with a new nonce, for the receiver at this URL."""
         return cls(nonce=secrets.token_hex(_NONCE_BYTES), reached=reached_by(url))
 
     def query(self, keys: Keys | None) -> dict[str, str]:
-        """Parameters of the request; none without a key."""
+        """Return the parameters of the request; none without a key."""
         if keys is None:
             return {}
         signature = keys.sign("weights question", *_bytes(self.nonce, self.reached))
@@ -111,7 +111,7 @@ class Question:
 
     @classmethod
     def proved(cls, keys: Keys, query: Mapping[str, str]) -> Question | None:
-        """What `query` made with one of these keys; ``None`` for anything else."""
+        """Parse the output of `query` with one of these keys; return ``None`` for anything else."""
         nonce, reached = query.get("nonce", ""), query.get("reached", "")
         if not _NONCE.fullmatch(nonce) or len(reached) > _MAX_TEXT:
             return None
@@ -119,12 +119,12 @@ class Question:
         return cls(nonce=nonce, reached=reached) if is_proved else None
 
     def answer(self, keys: Keys, version: int | None, challenge: str) -> dict[str, object]:
-        """The answer of the receiver."""
+        """Return the receiver's answer."""
         signature = keys.sign("weights answer", *_bytes(self.nonce, self.reached, version, challenge))
         return {"version": version, "challenge": challenge, "proof": signature}
 
     def accepted(self, keys: Keys, answer: object) -> Status | None:
-        """What `answer` made; ``None`` if it does not prove that the receiver has the key."""
+        """Parse the output of `answer`; return ``None`` if it does not prove that the receiver has the key."""
         fields = _fields(answer)
         version, challenge = fields.get("version"), fields.get("challenge")
         if not _is_version(version) or not isinstance(challenge, str):
@@ -137,11 +137,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What a receiver has said of itself.
+    """A receiver's report of its own state.
 
     Attributes:
-        version: The version that it has, if any.
-        challenge: For one order.
+        version: The version that the receiver has, if any.
+        challenge: The challenge for one order.
     """
 
     version: int | None
@@ -150,13 +150,13 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Fetch a version.
+    """Orders a receiver to fetch a version.
 
     Attributes:
         version: The version.
-        address: URL of the transport that serves it.
+        address: URL of the transport that serves the version.
         reached: As in `Question`.
-        challenge: That of the status; empty without a key.
+        challenge: The challenge of the status; empty without a key.
     """
 
     version: int
@@ -165,7 +165,7 @@ class Order:
     challenge: str = ""
 
     def body(self, keys: Keys | None) -> dict[str, object]:
-        """The JSON body of the request; the version stands in its path."""
+        """Return the JSON body of the request; the path carries the version."""
         if keys is None:
             return {"address": self.address}
         return {
@@ -177,7 +177,7 @@ class Order:
 
     @classmethod
     def read(cls, version: int, body: object) -> tuple[Order, str] | None:
-        """What `body` made, and its signature, which `is_proved` looks at; ``None`` for anything else."""
+        """Parse the output of `body` into the order and its signature, for `is_proved`; return ``None`` otherwise."""
         fields = _fields(body)
         texts = [_text(fields.get(name, "")) for name in ("address", "reached", "challenge", "signature")]
         if None in texts or not texts[0]:
@@ -186,16 +186,16 @@ class Order:
         return cls(version=version, address=address, reached=reached, challenge=challenge), signature
 
     def is_proved(self, keys: Keys, signature: str) -> bool:
-        """Whether one of these keys has signed it."""
+        """Return whether the signature was made with one of these keys."""
         return keys.verifies(signature, "weights order", *self._signed())
 
     def outcome(self, keys: Keys | None, *, version: int | None, reason: Reason | None) -> dict[str, object]:
-        """The JSON body of the answer.
+        """Return the JSON body of the answer.
 
         Args:
-            keys: Of the job.
+            keys: The job's keys.
             version: The version that the receiver has now.
-            reason: Why it is not the one of the order.
+            reason: Why that is not the ordered version.
         """
         said: dict[str, object] = {"version": version} | ({"reason": reason} if reason is not None else {})
         if keys is not None and self.challenge:
@@ -203,7 +203,7 @@ class Order:
         return said
 
     def accepted(self, keys: Keys | None, answer: object) -> Outcome | None:
-        """What `outcome` made; ``None`` if it is none, or is not proved."""
+        """Parse the output of `outcome`; return ``None`` for anything else, and without a valid proof."""
         fields = _fields(answer)
         version, reason = fields.get("version"), fields.get("reason")
         if not _is_version(version) or not (reason is None or reason in get_args(Reason)):
@@ -220,11 +220,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of an order.
+    """The outcome of an order.
 
     Attributes:
         version: The version that the receiver has now, if any.
-        reason: Why that is not the one of the order.
+        reason: Why that is not the ordered version.
     """
 
     version: int | None
@@ -232,9 +232,9 @@ class Outcome:
 
 
 class Challenges:
-    """Those that a receiver has given out. Each counts once, for `CHALLENGE_S`. Belongs to one thread.
+    """The challenges that a receiver issued. Each is valid once, for `CHALLENGE_S`. Used on one thread.
 
-    It remembers those that were used, not those that were given out: who asks without end takes no memory.
+    Remembers used challenges, not issued ones, so endless requests take no memory.
 
     Args:
         clock: Monotonic seconds.
@@ -246,12 +246,12 @@ class Challenges:
         self._used: dict[str, int] = {}
 
     def issue(self) -> str:
-        """A new one."""
+        """Return a new challenge."""
         until_ms, nonce = int((self._clock() + CHALLENGE_S) * 1000), secrets.token_hex(_NONCE_BYTES)
         return f"{until_ms:x}-{nonce}-{self._mac(until_ms, nonce)}"
 
     def use(self, challenge: str) -> bool:
-        """Whether it is one of these, not too old and not used before. Called for orders that are signed."""
+        """Return whether a challenge is from here, not expired and not used before. Called for signed orders."""
         found = _CHALLENGE.fullmatch(challenge)
         if found is None:
             return False
@@ -270,7 +270,7 @@ class Challenges:
 
 
 def reached_by(url: str) -> str:
-    """``host:port`` of a URL, one form for each address."""
+    """Return the ``host:port`` of a URL, in one form for each address."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80

@@ -1,8 +1,8 @@
-"""An engine that pulls weights over HTTP from the publisher's own transport: no disk has to be shared.
+"""An engine that pulls weights over HTTP from the publisher's own transport, without a shared disk.
 
-The publisher tells it where a version is served (``POST /weights/{version}``); the engine's ``WeightReceiver`` fetches
-what has changed and answers with the version that it uses then. ``GET /weights`` says which one that is. What they say
-is in ``pull_order``.
+The publisher sends it the address of a version (``POST /weights/{version}``); the engine's ``WeightReceiver`` fetches
+the changes and answers with the version that it then uses. ``GET /weights`` returns the current version. ``pull_order``
+defines the messages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PullingEngine:
 
     Attributes:
         url: Base URL of the receiver.
-        headers: Sent with each request, such as those that a proxy asks for.
-        token: The job token, which both sides prove that they know, and never send. Default: that of the environment,
-            as for ``TransportSettings``.
+        headers: Sent with each request, such as the headers that a proxy requires.
+        token: The job token; both sides prove that they know it, and never send it. Default: the environment's, as for
+            ``TransportSettings``.
     """
 
     url: str
@@ -54,7 +54,7 @@ class PullingEngine:
                 raise self._refusal(error, order) from error
             outcome = order.accepted(self._keys, answer.json())
             if outcome is None:
-                # It may have the version. Asked again, it says so.
+                # The receiver may have the version. The next attempt shows it.
                 raise EngineUnreachableError(
                     "expected an outcome with a proof of the job token, it was changed on its way", peer=self.url
                 )
@@ -81,7 +81,7 @@ class PullingEngine:
         return status
 
     def _refusal(self, error: EngineRefusedError, order: Order | None) -> EngineRefusedError:
-        """Says what a reason of a receiver means; what is none stays as it is."""
+        """Replace a receiver's reason by its meaning; return any other error unchanged."""
         try:
             said = json.loads(error.body)
         except (ValueError, RecursionError):
@@ -95,7 +95,7 @@ class PullingEngine:
 
 
 def _claimed(said: object) -> Outcome | None:
-    """A refusal without a proof, as there is none before the token was proved."""
+    """Parse a refusal without a proof, such as any refusal before the token was proved."""
     reason: Reason | None = said.get("reason") if isinstance(said, dict) else None
     return Outcome(version=None, reason=reason) if reason in get_args(Reason) else None
 

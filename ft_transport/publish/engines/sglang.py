@@ -1,7 +1,8 @@
 """SGLang: adapters by ``/load_lora_adapter``, weights by ``/update_weights_from_disk``.
 
-Routes: https://docs.sglang.io/advanced_features/sglang_for_rl.html and https://docs.sglang.io/advanced_features/lora.html,
-as python/sglang/srt/entrypoints/http_server.py (0.5.23) has them. Failures answer 400 with ``success: false``.
+Routes: https://docs.sglang.io/advanced_features/sglang_for_rl.html and
+https://docs.sglang.io/advanced_features/lora.html, as in python/sglang/srt/entrypoints/http_server.py (0.5.23).
+Failures answer 400 with ``success: false``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class SGLangEngine:
     """An SGLang server.
 
     Attributes:
-        url: Its base URL.
-        lora_name: Under which name requests find the adapter, with ``{version}`` in it: SGLang refuses a name that is
-            loaded already. Those before are unloaded, see ``unload_after``.
-        pause: What happens to requests while weights are replaced (SGLang's ``mode``).
+        url: Base URL of the server.
+        lora_name: Name by which requests select the adapter, with ``{version}`` in it: SGLang refuses a name that is
+            already loaded. Earlier versions are unloaded, see ``unload_after``.
+        pause: How the server treats requests while weights are replaced (SGLang's ``mode``).
         headers: Sent with each request.
-        unload_after: How long an adapter stays loaded once the next one was written; longer than a request runs.
+        unload_after: How long an adapter stays loaded after the next one was written; longer than a request runs.
             SGLang's unload waits for the requests that use the adapter, and meanwhile it loads no other one.
     """
 
@@ -42,7 +43,7 @@ class SGLangEngine:
     headers: Mapping[str, str] = field(default_factory=dict)
     unload_after: timedelta = timedelta(minutes=10)
     adapter_features: ClassVar = frozenset({"lora_embedding"})
-    # It drops what is outside of layers without a word, and the first request for k_proj or v_proj alone raises in its
+    # SGLang silently drops modules outside of layers, and the first request for k_proj or v_proj alone raises in its
     # scheduler (sglang/srt/lora/lora.py, ``_process_weight``; mem_pool.py, ``load_lora_weight_to_buffer``).
     adapter_gaps: ClassVar = MODULE_FEATURES
 
@@ -75,14 +76,14 @@ class SGLangEngine:
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):
             if self.pause == "abort":
-                # Where a trainer has left it paused in place it makes no step, and a request ends with one.
+                # A server that a trainer left paused in place makes no step, and a request needs a step to end.
                 await connection.pause("/continue_generation", {}, advice=_ADVICE)
             await connection.pause("/pause_generation", {"mode": self.pause}, advice=_ADVICE)
             await _end_of_updates(connection)
             body = {
                 "model_path": str(delivery.directory),
                 "weight_version": str(delivery.version),
-                # Requests that are paused in place keep the cache; with them it could not be emptied.
+                # Requests that are paused in place use the cache, so it cannot be emptied.
                 "flush_cache": self.pause != "in_place",
             }
             with connection.replacing(stays_paused=False):
@@ -91,11 +92,12 @@ class SGLangEngine:
 
 
 async def _end_of_updates(connection: EngineConnection) -> None:
-    """Waits for an update that a trainer has left under way, being gone or out of patience.
+    """Wait for an update that an earlier trainer started, and then exited or stopped waiting for.
 
-    While generation is paused SGLang takes the answer to that one for the answer to the next, confirms weights that it
-    has not read yet, and ends at the second answer (``_handle_update_weights_from_disk_req_output`` in
-    managers/tokenizer_manager.py). Its scheduler does one thing after the other, and answers this after the update.
+    While generation is paused SGLang takes the answer to that update for the answer to the next, confirms weights that
+    it has not read yet, and exits at the second answer (``_handle_update_weights_from_disk_req_output`` in
+    managers/tokenizer_manager.py). Its scheduler handles one request after the other, and answers this one after the
+    update.
     """
     try:
         await _get(connection, "/server_info", "/get_server_info")
@@ -105,7 +107,7 @@ async def _end_of_updates(connection: EngineConnection) -> None:
 
 
 async def _get(connection: EngineConnection, path: str, older_path: str) -> Answer:
-    """Asks a route that older ones call otherwise."""
+    """Send a GET request to a route that older servers have under another path."""
     try:
         return await connection.get(path)
     except EngineRefusedError as error:
@@ -115,7 +117,7 @@ async def _get(connection: EngineConnection, path: str, older_path: str) -> Answ
 
 
 def _check(answer: Answer) -> None:
-    """A status of 200 may come with ``success: false``."""
+    """Refuse ``success: false``, which may come with a status of 200."""
     fields = answer.json()
     if not isinstance(fields, dict) or fields.get("success") is not True:
         raise answer.refusal("expected success")

@@ -1,9 +1,9 @@
 """SkyRL's inference server: vLLM with a route that loads an adapter in place.
 
 ``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py, 0.3.0) replaces
-what is loaded under the name; https://github.com/NovaSky-AI/SkyRL. What else the server has is vLLM's, so all weights
-take vLLM's way. SkyRL itself sends weights by NCCL and CUDA IPC, and since 0.3.0, in no release, as checkpoint deltas
-(``/fetch_weights``): dense patches on top of the model that the server was started with, without an anchor.
+the adapter that is loaded under the name; https://github.com/NovaSky-AI/SkyRL. The server's other routes are vLLM's, so
+all weights are delivered as to vLLM. SkyRL itself sends weights by NCCL and CUDA IPC, and since 0.3.0, in no release,
+as checkpoint deltas (``/fetch_weights``): dense patches on top of the server's initial model, without an anchor.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class SkyRLEngine:
     """An inference server of SkyRL.
 
     Attributes:
-        url: Its base URL.
-        lora_name: Under which name requests find the adapter.
-        pause: What happens to requests while weights are replaced (vLLM's ``mode``).
+        url: Base URL of the server.
+        lora_name: Name by which requests select the adapter.
+        pause: How the server treats requests while weights are replaced (vLLM's ``mode``).
         headers: Sent with each request.
     """
 

@@ -1,9 +1,10 @@
 """vLLM: adapters by ``/v1/load_lora_adapter``, weights by its weight-transfer routes.
 
 Routes: https://docs.vllm.ai/en/latest/features/lora/ (``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``) and
-https://docs.vllm.ai/en/latest/training/weight_transfer/ (``VLLM_SERVER_DEV_MODE=1``), as vllm/entrypoints/serve/lora/
-api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32) have them. A successful load answers in plain text.
-``finish_weight_update`` sets ``weight_version`` when the workers are done (``AsyncLLM.finish_weight_update``).
+https://docs.vllm.ai/en/latest/training/weight_transfer/ (``VLLM_SERVER_DEV_MODE=1``), as in
+vllm/entrypoints/serve/lora/ api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32). A successful load
+answers in plain text. ``finish_weight_update`` sets ``weight_version`` when the workers are done
+(``AsyncLLM.finish_weight_update``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RESTART: Final = (
     "vLLM keeps of a refused update what it has read, and has refused the one after it as well: restart this engine"
 )
 _IS_OPEN: Final = "already active"
-"""What vLLM answers where a weight update was begun and not finished (``start_weight_update`` in gpu_worker.py)."""
+"""vLLM's answer if a weight update began and did not finish (``start_weight_update`` in gpu_worker.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,14 @@ class VLLMEngine:
     """A vLLM server.
 
     Attributes:
-        url: Its base URL.
-        lora_name: Under which name requests find the adapter. With ``{version}`` in it each version has a name of its
-            own, and the one before is unloaded; without, the adapter is replaced in place, between two forward passes,
-            by a vLLM that knows ``load_inplace``.
-        pause: What happens to requests while weights are replaced (vLLM's ``mode``).
-        update_info: Makes what the server's weight-transfer backend expects in ``update_info``; for a server that was
-            started with a backend of yours that reads the directory. By default vLLM itself reloads its weights from
-            the directory, as it loaded them when it started.
+        url: Base URL of the server.
+        lora_name: Name by which requests select the adapter. With ``{version}`` in it each version has its own name,
+            and the previous one is unloaded; without, the adapter is replaced in place, between two forward passes, by
+            a vLLM that supports ``load_inplace``.
+        pause: How the server treats requests while weights are replaced (vLLM's ``mode``).
+        update_info: Returns the ``update_info`` for the server's weight-transfer backend; for a server that was started
+            with a custom backend that reads the directory. By default vLLM itself reloads its weights from the
+            directory, as it loaded them when it started.
         headers: Sent with each request.
     """
 
@@ -78,13 +79,13 @@ class VLLMEngine:
             return await adapter_served(connection, self.lora_name, newest)
         version = weight_version(await connection.get("/weight_info"))
         if connection.is_left_paused:
-            # A process that was started anew is not.
+            # A restarted process is not paused.
             connection.is_left_paused = await self._is_paused(connection)
         return version
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         if await self._is_paused(connection):
-            # A trainer that is gone may have left it so in the middle of an update.
+            # A trainer that exited may have left the engine paused in the middle of an update.
             connection.is_left_paused = True
         was_left_paused = connection.is_left_paused
         async with connection.resuming(lambda: connection.post("/resume")):
@@ -95,30 +96,30 @@ class VLLMEngine:
                 else:
                     info = self.update_info(delivery)
                     await self._transfer(connection, info, delivery.version, is_repeated=was_left_paused)
-                # Of what was computed with the weights before, nothing is used any more; frozen requests begin again.
+                # Discards all results of the previous weights; frozen requests start again.
                 emptied = await connection.post("/reset_prefix_cache", reset_running_requests="true")
                 if emptied.body and emptied.json() != {"success": True}:
                     raise emptied.refusal("expected the prefix cache to be emptied")
             try:
                 if self.update_info is None:
-                    # The end of a session tells it for itself.
+                    # With a session, its end sets the version.
                     await connection.post("/update_weight_version", {"new_version": str(delivery.version)})
                 answer = await connection.get("/weight_info")
             except EngineRefusedError as error:
                 if error.status not in NO_ROUTE:
                     raise
-                # Before 0.32 no route tells a version: each step has answered that it was done.
+                # Before 0.32 no route reports a version: each step has answered with success.
                 return delivery.version
         return confirmed_weight_version(answer, delivery.version)
 
     @staticmethod
     async def _reload(connection: EngineConnection, delivery: Delivery, *, is_repeated: bool) -> None:
-        """Has vLLM load its weights from the directory.
+        """Make vLLM load its weights from the directory.
 
-        A reload that raised leaves the weights of a layer that it had read, and the next one counts them as its own
-        (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). As a rule it raises
-        as well, and so does every one after it. Where it does not, it may have mixed the two in one layer; having ended
-        it keeps nothing, so one more is whole.
+        A reload that raised leaves the weights of a layer that it had read, and the next reload counts them as its own
+        (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). As a rule the next
+        one raises as well, and so does every later one. If it does not raise, it may have mixed the two in one layer; a
+        reload that completes leaves nothing behind, so one more reload is whole.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(delivery.directory)}}
         try:
@@ -145,17 +146,17 @@ class VLLMEngine:
     async def _transfer(
         connection: EngineConnection, update_info: Mapping[str, object], version: int, *, is_repeated: bool
     ) -> None:
-        """Has the server's backend load the weights, in a session of its own.
+        """Make the server's backend load the weights, in a session of its own.
 
-        A session that ended with an error leaves what it had read of a layer, as in `_reload`, and the next one fails.
-        One that is finished without weights clears that: what it replaces is replaced once more.
+        A session that ended with an error leaves the weights that it had read of a layer, as in `_reload`, and the next
+        one fails. A session that finishes without weights clears them; the next session replaces what it changed.
         """
         try:
             await connection.post("/start_weight_update", {"is_checkpoint_format": True})
         except EngineRefusedError as error:
             if _IS_OPEN not in (error.body or ""):
                 raise
-            is_repeated = True  # A trainer that is gone has begun it.
+            is_repeated = True  # A trainer that exited began the update.
         try:
             if is_repeated:
                 await connection.post("/finish_weight_update", {})

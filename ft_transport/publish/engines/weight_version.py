@@ -1,4 +1,4 @@
-"""What vLLM and SGLang call the version of all weights: ``weight_version``, a string."""
+"""The version of all weights in vLLM's and SGLang's answers: ``weight_version``, a string."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MAX_DIGITS: Final = 18
 
 
 def weight_version(answer: Answer) -> int | None:
-    """The version in an answer, ``None`` if it is no published one, as before the first.
+    """Return the version in an answer, ``None`` if it is not a published one, as before the first.
 
     Raises:
-        EngineRefusedError: It is no JSON.
+        EngineRefusedError: The answer is not JSON.
     """
     fields = answer.json()
     version = fields.get("weight_version") if isinstance(fields, dict) else None
@@ -23,10 +23,10 @@ def weight_version(answer: Answer) -> int | None:
 
 
 def confirmed_weight_version(answer: Answer, expected: int) -> int:
-    """The version in an answer.
+    """Return the version in an answer.
 
     Raises:
-        EngineRefusedError: There is none.
+        EngineRefusedError: The answer has no published version.
     """
     version = weight_version(answer)
     if version is None:
