@@ -1,7 +1,7 @@
 """LoRA adapters in the layout that PEFT saves and engines load: ``adapter_model.safetensors``, ``adapter_config.json``.
 
 Layout: https://huggingface.co/docs/peft/developer_guides/checkpoint; names begin with ``base_model.model.`` and do not
-have the adapter's own name in them (peft/utils/save_and_load.py, ``get_peft_model_state_dict``).
+contain the adapter's own name (peft/utils/save_and_load.py, ``get_peft_model_state_dict``).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class PEFTConfig(Protocol):
     """PEFT's ``LoraConfig``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its fields."""
+        """Returns its fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAAdapter:
-    """An adapter; its tensors belong to the trainer and are copied by ``Publisher.publish``.
+    """An adapter; the trainer owns its tensors, and ``Publisher.publish`` copies them.
 
     Attributes:
-        tensors: By the names that PEFT gives them in a file, whole or DTensors.
+        tensors: Tensors by the names that PEFT gives them in a file, whole or DTensors.
         config: PEFT's ``LoraConfig`` as a dict: ``r``, ``lora_alpha`` and ``target_modules``, without which no engine
             loads it, ``peft_type``, ... .
 
     Raises:
-        ConfigurationError: Names what is missing.
+        ConfigurationError: Names the missing field.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -73,22 +73,22 @@ class LoRAAdapter:
 
     @classmethod
     def of(cls, module: nn.Module, config: Mapping[str, Any] | PEFTConfig, name: str = "default") -> LoRAAdapter:
-        """The adapter in a module that PEFT, or something that names its parameters alike, has changed.
+        """Return the adapter in a module that PEFT, or a library with the same parameter names, has changed.
 
-        Wrappers are looked through: ``torch.compile``, activation checkpointing, FSDP, DistributedDataParallel.
+        Ignores wrappers: ``torch.compile``, activation checkpointing, FSDP, DistributedDataParallel.
 
         Args:
-            module: With parameters such as ``layer.lora_A.default.weight``. Nothing else in it is trained: engines
-                would serve the base model's value of it.
+            module: A module with parameters such as ``layer.lora_A.default.weight``. Nothing else in it may be trained:
+                engines would serve the base model's value.
             config: PEFT's ``LoraConfig``, or its fields; see ``config``.
-            name: Of the adapter, if the module has several.
+            name: Name of the adapter, if the module has several.
 
         Raises:
             ConfigurationError: The module has no such parameters, trains one that no engine applies, applies another
                 adapter at the same time, or has other ranks or scales than the configuration.
         """
         fields = config if isinstance(config, Mapping) else config.to_dict()
-        # What a dict of the user's own leaves out, such as init_lora_weights, is the model's all the same.
+        # The model's value applies to a field that the user's dict lacks, such as init_lora_weights.
         known: Any = next((part.peft_config for part in module.modules() if hasattr(part, "peft_config")), {})
         fields = {**(known[name].to_dict() if name in known else {}), **fields}
         tensors = {}
@@ -103,7 +103,7 @@ class LoRAAdapter:
                     )
                 continue
             rest = parameter_name[match.end() :].split(".")
-            # Of another adapter, unless it has no names at all.
+            # Other adapters' parameters are skipped; without adapter names, all belong to this one.
             if rest[0] == name:
                 rest = rest[1:]
             elif rest[0] != "weight":
@@ -125,14 +125,14 @@ class LoRAAdapter:
         return adapter
 
     def plain(self, dtype: torch.dtype | None) -> LoRAAdapter:
-        """The adapter of the same effect that every engine applies; see `plain_adapter`."""
+        """Return the adapter of the same effect that every engine applies; see `plain_adapter`."""
         return LoRAAdapter(*plain_adapter(self.tensors, self.config, dtype))
 
     def encoded_config(self) -> bytes:
-        """The content of ``adapter_config.json``.
+        """Return the content of ``adapter_config.json``.
 
         Raises:
-            ConfigurationError: Something in it has no JSON.
+            ConfigurationError: JSON cannot represent a value.
         """
         config = {"peft_type": "LORA", **self.config}
         try:
@@ -154,7 +154,7 @@ class LoRAAdapter:
             )
 
     def _check_layer(self, module: str, layer: nn.Module, name: str) -> None:
-        """Compares one of PEFT's layers with the configuration."""
+        """Compare one of PEFT's layers with the configuration."""
         scaling = getattr(layer, "scaling", None)
         if not isinstance(scaling, Mapping) or name not in scaling:
             return
@@ -166,7 +166,7 @@ class LoRAAdapter:
                 f'combination_type="cat"), or activate {name!r} alone'
             )
         expected = scale_of(self.config, module)
-        # Patterns name parameters of experts, and not their layer.
+        # Patterns name the parameters of experts, and not their layer.
         if not self.config.get("target_parameters") and not math.isclose(scaling[name], expected, rel_tol=1e-6):
             raise ConfigurationError(
                 f"expected the scale {expected:g} that the configuration gives {module}, the layer has "
@@ -175,12 +175,12 @@ class LoRAAdapter:
 
 
 def is_adapter(names: Iterable[object]) -> bool:
-    """Whether these are the names of LoRA's matrices alone."""
+    """Return whether these are names of LoRA matrices only."""
     return all(isinstance(name, str) and module_of(name) is not None for name in names)
 
 
 def _plain(value: object) -> object:
-    """PEFT's own values: sets of module names, and enumerations of strings."""
+    """Convert PEFT's own values: sets of module names, and enumerations of strings."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if hasattr(value, "value"):

@@ -1,4 +1,4 @@
-"""What a version consists of on one rank: the trainer's tensors under the engines' names, and the other files."""
+"""The content of a version on one rank: the trainer's tensors under the engines' names, and the other files."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ft_transport.state.casting import CASTABLE
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
 
 _OF_PEFT: Final = re.compile(r"^base_model\.model\.|(?:^|\.)(?:base_layer|lora_(?:embedding_)?[AB])(?:\.|$)")
-"""Names of PEFT's wrappers, and of what is inside them."""
+"""Names of PEFT's wrappers, and of the modules and tensors inside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a version consists of on this rank.
+    """The content of a version on this rank.
 
     Attributes:
-        kind: What it is.
-        tensors: By the engines' names; whole tensors, or DTensors of which each rank has a part.
-        files: What else the kind has in its directory, by name; the same on all ranks.
-        renamed: What became of the trainer's names, where they are not the engines'.
+        kind: Kind of the version.
+        tensors: Whole tensors, or DTensors of which each rank has a part, by the engines' names.
+        files: The kind's other files in the directory, by name; the same on all ranks.
+        renamed: The engines' names of the trainer's tensors, if they differ from the trainer's.
     """
 
     kind: Kind
@@ -42,13 +42,13 @@ class Content:
 
 
 def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFormat) -> Content:
-    """What to publish on this rank.
+    """Return the content to publish on this rank.
 
     Raises:
-        PublishError: Nothing that an engine could use, or the format does not fit it.
-        ConfigurationError: The adapter's effect cannot be had from a plain one.
+        PublishError: The weights contain nothing that an engine could use, or do not fit the format.
+        ConfigurationError: No plain adapter has the adapter's effect.
     """
-    # A module is callable, too.
+    # A module is also callable.
     value: object = weights() if callable(weights) and not isinstance(weights, nn.Module) else weights
     if isinstance(value, LoRAAdapter):
         value = value.plain(weight_format.dtype)

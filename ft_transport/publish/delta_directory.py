@@ -1,8 +1,8 @@
 """Versions as files of deltas, for engines that share no fast disk with the trainer but a directory, or a bucket.
 
-A version there is a directory, `version-N`: whole, an anchor, or a delta on top of the version that is named in it. To
-the publisher the directory is one more engine, so it has a deadline, is told again after a failure, and may skip
-versions while it is busy. On the other side `DeltaDirectory.restore` makes whole versions of it, on a local disk.
+A version there is a directory, `version-N`: whole, an anchor, or a delta on top of the version that it names. To the
+publisher the directory is one more engine: it has a deadline, gets the version again after a failure, and may skip
+versions while it is busy. On the other side `DeltaDirectory.restore` makes whole versions from it, on a local disk.
 """
 
 from __future__ import annotations
@@ -56,25 +56,24 @@ logger = logging.getLogger(__name__)
 
 _TURN_S: Final = 0.05
 _DELTA_SURPLUS_BYTES: Final = 16 << 20
-"""A delta is smaller than the weights, but for its header."""
+"""Allowance for a delta's header; the rest of a delta is smaller than the weights."""
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-"""What file systems say that know no locks, as those of buckets do."""
+"""Errors of file systems without locks, such as those of buckets."""
 
 
 class DeltaDirectory:
-    """A directory of deltas: an engine of a publisher, and what makes whole versions of it elsewhere.
+    """A directory of deltas: an engine for the publisher, and a source from which readers restore whole versions.
 
     Args:
-        root: Where it is. One publisher at a time writes there.
-        anchor_every: So many versions from one that is whole to the next, at most.
-        keep_anchors: What is older than so many of the newest whole ones is deleted.
-        private: Whether files and directories, restored ones as well, are their owner's alone; else the umask says who
-            may read them.
+        root: The directory. One publisher at a time writes there.
+        anchor_every: Maximum distance in versions from one whole version to the next.
+        keep_anchors: Number of newest whole versions that are kept; older versions are deleted.
+        private: Whether only the owner may read files and directories, restored ones as well; else the umask applies.
     """
 
     headers: Mapping[str, str] = {}
     adapter_features: frozenset[str] | None = None
-    """Its readers have PEFT's files whole."""
+    """Readers get PEFT's files whole."""
 
     def __init__(
         self, root: str | os.PathLike[str], *, anchor_every: int = 10, keep_anchors: int = 2, private: bool = False
@@ -87,19 +86,19 @@ class DeltaDirectory:
         self.url = self._directory.root.as_uri()
 
     def versions(self) -> list[int]:
-        """The versions that are there, ascending."""
+        """Return the versions in the directory, ascending."""
         return self._directory.numbers()
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """See `Engine`: writes the version, as a delta where that is smaller."""
+        """See `Engine`: writes the version, as a delta if that is smaller."""
         del connection
-        # A directory that hangs holds one thread, and not all those that the notifier tells other engines with.
+        # A directory that hangs blocks one thread, and not all threads that serve the other engines.
         while (version := await in_daemon_thread(self._write_in_turn, delivery)) is None:
             await asyncio.sleep(_TURN_S)
         return version
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """See `PolledEngine`: the newest version that is there."""
+        """See `PolledEngine`: the newest version in the directory."""
         del connection, newest
         return await in_daemon_thread(self._newest)
 
@@ -111,21 +110,21 @@ class DeltaDirectory:
         keep: int = 2,
         timeout: timedelta = timedelta(minutes=10),
     ) -> Path:
-        """Makes a version whole on a local disk, out of the newest one there that deltas lead from, or of an anchor.
+        """Restore a whole version on a local disk, from the newest local version that deltas lead from, or an anchor.
 
         Args:
-            directory: Where whole versions are; made if it is not there. Of several who restore to it at once, one does
-                and the others wait for it.
-            version: Which one; by default the newest.
-            keep: So many of the newest there are not deleted, nor is what is returned.
-            timeout: How long to wait for others.
+            directory: Directory of the whole versions; created if it does not exist. If several processes restore to it
+                at once, one does the work and the others wait.
+            version: The version to restore; by default the newest.
+            keep: Number of newest local versions that are not deleted; nor is the returned version.
+            timeout: How long to wait for other processes.
 
         Returns:
-            Its directory, complete and on disk: what ``from_pretrained`` or an engine reads.
+            The version's directory, complete and on disk, for ``from_pretrained`` or an engine.
 
         Raises:
-            RestoreError: There is no such version, or a delta on the way to it is missing.
-            IntegrityError: What the deltas lead to is not the version, from an anchor on as well.
+            RestoreError: The version, or a delta on the way to it, is missing.
+            IntegrityError: The deltas' result is not the version, even from an anchor.
             CheckpointInUseError: Another process, such as a publisher, writes to ``directory`` all the time.
             OSError: A file cannot be read or written.
         """
@@ -149,7 +148,7 @@ class DeltaDirectory:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _write_in_turn(self, delivery: Delivery) -> int | None:
-        """`_write`; ``None`` while another version is being written."""
+        """Call `_write`; return ``None`` while another version is being written."""
         if not self._mutex.acquire(blocking=False):
             return None
         try:
@@ -160,7 +159,7 @@ class DeltaDirectory:
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        """Keeps other publishers from writing at the same time, where the directory's file system has locks."""
+        """Exclude other publishers during the write, if the directory's file system has locks."""
         claim = RootClaim(self._directory.root, is_private=self._is_private)
         try:
             claim.take("a publisher of deltas", 0)
@@ -209,7 +208,7 @@ class DeltaDirectory:
             write_small(path / DIGESTS_NAME, msgspec.json.encode(told), is_private=self._is_private)
             self._directory.commit(delivery.version)
         except BaseException:
-            # Parts of versions that failed must not fill what is full already.
+            # Parts of failed versions must not take space on a full disk.
             with contextlib.suppress(OSError):
                 self._directory.discard(delivery.version)
             raise
@@ -227,7 +226,7 @@ class DeltaDirectory:
         directory = delivery.directory.parent / f"version-{base}"
         there = self._directory.find(base)
         try:
-            # The delta says what is in the files, and not how it is laid out there.
+            # The delta carries values, not the layout of the files.
             if there is None or headers_of(directory) != headers_of(delivery.directory):
                 return None
             if digests_of(directory) != digests_in(there):
@@ -246,7 +245,7 @@ class DeltaDirectory:
     # ------------------------------------------------------------------------------------------------------ restoring
 
     def _good_local(self, local: NumberedDirectory, wanted: int) -> Path | None:
-        """A version that was restored before, if it still is that; one that is not there any more is believed."""
+        """Return a local version whose files match the digests; trust a version that is no longer published."""
         found, there = local.find(wanted), self._directory.find(wanted)
         if found is None or there is None:
             return found
@@ -262,7 +261,7 @@ class DeltaDirectory:
         try:
             path = self._restore(local, wanted, have)
         except (IntegrityError, RestoreError):
-            # The whole that is here may be what is damaged, or another run's.
+            # The local version may be damaged, or from another run.
             if not have:
                 raise
             path = self._restore(local, wanted, [])

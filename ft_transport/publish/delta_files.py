@@ -1,4 +1,4 @@
-"""The files of versions in a directory of deltas: copied, digested and compared, through no link that lies there."""
+"""The files of versions in a directory of deltas: copied, digested and compared, without following links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIGESTS_NAME: Final = ".digests.json"
 """No file of a version begins with a dot, so a user's file has neither name."""
 SAFETENSORS: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 << 20
-"""Of a safetensors file: what its own library accepts."""
+"""Maximum header of a safetensors file that the safetensors library accepts."""
 _MAX_DIGESTS_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 4 << 20
 
@@ -45,11 +45,11 @@ _entry_decoder: Final = msgspec.json.Decoder(_Entry)
 
 
 def open_file(path: Path) -> FileIO:
-    """Opens a file of a version.
+    """Open a file of a version.
 
     Raises:
-        RestoreError: It is a link, or something else that is no file.
-        OSError: It cannot be opened.
+        RestoreError: The path is a link, or something else that is not a file.
+        OSError: The file cannot be opened.
     """
     try:
         return FileIO(open_regular(path))
@@ -58,11 +58,11 @@ def open_file(path: Path) -> FileIO:
 
 
 def copy_file(source: Path, target: Path, *, is_private: bool) -> None:
-    """Copies a file of a version to disk.
+    """Copy a file of a version to disk.
 
     Raises:
-        RestoreError: It is a link, or something else that is no file.
-        OSError: It cannot be read or written.
+        RestoreError: The source is a link, or something else that is not a file.
+        OSError: The source cannot be read, or the target cannot be written.
     """
     with open_file(source) as reading, FileIO(create_file(target, is_private=is_private), "w") as writing:
         shutil.copyfileobj(reading, writing, _READ_BYTES)
@@ -70,11 +70,11 @@ def copy_file(source: Path, target: Path, *, is_private: bool) -> None:
 
 
 def read_delta(path: Path, max_bytes: int) -> bytes:
-    """The content of a delta.
+    """Return the content of a delta.
 
     Raises:
-        RestoreError: It is a link, no file, or larger than any delta is.
-        OSError: It cannot be read.
+        RestoreError: The path is a link or not a file, or the file is larger than any delta.
+        OSError: The file cannot be read.
     """
     try:
         return read_regular(path, max_bytes=max_bytes)
@@ -83,7 +83,7 @@ def read_delta(path: Path, max_bytes: int) -> bytes:
 
 
 def digests_of(directory: Path) -> dict[str, int]:
-    """The digest of each file of a version, by its name."""
+    """Return the digest of each file of a version, by its name."""
     return {file.name: _digest_of(file) for file in directory.iterdir() if file.name not in (DELTA_NAME, DIGESTS_NAME)}
 
 
@@ -97,10 +97,10 @@ def _digest_of(file: Path) -> int:
 
 
 def digests_in(directory: Path) -> dict[str, int]:
-    """What the directory of deltas says that `digests_of` a version is.
+    """Return the output of `digests_of` that the directory of deltas records for a version.
 
     Raises:
-        RestoreError: It says nothing.
+        RestoreError: The directory records no digests.
     """
     file = directory / DIGESTS_NAME
     try:
@@ -111,11 +111,11 @@ def digests_in(directory: Path) -> dict[str, int]:
 
 
 def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
-    """Compares the files of a version with what the directory of deltas says of them.
+    """Compare the files of a version with their digests in the directory of deltas.
 
     Raises:
-        RestoreError: There are more or fewer, or one is no file.
-        IntegrityError: One is another.
+        RestoreError: A file is missing or unexpected, or is not a regular file.
+        IntegrityError: A file has another digest.
     """
     actual = digests_of(path)
     if expected.keys() != actual.keys():
@@ -135,7 +135,7 @@ def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
 
 
 def headers_of(directory: Path) -> dict[str, bytes]:
-    """What the safetensors files of a version say of their tensors."""
+    """Return the headers of a version's safetensors files."""
     headers = {}
     for file in directory.glob(f"*{SAFETENSORS}"):
         with open_file(file) as opened:
@@ -145,16 +145,16 @@ def headers_of(directory: Path) -> dict[str, bytes]:
 
 
 def num_bytes_of(directory: Path) -> int:
-    """How large the tensors' files of a version are."""
+    """Return the size of a version's tensor files, in bytes."""
     return sum(file.lstat().st_size for file in directory.glob(f"*{SAFETENSORS}"))
 
 
 @contextmanager
 def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
-    """The bytes of all tensors in the safetensors files of a directory, to be changed in place and synced.
+    """Yield the bytes of all tensors in the safetensors files of a directory, for changes in place, which are synced.
 
     Raises:
-        RestoreError: A file is none of safetensors.
+        RestoreError: A file is not a safetensors file.
     """
     maps: list[np.memmap[tuple[int], np.dtype[np.uint8]]] = []
     tensors: dict[str, Bytes] = {}
@@ -172,7 +172,7 @@ def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
                     raise RestoreError(f"expected tensors inside of {file}", path=name)
                 tensors[name] = data[8 + length + start : 8 + length + end]
         except (ValueError, *DECODE_ERRORS) as error:
-            # ValueError: it is empty.
+            # ValueError: the file is empty.
             raise RestoreError(f"expected a safetensors file, got {file}: {error}") from error
         maps.append(data)
     yield tensors

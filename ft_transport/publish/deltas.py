@@ -1,7 +1,7 @@
 """Deltas between two versions of weights: made from their tensors, and applied to an engine's own.
 
-A delta is never trusted. What it leads to is compared, chunk by chunk, with the digests of the version, so one that was
-lost, repeated, damaged or made for other weights costs as much as no delta, and changes nothing of the result.
+The receiver never trusts a delta. It compares the result, chunk by chunk, with the digests of the version, so a delta
+that was lost, repeated, damaged or made for other weights costs as much as no delta, and does not change the result.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ft_transport.state.views import as_bytes
 from ft_transport.wire.delta import Delta, TensorChanges, TensorPair, apply_changes, encode_delta
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What devices have operations for, by the size of an element."""
+"""Dtypes that devices have operations for, by the size of an element in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnChange:
-    """What changes in one of an engine's tensors."""
+    """The changes in one of an engine's tensors."""
 
     tensor: torch.Tensor
     changes: TensorChanges
@@ -30,16 +30,16 @@ class OwnChange:
 def delta_between(
     version: int, weights: Mapping[str, torch.Tensor], base: int, base_weights: Mapping[str, torch.Tensor]
 ) -> bytes | None:
-    """The delta that leads from one version to another.
+    """Return the delta that leads from one version to another.
 
     Args:
-        version: The version that it leads to.
-        weights: Its tensors, in the memory of the host.
-        base: The version that it is applied to.
-        base_weights: Its tensors.
+        version: The version that the delta leads to.
+        weights: Tensors of that version, in host memory.
+        base: The version that the delta applies to.
+        base_weights: Tensors of that version.
 
     Returns:
-        The delta; ``None`` if the two differ in more than values, or in so many that chunks are smaller.
+        The delta; ``None`` if the two differ in more than values, or in so many values that chunks are smaller.
     """
     if _kinds(weights) != _kinds(base_weights):
         return None
@@ -47,14 +47,14 @@ def delta_between(
 
 
 def changes_of(deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]) -> list[OwnChange]:
-    """What deltas change in an engine's tensors; computed before anything is changed.
+    """Return the changes that deltas make in an engine's tensors; computed before any tensor changes.
 
     Args:
-        deltas: In the order in which they are applied.
+        deltas: The deltas, in the order in which they apply.
         weights: The engine's tensors by each of their names; several may be the same.
 
     Returns:
-        Each change with its tensor; empty if the deltas are not for such tensors.
+        Each change with its tensor; empty if the deltas do not fit the tensors.
 
     Raises:
         ManifestError: A delta contradicts itself.
@@ -68,7 +68,7 @@ def changes_of(deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]) -> 
                 return []
             if (tensor.nbytes, tensor.itemsize) != (change.tensor.num_bytes, change.bits.itemsize):
                 return []
-            # A tie has several names, and comes under each.
+            # A delta lists a tied tensor under each of its names.
             if id(tensor) not in taken:
                 taken.add(id(tensor))
                 changes.append(OwnChange(tensor, change))
@@ -76,19 +76,19 @@ def changes_of(deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]) -> 
 
 
 class AppliedChanges:
-    """What was changed in an engine's tensors, and can be undone."""
+    """The changes applied to an engine's tensors; can be undone."""
 
     def __init__(self) -> None:
         self._changes: list[OwnChange] = []
 
     def apply(self, changes: Sequence[OwnChange]) -> None:
-        """Changes tensors in place."""
+        """Change tensors in place."""
         for change in changes:
             _apply(change)
             self._changes.append(change)
 
     def undo(self) -> None:
-        """Has the tensors be what they were, bit by bit."""
+        """Restore the tensors' previous values, bit by bit."""
         while self._changes:
             _apply(self._changes.pop())
 

@@ -1,4 +1,4 @@
-"""What a version adds to the phases of a collective write: every rank sends its parts, the first one writes files.
+"""The parts of a collective write that are specific to versions: every rank sends its data, the first one writes files.
 
 Each byte comes from one rank that has it. After the last vote the version is on disk, and the ranks are free.
 """
@@ -56,9 +56,9 @@ class ExportRequest:
 
     Attributes:
         version: Its number.
-        weights: This rank's part of it, or a function that returns that.
-        files: The other files that go into its directory, by name; read on the first rank alone.
-        is_missing_ok: Whether weights may lack names of the weights before.
+        weights: This rank's part of the version, or a function that returns it.
+        files: The other files of the version's directory, by name; read only on the first rank.
+        is_missing_ok: Whether weights may lack names of the previous weights.
     """
 
     version: int
@@ -68,7 +68,7 @@ class ExportRequest:
 
 
 class _Header(Struct, frozen=True, array_like=True):
-    """What the first rank needs of a rank's snapshot: its header, and what became of the trainer's names."""
+    """A rank's message to the first rank: the header of its snapshot, and the engines' names of its tensors."""
 
     header: bytes
     renamed: Renamed
@@ -82,12 +82,12 @@ class Exporter:
     """Exports versions: the `WriteJob` that copies, digests and sends on the calling thread, the training thread.
 
     Args:
-        agreement: Of the group, for this alone.
-        directory: Used on the first rank alone.
-        weight_format: Of every version.
-        num_threads: That copy.
-        check_features: Refuses an adapter for what it asks for beyond plain LoRA; called on the first rank alone.
-        is_private: Whether nobody but the owner may read the files; else the umask says who may.
+        agreement: An agreement of the group, for exports only.
+        directory: Directory of the versions; used only on the first rank.
+        weight_format: Format of every version.
+        num_threads: Number of threads that copy.
+        check_features: Refuses an adapter for features beyond plain LoRA; called only on the first rank.
+        is_private: Whether only the owner may read the files; else the umask applies.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class Exporter:
         self._plan: SavePlan | None = None
 
     def run(self, request: ExportRequest) -> Path:
-        """Exports a version: stages, agrees, writes and commits. Returns its directory, complete and on disk.
+        """Export a version: stage, agree, write and commit. Return its directory, complete and on disk.
 
         Raises:
-            TransportError: A rank failed; the same error on all.
+            TransportError: A rank failed; the same error on all ranks.
         """
-        # What is left where a signal handler raised in the end of the export before.
+        # Leftovers, if a signal handler raised at the end of the previous export.
         self._release()
         version = request.version
         self._request, self._agreement.about = request, f" of version {version}"
@@ -143,7 +143,7 @@ class Exporter:
             self._snapshot = None
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         self._stager.close()
 
     def settings(self) -> Mapping[str, object]:
@@ -162,8 +162,8 @@ class Exporter:
         """See `WriteJob`.
 
         Raises:
-            StaleVersionError: The version is not newer than all that there are.
-            PublishError: An engine does not apply what the adapter asks for, as far as this rank has it.
+            StaleVersionError: The version is not newer than every existing one.
+            PublishError: An engine does not apply a feature of the adapter, as far as this rank has it.
         """
         del is_retry
         own, version = self._own(), self._requested().version
@@ -182,7 +182,7 @@ class Exporter:
         self._described = _described_by_name(self._snapshot.header)
         for value in self._described.values:
             raise PublishError("expected tensors alone, got something else", path=value.name.removeprefix(f"{_ROOT}."))
-        # Of another kind the same tensors go to files of other names.
+        # The kind decides the names of the files.
         return TakenSnapshot(self._described.structure, 0, _KINDS.index(self._own().kind))
 
     def header(self) -> bytes:
@@ -213,7 +213,7 @@ class Exporter:
         find_diverged(self._planned(), by_rank)
 
     def _write_files(self, directory: Path, plan: RankPlan) -> None:
-        """The first rank alone writes, so that no disk has to be shared with the others."""
+        """Write the files on the first rank alone, so that the ranks need no shared disk."""
 
         def write() -> None:
             if self._agreement.is_first:
@@ -224,7 +224,7 @@ class Exporter:
         self._agreement.run("write", self._agreement.exchange.ending_on_failure(write))
 
     def _check_complete(self, names: Set[str]) -> None:
-        """Refuses weights that lack what those before had: engines take a part of a model without an error."""
+        """Refuse weights that lack names of the previous weights: engines load a part of a model without an error."""
         for number in reversed(self._directory.numbers()):
             before = self._directory.find(number)
             if before is None or (before / CONFIG_NAME).exists():
@@ -306,26 +306,26 @@ def _protect(directory: Path) -> None:
 
 
 def _names_in(directory: Path) -> set[str]:
-    """The names of all tensors in a version, as far as its files can be read."""
+    """Return the names of all tensors in a version's readable files."""
     names: set[str] = set()
     for path in directory.glob("*.safetensors"):
         try:
             with safe_open(path, framework="pt") as file:
                 names.update(file.keys())
         except (OSError, SafetensorError) as error:
-            # The error itself would keep the snapshot for as long as a handler keeps the record.
+            # A log handler that stores the record would keep the error, and with it the snapshot, alive.
             reason = str(error)
             logger.warning("%s cannot be read, so that newer weights are not compared with it: %s", path, reason)
     return names
 
 
 def _described_by_name(header: bytes) -> Described:
-    """What a snapshot has, with an item for each name: what is tied in memory has its bytes in the files twice.
+    """Describe a snapshot with one item for each name: the files contain the bytes of tied tensors twice.
 
     Engines and ``from_pretrained`` look every name up, and FSDP2 leaves tied parameters one DTensor under two names.
     """
     described = describe([_manifest_of(header)], 0)
-    # By the name alone, so that ranks compare what only some of them have tied.
+    # The name alone is the key, so that ranks also compare tensors that only some of them tie.
     described.items = [
         item._replace(key=(name, item.offset), names=(name,)) for item in described.items for name in item.names
     ]
@@ -333,7 +333,7 @@ def _described_by_name(header: bytes) -> Described:
 
 
 def _batches(items: Sequence[WriteItem], plan: RankPlan) -> Iterator[list[tuple[int, int, int]]]:
-    """What is sent at once, which both sides know."""
+    """Yield the batches of one message each; sender and receiver compute the same batches."""
     batch: list[tuple[int, int, int]] = []
     num_bytes = 0
     for target in plan.targets:
@@ -350,6 +350,6 @@ def _batches(items: Sequence[WriteItem], plan: RankPlan) -> Iterator[list[tuple[
 
 
 def _manifest_of(header: bytes) -> Manifest:
-    """The description in the beginning of a safetensors file."""
+    """Return the manifest at the beginning of a safetensors file."""
     length = int.from_bytes(header[:8], "little")
     return decode_header(header[8 : 8 + length])

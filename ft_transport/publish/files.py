@@ -1,4 +1,4 @@
-"""The files beside the weights: what a model's directory on disk has besides, such as configuration and tokenizer."""
+"""The files beside the weights in a model's directory, such as configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from ft_transport.publish.peft_config import CONFIG_NAME
 Files: TypeAlias = Mapping[str, Path | bytes | str | Mapping[str, Any]]
 
 _MAX_BYTES: Final = 256 << 20
-"""Of all of them; a tokenizer has some 30 MB, and rank 0 holds them in memory."""
+"""Limit of all files together; a tokenizer has some 30 MB, and rank 0 holds them in memory."""
 _MAX_NAME_BYTES: Final = 255
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _INDEX_SUFFIX: Final = ".index.json"
 
 
 def model_files(directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """What lies beside the weights in a model's directory, for ``Publisher.publish``: configuration, tokenizer, code.
+    """Return the files beside the weights in a model's directory, for ``Publisher.publish``.
+
+    They are the configuration, the tokenizer and code.
 
     Args:
-        directory: Where ``save_pretrained`` has written, or a model that was downloaded. Its subdirectories are left
-            out.
+        directory: The output of ``save_pretrained``, or a downloaded model. Subdirectories are left out.
 
     Raises:
-        PublishError: There is no ``config.json``, so it is no model's directory.
+        PublishError: The directory has no ``config.json``, so it is not a model's directory.
     """
     root = Path(directory)
     if not (root / "config.json").is_file():
@@ -44,10 +45,10 @@ def model_files(directory: str | os.PathLike[str]) -> dict[str, Path]:
 
 
 def read_files(files: Files) -> dict[str, bytes]:
-    """The content of each file, by name.
+    """Return the content of each file, by name.
 
     Raises:
-        PublishError: A name, or what is to be in a file, cannot be; names the file.
+        PublishError: A name or a content is invalid; names the file.
     """
     given: object = files
     if not isinstance(given, Mapping):

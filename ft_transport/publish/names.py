@@ -1,4 +1,4 @@
-"""What a trainer calls its tensors, and what an inference engine calls them."""
+"""The trainer's names of its tensors, and the inference engines' names of them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from ft_transport.publish.weight_format import Names
 
 T = TypeVar("T")
 Renamed: TypeAlias = dict[str, str | None]
-"""The engine's name of each of a trainer's tensors, ``None`` of one that is left out."""
+"""The engine's name of each of the trainer's tensors, ``None`` for a tensor that is left out."""
 
 _WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""How ``torch.compile``, activation checkpointing and FSDP1 name what they wrap: no engine knows these names."""
+"""Attributes under which ``torch.compile``, activation checkpointing and FSDP1 hold the wrapped module: no engine knows
+these names."""
 _MAX_SHOWN: Final = 5
 
 
 def parameters_by_name(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module, by the names that they have without what wraps it or its parts."""
+    """Yield the parameters of a module, by their names without the wrappers of the module and its parts."""
     for name, parameter in _innermost(module).named_parameters():
         yield _without_wrappers(name), parameter
 
 
 def modules_by_name(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a module, named as `parameters_by_name` names parameters."""
+    """Yield the parts of a module, named as `parameters_by_name` names parameters."""
     for name, part in _innermost(module).named_modules():
         yield _without_wrappers(name), part
 
 
 def unwrapped(tensors: Mapping[Any, T]) -> Mapping[Any, T]:
-    """The same tensors by the names that they have without what wraps their modules.
+    """Return the same tensors by their names without the wrappers of their modules.
 
     Raises:
-        PublishError: Two of them have the same name then.
+        PublishError: Two tensors then have the same name.
     """
     renamed: dict[Any, T] = {}
     for name, tensor in tensors.items():
@@ -47,14 +48,14 @@ def unwrapped(tensors: Mapping[Any, T]) -> Mapping[Any, T]:
 
 
 def engine_names(trained: Sequence[str], names: Names) -> Renamed:
-    """The engine's name of each tensor of this rank.
+    """Return the engine's name of each tensor of this rank.
 
     Args:
         trained: The trainer's names.
         names: See `WeightFormat`.
 
     Raises:
-        PublishError: Two of them get one name, or a function returns no name.
+        PublishError: Two tensors get one name, or a function returns no name.
     """
     renamed: Renamed = {}
     for name in trained:
@@ -67,14 +68,15 @@ def engine_names(trained: Sequence[str], names: Names) -> Renamed:
 
 
 def check_engine_names(by_rank: Sequence[Renamed], names: Names) -> None:
-    """Refuses names that fit no version as a whole: ranks may hold different tensors.
+    """Refuse names that fit no version as a whole: ranks may hold different tensors.
 
     Args:
-        by_rank: What `engine_names` has returned.
+        by_rank: The results of `engine_names`, by rank.
         names: See `WeightFormat`.
 
     Raises:
-        PublishError: Ranks name a tensor differently, two tensors get one name, or the table has names of none.
+        PublishError: Ranks name a tensor differently, two tensors get one name, or the table names a tensor that no
+            rank has.
     """
     merged: Renamed = {}
     for rank, renamed in enumerate(by_rank):
@@ -93,7 +95,7 @@ def check_engine_names(by_rank: Sequence[Renamed], names: Names) -> None:
 
 
 def shown(names: Sequence[str]) -> str:
-    """The first of many names, for an error."""
+    """Return the first of many names, for an error."""
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return ", ".join(names[:_MAX_SHOWN]) + more
 

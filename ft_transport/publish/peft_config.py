@@ -1,7 +1,7 @@
-"""PEFT's LoRA configuration: its ranks and scales, what it asks for beyond plain LoRA, and the plain adapter of it.
+"""PEFT's LoRA configuration: ranks and scales, features beyond plain LoRA, and the equivalent plain adapter.
 
 A plain adapter adds ``lora_alpha / r * B @ A`` to weights of the unmodified base model, with one rank. Every engine
-applies that. SGLang 0.5.23 reads nothing else but ``use_dora`` (sglang/srt/lora/lora.py, ``scaling``), and vLLM 0.23,
+applies that. SGLang 0.5.23 reads no other field but ``use_dora`` (sglang/srt/lora/lora.py, ``scaling``), and vLLM 0.23,
 which SkyRL 0.3.0 pins, no pattern (vllm/lora/peft_helper.py).
 """
 
@@ -35,46 +35,46 @@ _PLAIN: Final = frozenset([
     "corda_config", "lora_ga_config", "qalora_group_size",
 ])
 # fmt: on
-"""Fields that do not change what an adapter adds to a model: they choose modules, or belong to training."""
+"""Fields that do not change what an adapter adds to a model: they choose modules, or affect only training."""
 MODULE_FEATURES: Final = frozenset({"modules_outside_layers", "modules_without_q_proj"})
-"""Where an adapter's modules are; engines apply these unless they say otherwise."""
+"""Features of the modules' placement; engines apply these unless they declare otherwise."""
 _PLACED: Final = re.compile(r"(?:^|\.)(?:layers\.\d+|embed_tokens|lm_head)\.")
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica")
-"""Those that leave the base model's weights as they are (peft/tuners/lora/layer.py)."""
+"""Initialisations that leave the base model's weights unchanged (peft/tuners/lora/layer.py)."""
 
 
 def module_of(name: str) -> tuple[str, str] | None:
-    """The module and the kind of one of LoRA's matrices, by its name in a file; ``None`` if it is another tensor."""
+    """Return module and kind of a LoRA matrix, from its name in a file; ``None`` for any other tensor."""
     match = _MATRIX.fullmatch(name)
     return (match["module"] or "", match["kind"]) if match is not None else None
 
 
 def rank_of(config: Mapping[str, Any], module: str) -> int:
-    """The rank that a module has by the configuration."""
+    """Return the rank that the configuration gives a module."""
     return int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
 
 
 def scale_of(config: Mapping[str, Any], module: str) -> float:
-    """The factor of ``B @ A`` in a module."""
+    """Return the factor of ``B @ A`` in a module."""
     return _scale(
         config, rank_of(config, module), _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     )
 
 
 def is_of_experts(module: str) -> bool:
-    """Whether PEFT has put LoRA on a parameter of all experts of a layer (``target_parameters``)."""
+    """Return whether PEFT applied LoRA to a parameter of all experts of a layer (``target_parameters``)."""
     return module.rpartition(".")[2] in ("experts", "base_layer")
 
 
 def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
-    """What an adapter asks for beyond plain LoRA: fields of the configuration, ``lora_embedding``, `MODULE_FEATURES`.
+    """Return an adapter's features beyond plain LoRA: configuration fields, ``lora_embedding``, `MODULE_FEATURES`.
 
     Args:
         config: PEFT's fields.
-        names: Of the adapter's tensors.
+        names: Names of the adapter's tensors.
 
     Returns:
-        The value of each; of a field that is not known here, too, because nothing says that it changes nothing.
+        The value of each feature; also of unknown fields, because they may change the adapter's effect.
     """
     features = {name: value for name, value in config.items() if value and name not in _PLAIN}
     if features.get("bias") == "none":
@@ -105,10 +105,10 @@ def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, ob
 
 
 def features_in(directory: Path) -> dict[str, object]:
-    """`features_of` the adapter in a version's directory.
+    """Return `features_of` the adapter in a version's directory.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The directory cannot be read.
     """
     with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
         return features_of(json.loads((directory / CONFIG_NAME).read_bytes()), file.keys())
@@ -117,19 +117,19 @@ def features_in(directory: Path) -> dict[str, object]:
 def plain_adapter(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
-    """The adapter of the same effect with one rank and one scale, ``lora_alpha / r``.
+    """Return the adapter of the same effect with one rank and one scale, ``lora_alpha / r``.
 
-    rsLoRA alone changes ``lora_alpha``, and no tensor. What differs by module is folded into ``lora_B``, multiplied in
-    float32 and rounded once: exact where scales differ by powers of two. Smaller ranks are filled up with zeros.
-    All that depends on the configuration alone, so that ranks with different modules agree.
+    For rsLoRA only ``lora_alpha`` changes, and no tensor. Factors that differ by module are folded into ``lora_B``,
+    multiplied in float32 and rounded once: exact if the scales differ by powers of two. Smaller ranks are padded with
+    zeros. All this depends only on the configuration, so that ranks with different modules agree.
 
     Args:
-        tensors: By their names in a file.
+        tensors: Tensors by their names in a file.
         config: PEFT's fields.
-        dtype: In which the matrices will be published; ``None`` for their own.
+        dtype: Dtype in which the matrices will be published; ``None`` for their own.
 
     Raises:
-        ConfigurationError: A tensor cannot be changed so.
+        ConfigurationError: A tensor cannot be converted.
     """
     rank_pattern, alpha_pattern = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not (config.get("use_rslora") or rank_pattern or alpha_pattern):
@@ -139,7 +139,7 @@ def plain_adapter(
     rank = max(ranks)
     scale = abs(_scale(config, config["r"], config["lora_alpha"])) or 1.0
     largest = max(abs(_scale(config, *each)) for each in product(ranks, alphas))
-    # No factor above 1, which could overflow, and for modules that no pattern names a power of two.
+    # No factor exceeds 1, which could overflow; modules that no pattern names get a power of two.
     scale *= 2.0 ** max(0, math.ceil(math.log2(largest / scale or 1.0)))
     plain = {}
     for name, tensor in tensors.items():
@@ -163,7 +163,7 @@ def _scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
 
 
 def _by_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """As ``get_pattern_key`` in peft/utils/other.py."""
+    """Return a module's value, as ``get_pattern_key`` in peft/utils/other.py finds it."""
     return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

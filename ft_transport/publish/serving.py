@@ -1,4 +1,4 @@
-"""Versions on a transport, for engines that pull them: put there when the first engine asks, with a delta."""
+"""Versions on a transport, for engines that pull them. The first engine's request stages a version, with a delta."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _STAGING_TIMEOUT: Final = timedelta(minutes=10)
 
 
 class VersionServer:
-    """Serves versions of one publisher. Belongs to the loop that notifies engines.
+    """Serves versions of one publisher. Used on the loop that notifies engines.
 
     Args:
         transport: The transport.
-        directory: Where the versions are.
+        directory: The directory of the versions.
         deltas: Whether to make a delta to each version.
     """
 
@@ -41,14 +41,14 @@ class VersionServer:
         self._newest: int | None = None
 
     def serving(self, version: int, directory: Path) -> Callable[[], Awaitable[str]]:
-        """Returns a function that says where a version is served, and puts it there if it is not, or not any more."""
+        """Return a function that returns a version's address, and stages the version unless the transport serves it."""
         staging: asyncio.Task[None] | None = None
 
         async def address() -> str:
             nonlocal staging
             if staging is None or (staging.done() and not self._is_served(version)):
                 staging = asyncio.get_running_loop().create_task(self._stage(version, directory))
-            # An engine whose deadline runs out ends its own wait alone.
+            # An engine whose deadline expires ends only its own wait.
             await asyncio.shield(staging)
             return self._transport.metadata()
 
@@ -71,7 +71,7 @@ class VersionServer:
                 )
                 break
             except SnapshotLimitError:
-                # Slow engines still read earlier versions. To wait must take no thread: other engines need them.
+                # Slow engines still read earlier versions. The wait must not hold a thread: other engines need them.
                 if time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(_STAGING_PAUSE_S)
@@ -84,9 +84,9 @@ class VersionServer:
         return weights
 
     def _keep_delta(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        """Makes the delta from the version that engines have, if that is still on disk."""
+        """Make the delta from the version that engines have, if that is still on disk."""
         try:
-            # What was published and not served is what no engine has.
+            # Engines have no version that was published but not served.
             older = [each for each in self._directory.numbers() if each < version]
             base = self._newest if self._newest is not None else max(older, default=None)
             found = self._directory.find(base) if base in older and base is not None else None
@@ -102,6 +102,6 @@ class VersionServer:
 
 
 def weights_in(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a version, in memory that is mapped from its files."""
+    """Return the tensors of a version, in memory that is mapped from its files."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

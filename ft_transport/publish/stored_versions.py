@@ -1,4 +1,4 @@
-"""The versions of one publisher on disk: their deliveries to engines, and which of them are deleted."""
+"""The versions of one publisher on disk: their deliveries to engines, and their deletion."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StoredVersion:
 
     Attributes:
         number: Its number.
-        is_adapter: Whether it is an adapter. A request may read it for as long as it runs: vLLM up to 0.32 loads an
-            adapter that was replaced in place afresh at each step, and any vLLM once it has dropped it from memory.
-            Weights are read while they are loaded, and never again.
-        written_s: When it was complete, in seconds since the epoch, by the clock of the file system.
+        is_adapter: Whether the version is an adapter. A request may read an adapter for as long as it runs: vLLM up to
+            0.32 reloads an adapter that was replaced in place at each step, and any vLLM reloads one that it evicted
+            from memory. Weights are read while they are loaded, and never again.
+        written_s: When the version was complete, in seconds since the epoch, by the clock of the file system.
     """
 
     number: int
@@ -35,27 +35,27 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long versions are kept that no engine is known to use.
+    """How long to keep versions that no engine is known to use.
 
     Attributes:
-        keep: So many of the newest, whatever they are.
-        keep_for_s: An adapter is kept for so long after the next version was written.
+        keep: Number of the newest versions that are always kept.
+        keep_for_s: How long an adapter is kept after the next version was written, in seconds.
     """
 
     keep: int
     keep_for_s: float
 
     def expired(self, versions: Sequence[StoredVersion], used: Set[int]) -> list[int]:
-        """The numbers of those that may be deleted.
+        """Return the numbers of the versions that may be deleted.
 
         Args:
-            versions: What there is, oldest first.
-            used: Numbers of those that engines use, or may be about to load.
+            versions: All versions on disk, oldest first.
+            used: Numbers of versions that engines use, or may be about to load.
         """
         expired = []
-        # Never the newest, by which the next is known to be newer.
+        # Never the newest: the next version must be greater.
         for version, following in pairwise(versions[: max(0, len(versions) - self.keep + 1)]):
-            # The clock is that of the file system, and stands still between versions.
+            # The newest version's time stands for now, on the file system's clock.
             age_s = versions[-1].written_s - following.written_s
             if version.number not in used and not (version.is_adapter and age_s < self.keep_for_s):
                 expired.append(version.number)
@@ -63,12 +63,12 @@ class Retention:
 
 
 class StoredVersions:
-    """Belongs to rank 0. Any thread may call it.
+    """The versions in a publisher's directory, on rank 0. Thread-safe.
 
     Args:
-        directory: Where they are.
-        retention: How long those are kept that no engine is known to use.
-        server: Serves them to engines that pull; ``None`` where no engine does.
+        directory: The directory of the versions.
+        retention: How long to keep versions that no engine is known to use.
+        server: Serves versions to engines that pull; ``None`` if no engine does.
     """
 
     def __init__(self, directory: NumberedDirectory, retention: Retention, server: VersionServer | None) -> None:
@@ -77,21 +77,21 @@ class StoredVersions:
         self._server = server
 
     def newest(self) -> Delivery | None:
-        """What engines are told of the newest version; ``None`` if there is none."""
+        """Return the delivery of the newest version; ``None`` if there is none."""
         numbers = self._directory.numbers()
         found = self._directory.find(numbers[-1]) if numbers else None
         return self.delivery(numbers[-1], found) if found is not None else None
 
     def delivery(self, version: int, directory: Path) -> Delivery:
-        """What engines are told of a version."""
+        """Return the delivery of a version."""
         address = self._server.serving(version, directory) if self._server is not None else None
         return Delivery(version, "adapter" if _is_adapter(directory) else "weights", directory, address)
 
     def delete_expired(self, used: Set[int]) -> None:
-        """Deletes what need not be kept any more; a failure is logged.
+        """Delete the versions that need not be kept; log a failure.
 
         Args:
-            used: Numbers of those that engines use, or may be about to load.
+            used: Numbers of versions that engines use, or may be about to load.
         """
         try:
             stored = [

@@ -1,4 +1,4 @@
-"""How a trainer's tensors are written for engines: names, dtype and size of files."""
+"""The format in which engines get a trainer's tensors: names, dtype and size of files."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How a trainer's tensors are written for engines; the same on all ranks.
+    """The format in which engines get a trainer's tensors; the same on all ranks.
 
     Attributes:
-        names: From the trainer's names, without what wraps its modules, to the engines': a function that is called with
-            each, or a table of those that differ. ``None`` for a name leaves the tensor out, such as a value head.
-        dtype: Of all floating-point tensors: float64, float32, float16 or bfloat16. They are cast one by one, while
-            they are copied; integers stay as they are, and weights with float8 tensors are refused, because their
-            scales would be cast as well. ``None``: every tensor keeps its own.
-        max_shard_bytes: A file of weights has more only if one tensor has. An adapter is always one file.
+        names: Maps the trainer's names, without the wrappers of its modules, to the engines': a function that is called
+            with each name, or a table of the names that differ. ``None`` for a name leaves the tensor out, such as a
+            value head.
+        dtype: Dtype of all floating-point tensors: float64, float32, float16 or bfloat16. Tensors are cast one by one,
+            during the copy; integers stay as they are, and weights with float8 tensors are refused, because their
+            scales would be cast as well. ``None``: every tensor keeps its own dtype.
+        max_shard_bytes: Maximum size of a file of weights; only a single larger tensor exceeds it. An adapter is always
+            one file.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -43,7 +45,7 @@ class WeightFormat:
             for name, new in names.items():
                 if not isinstance(name, str) or not (new is None or isinstance(new, str)):
                     raise ConfigurationError(f"expected a table from names to names, or None, got {name!r}: {new!r}")
-            # It is compared between ranks once.
+            # Ranks compare the table only once: a copy cannot change later.
             object.__setattr__(self, "names", dict(names))
         elif names is not None and not callable(names):
             raise ConfigurationError(f"expected a function or a table as names, got {type(names).__name__}")
@@ -54,7 +56,7 @@ class WeightFormat:
         object.__setattr__(self, "max_shard_bytes", number)
 
     def stated(self) -> dict[str, object]:
-        """What ranks compare, by name; of functions only that they are some."""
+        """Return the settings that ranks compare, by name; for a function only whether it is set."""
         names: object = self.names
         if isinstance(names, Mapping):
             names = f"a table with the digest {digest(repr(sorted(names.items())).encode()):x}"
