@@ -1,5 +1,5 @@
-"""Publishing weights to inference engines: which are notified, how, and with what outcome.
+"""Publishing weights to inference engines: selection of the engines, deliveries, and their outcomes.
 
-``Publisher`` is the way in on the trainer's side, ``WeightReceiver`` on an engine's. ``engines`` has one file for each
-kind of engine, and what they share.
+``Publisher`` is the entry point on the trainer's side, ``WeightReceiver`` on an engine's. ``engines`` has one file for
+each kind of engine, and their shared code.
 """

@@ -1,4 +1,4 @@
-"""From where a receiver may fetch: looked at by address, and the address that was looked at is the one that is used."""
+"""The addresses from which a receiver may fetch. The receiver connects to the very address that was checked."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class SourceRefusedError(TransportError):
-    """The receiver may not fetch from there."""
+    """The receiver may not fetch from this address."""
 
 
 class AllowedSources:
-    """Decides from which addresses may be fetched. Thread-safe.
+    """Checks the addresses of sources against a list. Thread-safe.
 
     Args:
         sources: Networks (``10.0.0.0/8``), addresses and host names; ``None`` for all.
-        loopback_only: Whether none but the loopback is allowed.
+        loopback_only: Whether only the loopback is allowed.
 
     Raises:
-        ConfigurationError: One of them is neither.
+        ConfigurationError: An entry is neither a network, nor an address, nor a host name.
     """
 
     def __init__(self, sources: Sequence[str] | None, *, loopback_only: bool) -> None:
@@ -55,14 +55,14 @@ class AllowedSources:
                 self._names.append(source)
 
     def choose(self, url: str, *, is_given_up: Callable[[], bool] = lambda: False) -> PeerAddress:
-        """An address of this server that is allowed and answers, so that no later look-up can lead elsewhere.
+        """Return an allowed address of this server that answers, so that no later look-up can lead elsewhere.
 
         Blocks for seconds at most.
 
         Raises:
-            ConfigurationError: It is no URL of a transport.
-            SourceRefusedError: None of its addresses is allowed.
-            PeerUnreachableError: None of them answers, or its name cannot be found.
+            ConfigurationError: The URL is not that of a transport.
+            SourceRefusedError: No address of the server is allowed.
+            PeerUnreachableError: No allowed address answers, or the name cannot be resolved.
         """
         peer = PeerAddress.from_url(url)
         found = _addresses_of(peer, is_given_up)
@@ -78,7 +78,7 @@ class AllowedSources:
                 f"expected a source within {limits}, got {[str(each) for each in found]}", peer=str(peer)
             )
         if peer.is_tls:
-            # Its certificate carries the name, and shows that no later look-up has led elsewhere.
+            # The certificate names the host, and so proves that no later look-up led elsewhere.
             return peer
         addresses = [PeerAddress(host=str(each), port=peer.port) for each in allowed]
         return addresses[0] if len(addresses) == 1 else _first_that_answers(addresses, peer)
@@ -92,7 +92,7 @@ class AllowedSources:
 
 
 def addresses_of_name(host: str, port: int) -> set[IPAddress]:
-    """What a name stands for here; empty if that cannot be found within seconds."""
+    """Return the addresses of a host name; empty if it cannot be resolved within seconds."""
     return set(_addresses_or_none(PeerAddress(host=host, port=port), lambda: False))
 
 

@@ -1,4 +1,4 @@
-"""Calls on threads that a process does not wait for when it ends: what hangs in the system would keep it for good."""
+"""Calls on threads that a process does not wait for when it exits: a call that hangs must not block the exit."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ft_transport.runtime.handler_safety import SafeThread
 T = TypeVar("T")
 
 _EXIT_S: Final = 10.0
-"""How long a process that ends waits for what is under way, and may only be slow."""
+"""How long an exiting process waits for running calls, which may only be slow."""
 
 _running: set[SafeThread] = set()
 _mutex = threading.Lock()
 
 
 async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
-    """As ``asyncio.to_thread``, whose threads every process waits for at its end (``concurrent.futures.thread``).
+    """Call a function as ``asyncio.to_thread`` does, without its wait at exit (``concurrent.futures.thread``).
 
     Args:
-        function: What to call. Who gives up waiting does not end it.
-        *arguments: For it.
+        function: The function to call. It goes on if the caller's wait is cancelled.
+        *arguments: Its arguments.
 
     Returns:
-        What it returned.
+        The function's result.
 
     Raises:
-        Exception: What it raised.
+        Exception: The function's error.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
@@ -43,7 +43,7 @@ async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
         if error is not None:
             answer.set_exception(error)
         else:
-            answer.set_result(result)  # type: ignore[arg-type] # it is what was returned
+            answer.set_result(result)  # type: ignore[arg-type] # the function's result
 
     def run() -> None:
         result: T | None = None
@@ -54,7 +54,7 @@ async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
             failure = error
         with _mutex:
             _running.discard(threading.current_thread())
-        # The loop may be closed by now, and then nobody waits.
+        # The loop may be closed by now; then no caller waits.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, failure)
 

@@ -1,6 +1,6 @@
 """The engines of a publisher, and the delivery of one version to one of them.
 
-An engine's records are changed on the loop that notifies engines; any thread may look.
+An engine's record changes on the loop that notifies engines; any thread may read it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 _NUM_DOUBTFUL: Final = 4
-"""An engine that hangs for good must not keep every version on disk."""
+"""Limits how many versions an engine that hangs for good keeps on disk."""
 _MAX_SHOWN_CHARACTERS: Final = 3000
 _GIVING_WAY_S: Final = 15.0
 
@@ -34,9 +34,9 @@ class Link:
     """Per-engine state that survives remove and add.
 
     Attributes:
-        mutex: Taken by one delivery, or one poll, after the other.
+        mutex: Serialises deliveries and polls.
         asking: The poll that holds the mutex; a delivery ends it.
-        unfinished: Tasks beside the attempts, such as resuming the engine.
+        unfinished: Tasks besides the attempts, such as resuming the engine.
         is_left_paused: See `EngineConnection`.
         is_in_doubt: See `EngineConnection`.
     """
@@ -59,21 +59,22 @@ class KnownEngine:
 
     Attributes:
         engine: The engine.
-        link: To it.
-        version: The version that it confirmed last, or was found to serve; ``None`` if it serves none, or never said.
-        has_said: Whether it ever said which.
-        is_counted: Whether it confirmed the last version that it was notified of.
-        outcome: Of the last delivery; ``None`` before the first.
-        doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
-        loading: The version that is being delivered.
-        serving: Versions that it lists as served, beside the one that it confirmed.
-        newest: The newest version that it is to be notified of.
-        failure: What went wrong with the last delivery.
-        poll_failure: What went wrong when it was asked last.
-        was_down: Whether it could not be asked since the last delivery.
-        is_removed: Whether it was.
-        tasks: Deliveries that wait or are under way.
-        watching: Polls it.
+        link: The engine's state that survives removal.
+        version: The version that the engine last confirmed or was found to serve; ``None`` if it serves none, or never
+            reported one.
+        has_said: Whether the engine ever reported its version.
+        is_counted: Whether the engine confirmed the last version that it was notified of.
+        outcome: Outcome of the last delivery; ``None`` before the first.
+        doubtful: The latest few versions that the engine may have begun to load and did not confirm.
+        loading: The version in delivery.
+        serving: Versions that the engine lists as served, besides the confirmed one.
+        newest: The newest version to deliver to the engine.
+        failure: Error of the last delivery.
+        poll_failure: Error of the last poll.
+        was_down: Whether a poll since the last delivery failed.
+        is_removed: Whether the engine was removed.
+        tasks: Waiting and running deliveries.
+        watching: The task that polls the engine.
     """
 
     engine: Engine
@@ -95,16 +96,16 @@ class KnownEngine:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
+        """Base URL of the engine."""
         return self.engine.url
 
     @property
     def used(self) -> int | None:
-        """The version that it is known to use."""
+        """The version that the engine is known to use."""
         return None if self.link.is_in_doubt else self.version
 
     def connection(self, session: aiohttp.ClientSession) -> EngineConnection:
-        """A connection that shares the state of the engine."""
+        """Return a connection that shares the state of the engine."""
         connection = EngineConnection(session, self.engine.url, self.engine.headers)
         connection.unfinished = self.link.unfinished
         connection.serving = self.serving
@@ -113,14 +114,14 @@ class KnownEngine:
         return connection
 
     def versions_in_use(self) -> set[int] | None:
-        """Versions that it may be using; ``None`` if that may be any."""
+        """Return the versions that the engine may be using; ``None`` if it may use any."""
         if not self.has_said:
             return None
         versions = {*self.doubtful, *self.serving}
         return versions | {each for each in (self.version, self.loading) if each is not None}
 
     def state(self) -> EngineState:
-        """The state of the engine for users."""
+        """Return the state of the engine for users."""
         return EngineState(
             url=self.url,
             version=self.used,
@@ -135,13 +136,13 @@ class EngineDelivery:
     """The delivery of one version to one engine.
 
     Attributes:
-        known: The engine; the outcome is noted there.
+        known: The engine; its record gets the outcome.
         delivery: The version.
-        timeout_s: The deadline, from when the engine is done with the version before.
-        number: How often it was tried.
-        failure: Why the last attempt did not get through.
+        timeout_s: The deadline in seconds, from when the engine is done with the previous version.
+        number: Number of attempts.
+        failure: Error of the last attempt that did not reach the engine.
         may_be_loading: Whether the engine may have received the version.
-        connection: To the engine; ``None`` before the first try.
+        connection: Connection to the engine; ``None`` before the first attempt.
     """
 
     known: KnownEngine
@@ -153,12 +154,12 @@ class EngineDelivery:
     connection: EngineConnection | None = None
 
     async def run(self, session: aiohttp.ClientSession) -> EngineReport:
-        """Delivers the version: waits for its turn, tries until the engine answers or the deadline comes, and reports.
+        """Deliver the version: wait for its turn, try until the engine answers or the deadline expires, and report.
 
         Raises nothing.
 
         Args:
-            session: Whose connections are used.
+            session: Provides the connections.
         """
         known, version = self.known, self.delivery.version
         started_s, is_counted = time.monotonic(), known.is_counted
@@ -170,7 +171,7 @@ class EngineDelivery:
         elif report.outcome != "superseded":
             known.is_counted = False
         if report.outcome != "confirmed" and self.may_be_loading:
-            # Its request was given up here, which need not keep the engine from going on with it.
+            # The request was cancelled here, but the engine may go on with it.
             known.doubtful = (*known.doubtful, version)[-_NUM_DOUBTFUL:]
         is_in_doubt = self.connection.is_in_doubt if self.connection is not None else known.link.is_in_doubt
         report = msgspec.structs.replace(
@@ -191,12 +192,12 @@ class EngineDelivery:
         return report
 
     async def _take_turn(self) -> EngineReport | None:
-        """Takes the engine's mutex. Returns the report if this version does not get its turn."""
+        """Take the engine's mutex. Return the report if this version does not get its turn."""
         known, mutex = self.known, self.known.link.mutex
         if known.link.asking is not None:
             known.link.asking.cancel()
         try:
-            # The attempt that holds it has a deadline, too.
+            # The attempt that holds the mutex has a deadline, too.
             await asyncio.wait_for(mutex.acquire(), self.timeout_s + _GIVING_WAY_S)
         except (TimeoutError, asyncio.TimeoutError):
             return self._report("late", self._late())
@@ -210,11 +211,11 @@ class EngineDelivery:
         return None
 
     async def _until_deadline(self, session: aiohttp.ClientSession) -> EngineReport:
-        """Tries until the engine answers, or the deadline comes; then the mutex is released."""
+        """Try until the engine answers or the deadline expires; then release the mutex."""
         known, mutex = self.known, self.known.link.mutex
         known.loading = self.delivery.version
         delivering = asyncio.ensure_future(self._until_it_answers(session))
-        # Also if it does not give way when it is given up: then the engine stays taken.
+        # If the delivery ignores its cancellation, the engine stays locked.
         delivering.add_done_callback(lambda _: mutex.release())
         try:
             await asyncio.wait({delivering}, timeout=self.timeout_s)
@@ -223,7 +224,7 @@ class EngineDelivery:
             known.loading = None
         connection = self.connection
         if not delivering.done():
-            # It has been given up, and does not know yet.
+            # The delivery is cancelled, but has not noticed yet.
             left_paused = f"; {LEFT_PAUSED}" if connection is not None and connection.is_left_paused else ""
             if self.failure is not None:
                 return self._report("unreachable", f"{self.failure}{left_paused}")
@@ -251,11 +252,11 @@ class EngineDelivery:
         return f"no answer within {self.timeout_s:g} s"
 
     async def _until_it_answers(self, session: aiohttp.ClientSession) -> int:
-        """Tries again while no connection can be made, or it breaks.
+        """Retry while the connection fails or breaks.
 
         Raises:
-            EngineRefusedError: It answered with an error, or uses another version.
-            RuntimeError: The engine's own code wants to end the process.
+            EngineRefusedError: The engine answered with an error, or uses another version.
+            RuntimeError: The engine's own code tries to exit the process.
         """
         known = self.known
         connection = self.connection = known.connection(session)
@@ -291,5 +292,5 @@ class EngineDelivery:
 
 
 def _shown(text: str) -> str:
-    """The answer of an engine, as reports and logs show it."""
+    """Return an engine's answer in the form of reports and logs."""
     return escape_peer_text(text, max_characters=_MAX_SHOWN_CHARACTERS)

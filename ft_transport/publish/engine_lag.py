@@ -1,4 +1,4 @@
-"""How far each engine is behind the newest version, for who scrapes the transport that serves versions."""
+"""How far each engine is behind the newest version, as metrics of the transport that serves versions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CREDENTIALS: Final = re.compile(r"//[^/]*@")
 
 
 class EngineLag:
-    """Compares what engines use with what was published. Any thread may use it.
+    """Compares the engines' versions with the published ones. Thread-safe.
 
     Args:
-        states: Tells of the engines.
+        states: Returns the states of the engines.
         clock: Monotonic seconds.
     """
 
@@ -34,12 +34,12 @@ class EngineLag:
         self._published: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
 
     def published(self, version: int) -> None:
-        """Note that a version is there, greater than every one before."""
+        """Record a published version, greater than every earlier one."""
         with self._mutex:
             self._published.append((version, self._clock()))
 
     def readings(self) -> Iterator[Reading]:
-        """See ``telemetry.metrics.Source``. Of many engines the first hundred are told apart."""
+        """See ``telemetry.metrics.Source``. Only the first hundred engines have readings of their own."""
         states, now_s = self._states(), self._clock()
         with self._mutex:
             published = tuple(self._published)
@@ -58,5 +58,5 @@ class EngineLag:
 
 
 def _shown(url: str) -> str:
-    """Without what may be a password."""
+    """Return a URL without its user part, which may contain a password."""
     return _CREDENTIALS.sub("//", url, count=1)

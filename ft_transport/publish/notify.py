@@ -1,4 +1,4 @@
-"""Notifies all engines of one publisher at once, and knows the version that each engine uses."""
+"""Notifies all engines of one publisher at once, and tracks the version that each engine uses."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ T = TypeVar("T")
 
 
 class EngineNotifier:
-    """Notifies engines, on a thread of its own. Any thread may call it.
+    """Notifies engines, on its own thread. Thread-safe.
 
     Args:
         policy: When a version counts as published.
-        timeout_s: Deadline of each engine, from when it is notified.
-        poll_interval_s: How often engines are asked for their version; ``None`` for never.
-        reports: Of each version there is one when its outcome is decided, and one when no engine is pending any more.
-        changed: Called on that thread when engines may use other versions than before, beside a publish.
+        timeout_s: Deadline of each engine in seconds, from when it is notified.
+        poll_interval_s: How often engines are polled for their version, in seconds; ``None`` for never.
+        reports: Gets two reports of each version: one when the policy has decided, and one when no engine is pending
+            any more.
+        changed: Called on the notifier's thread when the engines' versions may have changed outside a publish.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class EngineNotifier:
         self._reports = reports
         self._changed = changed
         self._mutex = threading.Lock()
-        # Replaced as a whole: whoever reads it sees one state.
+        # Replaced as a whole, so that each reader sees one consistent state.
         self._engines: dict[str, KnownEngine] = {}
         self._left: dict[str, Link] = {}
         self._newest: Delivery | None = None
@@ -69,18 +70,18 @@ class EngineNotifier:
         self._loop = asyncio.new_event_loop()
 
     def begin_with(self, newest: Delivery) -> None:
-        """Notes the version for engines that are added before the next publish."""
+        """Record the version for engines that are added before the next publish."""
         with self._mutex:
             self._newest = newest
 
     def notify(self, delivery: Delivery) -> Future[PublishReport]:
-        """Begins to notify all engines of a version.
+        """Begin to notify all engines of a version.
 
         Returns:
-            The last report.
+            The final report.
 
         Raises:
-            PublishError: This is closed.
+            PublishError: The notifier is closed.
         """
         with self._mutex:
             self._refuse_if_closed()
@@ -90,14 +91,14 @@ class EngineNotifier:
             return self._submit(lambda: self._notify_all(delivery, engines))
 
     def add(self, engine: Engine) -> Future[None] | None:
-        """Adds an engine, and begins to notify it of the newest version, if any.
+        """Add an engine, and begin to notify it of the newest version, if any.
 
         Returns:
-            The end of that.
+            Completes when that delivery ends; ``None`` without a version.
 
         Raises:
-            ConfigurationError: It is no engine, or there is one with its URL.
-            PublishError: This is closed.
+            ConfigurationError: The object is not an engine, or its URL is already in use.
+            PublishError: The notifier is closed.
         """
         with self._mutex:
             self._refuse_if_closed()
@@ -109,11 +110,11 @@ class EngineNotifier:
             return self._submit(lambda: self._tell(known, newest))
 
     def remove(self, url: str) -> None:
-        """Forgets an engine; a delivery that is under way is given up.
+        """Remove an engine, and cancel a running delivery to it.
 
         Raises:
-            ConfigurationError: There is no engine of this URL.
-            PublishError: This is closed.
+            ConfigurationError: No engine has this URL.
+            PublishError: The notifier is closed.
         """
         with self._mutex:
             self._refuse_if_closed()
@@ -122,14 +123,14 @@ class EngineNotifier:
                 raise ConfigurationError(f"expected the URL of an engine, one of {sorted(self._engines)}, got {url!r}")
             known.is_removed = True
             self._engines = {each: other for each, other in self._engines.items() if other is not known}
-            # It may be added again while this end is resumed.
+            # The engine may be added again while a task still resumes it.
             self._left = {each: link for each, link in self._left.items() if link.is_busy or link.is_left_paused}
             self._left[known.url] = known.link
             if self._thread.is_begun:
                 self._loop.call_soon_threadsafe(self._give_up, known)
 
     def check_features(self, features: Mapping[str, object]) -> None:
-        """Refuses an adapter that an engine would apply otherwise than the trainer does.
+        """Refuse an adapter that an engine would apply differently from the trainer.
 
         Args:
             features: See `features_of`.
@@ -142,11 +143,11 @@ class EngineNotifier:
                 raise PublishError(reason)
 
     def states(self) -> tuple[EngineState, ...]:
-        """The state of each engine."""
+        """Return the state of each engine."""
         return tuple(known.state() for known in self._engines.values())
 
     def versions_in_use(self) -> set[int] | None:
-        """Versions that engines may be using; ``None`` if one has never said which."""
+        """Return the versions that engines may be using; ``None`` if an engine never reported one."""
         versions: set[int] = set()
         for known in self._engines.values():
             used = known.versions_in_use()
@@ -156,11 +157,11 @@ class EngineNotifier:
         return versions
 
     def stop_polling(self) -> None:
-        """Asks no engine any more. May be called while memory is collected."""
+        """Stop polling. The garbage collector may call it."""
         self._is_polling = False
 
     def close(self) -> None:
-        """Gives up engines that are being notified, and ends the thread. May be called twice."""
+        """Cancel the running notifications, and end the thread. May be called twice."""
         with self._mutex:
             is_first, self._is_closed = not self._is_closed, True
         if self._thread.is_alive():
@@ -177,10 +178,10 @@ class EngineNotifier:
             raise PublishError("expected a publisher that is open, this one is closed")
 
     def insert(self, engine: Engine) -> KnownEngine:
-        """Adds an engine, which nobody notifies before the next publish.
+        """Add an engine without a notification before the next publish.
 
         Raises:
-            ConfigurationError: It is no engine, or there is one with its URL.
+            ConfigurationError: The object is not an engine, or its URL is already in use.
         """
         if not isinstance(engine, Engine):
             raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
@@ -191,7 +192,7 @@ class EngineNotifier:
         return known
 
     def _submit(self, start: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """As ``asyncio.run_coroutine_threadsafe``, whose future a signal handler can leave locked for the loop."""
+        """Work as ``asyncio.run_coroutine_threadsafe``, whose future a signal handler can leave locked for the loop."""
         future: Future[T] = SafeFuture()
 
         def begin() -> None:
@@ -224,7 +225,7 @@ class EngineNotifier:
             task.cancel()
         if given_up:
             await asyncio.wait(given_up, timeout=_CLOSING_S)
-        # Cancelled deliveries end now, and may leave an engine to be resumed.
+        # Cancelled deliveries end now, and may start tasks that resume an engine.
         for _ in range(2):
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
@@ -246,7 +247,7 @@ class EngineNotifier:
         return self._session
 
     def _begin(self, known: KnownEngine, delivery: Delivery) -> asyncio.Task[EngineReport]:
-        """Begins to notify one engine. Cancelled, it is given up."""
+        """Begin to notify one engine. To give the delivery up, cancel the task."""
         session = self._open_session()
         known.newest = max(known.newest, delivery.version)
         task = asyncio.get_running_loop().create_task(EngineDelivery(known, delivery, self._timeout_s).run(session))
@@ -257,7 +258,7 @@ class EngineNotifier:
         return task
 
     def _give_up(self, known: KnownEngine) -> None:
-        """Cancels the deliveries and the polls of a removed engine."""
+        """Cancel the deliveries and the polls of a removed engine."""
         for task in (*known.tasks, known.watching):
             if task is not None:
                 task.cancel()
@@ -267,7 +268,7 @@ class EngineNotifier:
         return self._newest if self._is_polling else None
 
     async def _tell(self, known: KnownEngine, delivery: Delivery) -> None:
-        """Delivers the newest version to one engine, beside a publish."""
+        """Deliver the newest version to one engine, outside a publish."""
         if known.is_removed:
             return
         telling = self._begin(known, delivery)

@@ -1,4 +1,4 @@
-"""Which order to fetch a version is carried out when: one at a time, and none can hold the others up for good."""
+"""The queue of orders to fetch a version: one order runs at a time, and no order can block the others for good."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLOSING_S: Final = 5.0
 
 
 class OrderRefusedError(TransportError):
-    """An order is not carried out, for a reason of `Reason`."""
+    """The receiver refuses an order, for a reason of `Reason`."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -26,15 +26,15 @@ class OrderRefusedError(TransportError):
 
 
 class OrderQueue:
-    """Carries out orders one after the other. Belongs to an event loop.
+    """Carries out orders one after the other. Used on one event loop.
 
-    Versions are compared within a source, the ``host:port`` of its transport: of each source the latest version waits,
-    and an earlier one than that which was begun last is refused. Versions of different sources are not compared; of
-    them the later order wins.
+    The queue compares versions within a source, the ``host:port`` of its transport: the latest version of each source
+    waits, and an earlier version than the last one that began is refused. Versions of different sources are not
+    compared; the later order wins.
 
     Args:
-        fetch: Carries one out, on a thread; its handle ends it.
-        patience_s: While an order waits, the fetch that runs is ended unless it receives 1 MiB/s over so many seconds.
+        fetch: Carries out an order, on a thread; the handle ends it.
+        patience_s: While an order waits, the running fetch is ended unless it receives 1 MiB/s over this many seconds.
     """
 
     def __init__(self, fetch: Callable[[Order, FetchHandle], None], *, patience_s: float) -> None:
@@ -48,11 +48,11 @@ class OrderQueue:
         self._is_closed = False
 
     async def carry_out(self, order: Order) -> None:
-        """Waits for its turn, and fetches the version.
+        """Wait for the order's turn, and fetch the version.
 
         Raises:
-            OrderRefusedError: It was not begun.
-            Exception: What the fetch raises.
+            OrderRefusedError: The order did not begin.
+            Exception: The error of the fetch.
         """
         entry = _Entry(order, str(PeerAddress.from_url(order.address)), asyncio.get_running_loop().create_future())
         self._admit(entry)
@@ -60,11 +60,11 @@ class OrderQueue:
             self._working = asyncio.ensure_future(self._work())
         elif self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
-        # Who sent it may have gone: it is carried out all the same.
+        # The order runs even if its sender disconnects.
         await asyncio.shield(entry.done)
 
     async def close(self) -> None:
-        """Ends the fetch that runs, and refuses the orders that wait."""
+        """End the running fetch, and refuse the waiting orders."""
         self._is_closed = True
         for entry in self._waiting.values():
             entry.fail(OrderRefusedError("closing", "the receiver is being closed"))
@@ -110,7 +110,7 @@ class OrderQueue:
                 self._running = None
 
     async def _watch(self) -> None:
-        """Ends what runs too slowly while others wait."""
+        """End the running fetch if it is too slow while other orders wait."""
         while self._waiting and (entry := self._running) is not None:
             before = entry.handle.num_bytes
             await asyncio.wait({entry.done}, timeout=self._patience_s)
@@ -143,4 +143,4 @@ class _Entry:
     def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
-            self.done.exception()  # who sent the order may have gone
+            self.done.exception()  # the sender may have disconnected

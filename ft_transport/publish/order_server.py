@@ -1,4 +1,4 @@
-"""The HTTP side of a receiver: few connections, none for longer than one request, and no text of anybody's errors."""
+"""The HTTP server of a receiver: few connections, each closed after one request, and no error texts in responses."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _body_decoder: Final = msgspec.json.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and where.
+    """The client of a request, and the address that it reached.
 
     Attributes:
-        remote: The caller's address.
-        reached: The address of this end of the connection, as the socket has it.
+        remote: The client's address.
+        reached: The address of this end of the connection, as the socket reports it.
     """
 
     remote: str
@@ -44,27 +44,27 @@ class Caller:
 
 
 class Answering(Protocol):
-    """What the server asks of the receiver. Called on the server's loop; none of it raises."""
+    """The receiver, as the server calls it, on the server's loop. No method raises."""
 
     async def answer_question(self, query: Mapping[str, str], caller: Caller) -> Mapping[str, object] | Reason:
-        """The answer to ``GET /weights``."""
+        """Returns the answer to ``GET /weights``."""
 
     async def answer_order(
         self, version: int, body: object, caller: Caller
     ) -> tuple[Mapping[str, object], Reason | None]:
-        """The answer to ``POST /weights/{version}``, and why it is a refusal, if it is one."""
+        """Returns the answer to ``POST /weights/{version}``, and the reason if the answer is a refusal."""
 
     async def end(self) -> None:
-        """Called last."""
+        """Ends the receiver's work. The last call."""
 
 
 class OrderServer:
-    """Answers on a thread and an event loop of its own.
+    """Answers requests on its own thread and event loop.
 
     Args:
-        listening: Where; it is closed in the end.
-        answering: Says what.
-        names: By which it may be asked; ``None`` for any.
+        listening: The listening socket; the server closes it at the end.
+        answering: Answers the requests.
+        names: Host names that requests may name; ``None`` for any.
     """
 
     def __init__(self, listening: socket.socket, answering: Answering, *, names: OwnNames | None) -> None:
@@ -86,7 +86,7 @@ class OrderServer:
         self._server.start()
 
     def close(self) -> None:
-        """Stops answering. May be called twice."""
+        """Stop answering. May be called twice."""
         self._server.stop()
         self._server.join()
 
@@ -112,11 +112,11 @@ class OrderServer:
 
     async def _receive(self, request: web.Request) -> web.Response:
         caller = _caller_of(request)
-        # A page in a browser may send any other type to another origin without being asked (Fetch standard, 4.10).
+        # A page in a browser may send any other type to another origin without a preflight (Fetch standard, 4.10).
         if request.content_type != "application/json":
             return self._refusal("malformed", caller)
         try:
-            # Who is slow loses its place.
+            # A slow client loses its place.
             body: object = _body_decoder.decode(await request.read())
         except (*DECODE_ERRORS, web.HTTPRequestEntityTooLarge):
             return self._refusal("malformed", caller)
@@ -125,7 +125,7 @@ class OrderServer:
         self._num_orders += 1
         place = place_of(request)
         try:
-            # It waits for its turn, and for the weights.
+            # The request waits for its turn, and for the weights.
             self._admission.authenticated(place)
             with self._admission.serving(place):
                 version = int(request.match_info["version"])
@@ -145,7 +145,7 @@ class OrderServer:
 
 
 def _nobody(_address: str, _sent: bytes) -> bool:
-    """Whether one claims to be a member: what an order proves shows when it has come."""
+    """Treat no client as a member: only the content of an order proves membership."""
     return False
 
 
@@ -159,7 +159,7 @@ def _caller_of(request: web.Request) -> Caller:
 async def _close_after(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Who asks next connects again, and is counted again, also who asked for a route that there is not."""
+    """Close the connection after each response, errors included, so that the limits count every request of a client."""
     try:
         response = await handler(request)
     except web.HTTPException as error:

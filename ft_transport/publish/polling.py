@@ -1,4 +1,4 @@
-"""Engines are asked now and then which version they serve; one that has lost it is told again, without a publish."""
+"""Polls of the engines' versions: an engine that lost the newest version gets it again, without a publish."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S: Final = 5.0
 _MAX_BACKOFF: Final = 6
-"""An engine that is down, or does not keep what it is told, is asked at least so many times less often."""
+"""Largest factor by which the poll interval grows for an engine that is down, or loses versions again and again."""
 
 _own_random = random.Random()
-"""Not the process's generator: what the trainer draws from that must not depend on how often an engine was."""
+"""Separate from the process's generator: the trainer's random numbers must not depend on the number of polls."""
 
 Finding: TypeAlias = Literal["good", "lost", "down", "busy"]
 
 
 class EnginePoller:
-    """Watches engines, on the loop that notifies them.
+    """Polls engines, on the loop that notifies them.
 
     Args:
-        interval_s: How often each engine is asked, at least.
-        newest: Returns the newest version, if there is one.
-        deliver: Delivers it to an engine; it ends by itself.
+        interval_s: Longest time between two polls of an engine, in seconds.
+        newest: Returns the newest version, if any.
+        deliver: Delivers that version to an engine; ends by itself.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class EnginePoller:
         self._deliver = deliver
 
     async def watch(self, known: KnownEngine, session: aiohttp.ClientSession) -> None:
-        """Asks one engine until this is cancelled."""
+        """Poll one engine until this is cancelled."""
         pause_s = self._interval_s
         while True:
-            # Not all engines at once, though all of them were told at once.
+            # Spreads the polls: all engines were notified at the same time.
             await asyncio.sleep(pause_s * _own_random.uniform(0.8, 1.0))
             newest = self._newest()
             if newest is None or known.outcome is None or known.link.is_busy:
@@ -61,10 +61,11 @@ class EnginePoller:
             pause_s = self._interval_s if is_in_order else min(2 * pause_s, _MAX_BACKOFF * self._interval_s)
 
     async def look(self, known: KnownEngine, newest: Delivery, session: aiohttp.ClientSession) -> Finding:
-        """Asks an idle engine, and says what that means.
+        """Poll an idle engine, and interpret its answer.
 
         Returns:
-            ``lost``: it has to be told again. ``down``: it did not answer. ``busy``: a delivery was more urgent.
+            ``lost``: the engine needs the newest version again. ``down``: it did not answer. ``busy``: a delivery took
+            precedence.
         """
         link = known.link
         assert isinstance(known.engine, PolledEngine), "others are not watched"
@@ -86,7 +87,7 @@ class EnginePoller:
         if isinstance(answer, Exception):
             if not isinstance(answer, EngineRefusedError) or answer.status not in NO_ROUTE:
                 return self._down(known, f"when it was asked for its version: {type(answer).__name__}: {answer}")
-            # It is there, and has no route that tells.
+            # The engine runs, but has no route that reports its version.
             says, version = False, None
         else:
             says, version = True, answer
@@ -111,30 +112,30 @@ class EnginePoller:
 
 
 def needs_delivery(known: KnownEngine, newest: int, version: int | None, *, says: bool, was_resumed: bool) -> bool:
-    """Whether an engine that answers has to be told of the newest version again.
+    """Return whether an engine that answers needs the newest version again.
 
     Args:
-        known: What was known of it before it answered.
+        known: The engine's record from before the answer.
         newest: The newest version.
-        version: The one that it serves; ``None`` for none of this publisher's.
-        says: Whether it can say so.
-        was_resumed: It was left paused, and is not any more: it is another process.
+        version: The version that the engine serves; ``None`` for none of this publisher's.
+        says: Whether the engine can report its version.
+        was_resumed: The engine was left paused and no longer is: it is another process.
     """
     if says and version is not None and version > newest:
-        return False  # Somebody else's, who is further.
+        return False  # A version of another publisher, which is ahead.
     match known.outcome:
         case "confirmed":
             return version != newest if says else known.was_down
         case "unreachable" | "late":
             return True
         case _:
-            # It would refuse it again, unless it was restarted.
+            # The engine would refuse the version again, unless it was restarted.
             is_behind = known.version is not None and (version is None or version < known.version)
             return known.was_down or was_resumed or (says and is_behind)
 
 
 async def _answer(engine: PolledEngine, connection: EngineConnection, newest: Delivery) -> int | Exception | None:
-    """What somebody else's code returned or raised; on the loop's own thread nothing else may come of it."""
+    """Return the result or the error of the engine's own code; nothing else may reach the loop's thread."""
     try:
         version: object = await engine.served_version(connection, newest)
     except (EngineRefusedError, EngineUnreachableError) as error:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-# Not the builtin one before Python 3.11.
+# Differs from the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
-"""Beyond the engines' deadline: the report has to be posted, and found."""
+"""Added to the engines' deadline: time to post the report, and to find it."""
 
 _numbers_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
@@ -56,40 +56,40 @@ class Publisher:
     """Publishes versions of weights to inference engines.
 
     All ranks export a version together, and are free as soon as it is on disk. Rank 0 then notifies all engines at
-    once, on a thread of its own, and posts the outcome; no rank waits in a collective for HTTP.
+    once, on its own thread, and posts the outcome; no rank waits in a collective for HTTP.
 
     Args:
-        engines: Engines to notify. Rank 0 notifies its own; what other ranks pass is not looked at.
+        engines: Engines to notify. Rank 0 notifies its own; other ranks' engines are ignored.
         root: A directory for versions, ``version-N`` each; engines see it under the same path. One publisher at a time
             writes there.
         process_group: All ranks that hold parts of the weights. By default all of ``torch.distributed``, or this
-            process alone where that is not initialised.
-        policy: When `PublishHandle.result` is content: ``all`` engines have confirmed the version, a ``quorum`` (more
-            than half), or as many as do (``best_effort``). An engine that failed is notified of every further version,
-            and counts again once it has confirmed one.
-        engine_timeout: Deadline of each engine for each version, from when it is done with the one before.
+            process alone if that is not initialised.
+        policy: When `PublishHandle.result` succeeds: ``all`` engines have confirmed the version, a ``quorum`` (more
+            than half), or any number (``best_effort``). An engine that failed is notified of every further version, and
+            counts again once it has confirmed one.
+        engine_timeout: Deadline of each engine for each version, from when it is done with the previous one.
         timeout: How long a rank may go without a heartbeat during an export.
-        silence_timeout: How long rank 0 may go without one while engines are notified.
-        num_copy_threads: That copy the weights.
-        transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.
-            Its metrics tell of this publisher. The publisher does not shut it down.
-        deltas: Whether these get the elements that changed, where they are fewer bytes than the chunks that changed. It
-            costs the trainer's host half a second of one core for a GB; turn it off where the network is faster.
-        keep: So many of the newest versions are never deleted.
-        keep_for: How long an adapter is kept once the next version is there: longer than any request runs, because
-            engines may read it for as long, and vLLM ends where it is gone. Weights are read once.
-        weight_format: Names, dtype and size of files of every version, where they are not the trainer's.
-        poll_interval: How often each engine is asked which version it serves, as long as nothing is delivered to it.
-            One that has lost the newest version, because it was restarted, or that was out of reach is told of it
-            again. An engine that is down is asked less often. ``None``: none is asked.
-        recorder: Keeps records of what is published (``ft_transport.telemetry``); one of its own by default.
-        private: Whether files and directories are their owner's alone (0400, 0700), so that only engines of the same
-            user read them; else the umask says who may.
+        silence_timeout: How long rank 0 may go without a heartbeat while engines are notified.
+        num_copy_threads: Number of threads that copy the weights.
+        transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); only rank 0 uses it. Its
+            metrics cover this publisher. The publisher does not shut it down.
+        deltas: Whether engines that pull get the elements that changed, if they are fewer bytes than the chunks that
+            changed. A delta costs the trainer's host half a second of one core per GB; turn it off if the network is
+            faster.
+        keep: Number of newest versions that are never deleted.
+        keep_for: How long an adapter is kept after the next version: longer than any request runs, because engines may
+            read it during a request, and vLLM exits if it is missing. Weights are read once.
+        weight_format: Names, dtype and size of files of every version, if they differ from the trainer's.
+        poll_interval: How often each idle engine is polled for its version. An engine that lost the newest version by a
+            restart, or was unreachable, gets it again. An engine that is down is polled less often. ``None``: no polls.
+        recorder: Records each publish (``ft_transport.telemetry``); a new recorder by default.
+        private: Whether only the owner may read files and directories (0400, 0700), so that only engines of the same
+            user read them; else the umask applies.
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
         ConfigurationError: A setting cannot work.
-        TransportError: A rank failed; the same error on all of them.
+        TransportError: A rank failed; the same error on all ranks.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Publisher:
         }.items():
             check_duration(name, duration, at_least=timedelta.resolution)
         self._root = checked_root(root)
-        # An engine may be loading the version before.
+        # An engine may still be loading the previous version.
         self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
         group = RankGroup.of(process_group)
         self._agreement = Agreement(group, "publish", timeout)
@@ -148,7 +148,7 @@ class Publisher:
             reports=self._reports,
             changed=_unless_gone(self._delete_unused),
         )
-        # Engines of one that was dropped without an end may belong to another one by now.
+        # If the publisher was dropped without a close, its engines may belong to another publisher by now.
         weakref.finalize(self, self._notifier.stop_polling).atexit = False
         self._lag = EngineLag(self._notifier.states)
         _publishers.add(self)
@@ -202,23 +202,23 @@ class Publisher:
         files: Files | None = None,
         missing_ok: bool = False,
     ) -> PublishHandle:
-        """Exports a version, and begins to notify the engines. All ranks call it alike, on the training thread.
+        """Export a version, and begin to notify the engines. Every rank calls it alike, on the training thread.
 
         When this returns, the version is on disk, and the weights may be changed.
 
         Args:
-            version: Greater than every one before, those of earlier runs included.
+            version: Greater than every earlier version, earlier runs included.
             weights: A LoRA adapter, or all weights by name; or a function that returns them. Whole tensors, the same on
                 every rank, or DTensors.
-            files: What else goes into the directory, by name, such as ``config.json``: a ``Path`` is copied, bytes and
-                a str are the content, a mapping becomes JSON. Looked at on rank 0 alone. See `model_files`.
-            missing_ok: Whether weights may lack names of the weights before. vLLM keeps what it has of layers that are
-                missing whole; a layer of which a part is missing has undefined values then.
+            files: Other files for the directory, by name, such as ``config.json``: a ``Path`` is copied, bytes and a
+                str are the content, a mapping becomes JSON. Used only on rank 0. See `model_files`.
+            missing_ok: Whether weights may lack names of the previous weights. vLLM keeps its values of layers that are
+                missing entirely; a layer that is missing in part then has undefined values.
 
         Raises:
-            PublishError: Nothing that engines could use, a file that cannot be, or weights with missing names.
+            PublishError: The weights contain nothing that engines could use, a file is invalid, or names are missing.
             StaleVersionError: The version is not newer.
-            TransportError: A rank failed; the same error on all of them.
+            TransportError: A rank failed; the same error on all ranks.
         """
         version = checked_directory_number("version", version)
         if self._is_closed:
@@ -244,20 +244,21 @@ class Publisher:
         return PublishHandle(version, directory, self._reports, self._timeout_s)
 
     def latest(self) -> int | None:
-        """The newest version, also of earlier runs; ``None`` if there is none. Called by all ranks."""
+        """Return the newest version, also of earlier runs; ``None`` without any. All ranks call it."""
         versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, _numbers_decoder)
         return versions[-1] if versions else None
 
     def add_engine(self, engine: Engine) -> None:
-        """Notifies one more engine from now on. Any thread of rank 0 may call it; on other ranks nothing happens.
+        """Add an engine to the notified ones. Any thread of rank 0 may call it; on other ranks it does nothing.
 
-        It is told of the newest version in the background, with the same deadlines, and counts from the next publish.
+        The engine is notified of the newest version in the background, with the same deadlines, and counts from the
+        next publish.
 
         Args:
             engine: The engine.
 
         Raises:
-            ConfigurationError: It is no engine, or there is one with its URL.
+            ConfigurationError: The object is not an engine, or its URL is already in use.
             PublishError: The publisher is closed.
         """
         if not self._agreement.is_first:
@@ -267,17 +268,17 @@ class Publisher:
             self._follow(adding, None)
 
     def remove_engine(self, url: str) -> None:
-        """Notifies an engine no more. Any thread of rank 0 may call it; on other ranks nothing happens.
+        """Stop notifying an engine. Any thread of rank 0 may call it; on other ranks it does nothing.
 
-        A delivery that is under way is given up; an engine that is paused for it is resumed in the background, unless
-        its weights may be half replaced. The policy does not count the engine any more, also in a publish that is under
-        way, and no version is kept for it: end its requests before.
+        A running delivery is cancelled; an engine that is paused for it is resumed in the background, unless its
+        weights may be half replaced. The policy no longer counts the engine, even in a running publish, and no version
+        is kept for it: end its requests first.
 
         Args:
-            url: Of the engine.
+            url: URL of the engine.
 
         Raises:
-            ConfigurationError: There is no such engine.
+            ConfigurationError: No engine has this URL.
             PublishError: The publisher is closed.
         """
         if not self._agreement.is_first:
@@ -285,14 +286,15 @@ class Publisher:
         self._notifier.remove(url)
 
     def engines(self) -> tuple[EngineState, ...]:
-        """The state of each engine, at once. Any thread of rank 0 may call it; other ranks have no engines."""
+        """Return the state of each engine, without waiting. Any thread of rank 0 may call it; others have none."""
         return self._notifier.states()
 
     def close(self, timeout: timedelta | None = None) -> None:
-        """Waits for the engines that are being notified, and ends the thread. May be called twice.
+        """Wait for running notifications, and end the thread. May be called twice.
 
         Args:
-            timeout: How long to wait; an engine that has not confirmed by then is given up. Default: what engines have.
+            timeout: How long to wait; engines that have not confirmed by then are given up. Default: the engines'
+                deadline.
         """
         self._is_closed = True
         deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
@@ -333,7 +335,7 @@ class Publisher:
             self._lag.published(newest.version)
 
     def _follow(self, telling: Future[Any], version: int | None) -> None:
-        """Keeps this publisher alive until a notification ends: of all engines, or of one that was added."""
+        """Keep this publisher alive until a notification ends: of all engines, or of an added one."""
         with self._mutex:
             self._under_way[telling] = version
         telling.add_done_callback(self._told)
@@ -345,11 +347,11 @@ class Publisher:
             self._delete_unused()
 
     def _delete_unused(self) -> None:
-        """Deletes versions that no engine uses any more. On the thread that notifies engines."""
+        """Delete versions that no engine uses any more. Runs on the thread that notifies engines."""
         with self._mutex:
             pending = {version for version in self._under_way.values() if version is not None}
         used = self._notifier.versions_in_use()
-        # Of an engine that never confirmed one, it may be any.
+        # An engine that never confirmed a version may use any.
         if used is not None:
             self._versions.delete_expired(used | pending)
 
@@ -359,13 +361,13 @@ _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
 
 @at_exit
 def _close_all() -> None:
-    """Notifying goes on when the process ends; a thread that is cut off may abort it."""
+    """Let notifications finish when the process exits; a thread that is cut off may abort the process."""
     for publisher in list(_publishers):
         publisher._close_at_exit()
 
 
 def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a method as long as its object is there, and does not keep it."""
+    """Return a function that calls a method while its object exists, without keeping it alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

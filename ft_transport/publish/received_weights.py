@@ -1,4 +1,4 @@
-"""An engine's own tensors, and how a version gets into them: whole, or not at all."""
+"""An engine's own tensors. A version gets into them as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ logger = logging.getLogger(__name__)
 _NUM_CONNECTIONS: Final = 4
 _STALL_TIMEOUT: Final = timedelta(seconds=10)
 _UNREACHABLE_TIMEOUT: Final = timedelta(seconds=10)
-"""A publisher orders what it serves already, so nobody has to wait for its start."""
+"""A publisher orders only versions that it already serves, so no receiver needs to wait for its start."""
 
 Weights: TypeAlias = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 
 
 class WeightsDifferError(RestoreError):
-    """What comes is not what the engine has."""
+    """The version has other tensors than the engine."""
 
 
 class WeightsUnusableError(RestoreError):
-    """The engine has something that cannot be received into."""
+    """The engine has a value that cannot be received into."""
 
 
 class ReceivedWeights:
-    """Receives versions into an engine's tensors. One thread at a time fetches; any may look.
+    """Receives versions into an engine's tensors. One thread at a time fetches; any thread may read the attributes.
 
     Args:
         weights: See ``WeightReceiver``.
-        paused: The same.
-        keys: Those of the job, if it has any.
-        timeout: For fetching a version.
+        paused: See ``WeightReceiver``.
+        keys: The job's keys, if it has any.
+        timeout: Timeout for fetching a version.
 
     Attributes:
-        version: The version that the tensors are; ``None`` before the first, while they are changed, and after one
-            that failed on its way.
-        num_bytes_fetched: How many bytes the last version took.
+        version: The version that the tensors hold; ``None`` before the first, while they change, and after one that
+            failed on its way.
+        num_bytes_fetched: Number of bytes that the last version took.
     """
 
     def __init__(
@@ -86,18 +86,19 @@ class ReceivedWeights:
         self.num_bytes_fetched = 0
 
     def fetch(self, source: PeerAddress, version: int, handle: FetchHandle) -> None:
-        """Receives a version.
+        """Receive a version.
 
         Args:
-            source: Where it is served.
+            source: The server of the version.
             version: The version.
-            handle: Counts bytes, and ends it.
+            handle: Counts bytes, and ends the fetch.
 
         Raises:
             WeightsDifferError: The version has other tensors; nothing was received.
-            WeightsUnusableError: So it was.
-            TransportError: It did not come. With ``destination_touched`` the tensors are no version any more.
-            Exception: Of the engine's own functions.
+            WeightsUnusableError: The engine has an unusable value; nothing was received.
+            TransportError: The version did not arrive. With ``destination_touched`` the tensors hold no version any
+                more.
+            Exception: An error of the engine's own functions.
         """
         own = _own_weights(self._weights() if callable(self._weights) else self._weights)
         into = {"weights": {names[0]: tensor for names, tensor in own}}
@@ -109,7 +110,7 @@ class ReceivedWeights:
         changes, num_delta_bytes = self._deltas(source, version, own, settings)
         applied = AppliedChanges()
         with self._paused():
-            # Until all is there, or is what it was: undoing may fail as well.
+            # Until the version is complete or undone: the undo may fail as well.
             base, self.version = self.version, None
             try:
                 applied.apply(changes)
@@ -117,7 +118,7 @@ class ReceivedWeights:
                     FetchRequest(
                         peers=FetchPeers(sources=[source]),
                         step=version,
-                        # The engine may have been in the middle of a long forward pass.
+                        # Starts the timeout again: the pause may have waited for a long forward pass.
                         settings=self._settings(handle),
                         into=into,
                         check=check,
@@ -140,7 +141,7 @@ class ReceivedWeights:
     def _deltas(
         self, source: PeerAddress, version: int, own: _Own, settings: FetchSettings
     ) -> tuple[list[OwnChange], int]:
-        """What changes the version that is here into another, and how many bytes came; nothing if chunks have to do."""
+        """Return the changes from the current version to another, and their bytes; empty if no delta applies."""
         base = self.version
         if base is None:
             return [], 0
@@ -158,10 +159,10 @@ _Own: TypeAlias = list[tuple[list[str], torch.Tensor]]
 
 
 def _own_weights(weights: Mapping[str, object]) -> _Own:
-    """The engine's tensors, each once with all its names, as plain tensors that share its memory.
+    """Return the engine's tensors, each once with all its names, as plain tensors that share its memory.
 
     Raises:
-        WeightsUnusableError: Something is no tensor that bytes can be received into, or two overlap.
+        WeightsUnusableError: A value is not a tensor that bytes can be received into, or two tensors overlap.
     """
     own: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
     for name, value in weights.items():
@@ -188,7 +189,7 @@ def _own_weights(weights: Mapping[str, object]) -> _Own:
 
 
 def _refuse_unfilled(state: Mapping[str, torch.Tensor], own: _Own) -> None:
-    """Makes sure that what has come is in the engine's own tensors; for a tie, that all its names are the same."""
+    """Check that the engine's own tensors hold the received values, and that all names of a tie have the same value."""
     for names, tensor in own:
         if state[names[0]] is not tensor and tensor.numel():
             raise RestoreError("expected it to be received in place, it was not", path=names[0])
@@ -204,7 +205,7 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_others(incoming: Incoming, own: Set[str]) -> None:
-    """What comes has to be just what is here."""
+    """Check that the version has exactly the engine's tensors."""
     names = set(incoming.keys("weights") or ())
     if incoming.mismatches or names != own:
         missing, unexpected = sorted(own - names)[:5], sorted(names - own)[:5]

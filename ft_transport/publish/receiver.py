@@ -1,4 +1,4 @@
-"""The receiving end of a publisher, inside an inference engine: the facade of what pulls weights."""
+"""The receiving end of a publisher, inside an inference engine: the facade of the classes that pull weights."""
 
 from __future__ import annotations
 
@@ -40,34 +40,35 @@ _MAX_TOLD_CHARACTERS: Final = 2000
 
 
 class WeightReceiver:
-    """Receives versions into an engine's own tensors, and says which version they are.
+    """Receives versions into an engine's own tensors, and reports the version that they hold.
 
-    Where the publisher keeps a delta from the version that is here, the elements that differ are changed first. Then
-    what the tensors hold is compared with the digests of the version, chunk by chunk, and only what differs crosses the
-    network: a delta that was lost, or made for other weights, does no harm. A version that breaks off before bytes of
-    it have landed leaves the one before. One that breaks off later leaves no weights to use: they are overwritten with
-    NaN patterns, and ``version`` is ``None`` until one has arrived whole. The publisher counts such an engine out.
+    If the publisher has a delta from the current version, the receiver first changes the elements that differ. Then it
+    compares the tensors' content with the digests of the version, chunk by chunk, and fetches only the chunks that
+    differ: a delta that was lost, or made for other weights, does no harm. A version that breaks off before any of its
+    bytes have landed leaves the previous version. One that breaks off later leaves no usable weights: the receiver
+    overwrites them with NaN patterns, and ``version`` is ``None`` until a version has arrived whole. The publisher does
+    not count such an engine.
 
-    With a job token, who orders a version proves that it knows the token, and so does its transport. Without one the
-    receiver listens on the loopback alone, and fetches from there alone. What goes wrong is logged here; the publisher
-    hears one of a few reasons.
+    With a job token, the publisher that orders a version proves that it knows the token, and so does its transport.
+    Without a token the receiver listens only on the loopback, and fetches only from there. The receiver logs errors
+    here; the publisher gets one of a few reasons.
 
     Args:
-        weights: By the names under which they are published, tensors on the CPU or on a device; or a function that
+        weights: Tensors on the CPU or on a device, by the names under which they are published; or a function that
             returns them.
-        paused: Returns a context in which no forward pass reads the weights, entered on a thread of the receiver's own.
+        paused: Returns a context in which no forward pass reads the weights, entered on the receiver's own thread.
         host: Address to bind; ``None`` for all, or without a token for the loopback.
         port: Port to bind; 0 for any free one.
         advertise: See ``TransportSettings``.
-        token: The job token. Default: that of the environment, as for ``TransportSettings``.
-        reached_at: ``host:port`` of URLs by which publishers reach the receiver, beside its own addresses and names
-            that stand for them here; such as that of a forwarded port.
-        sources: From where versions may be fetched: networks (``10.0.0.0/8``), addresses and host names. Default: with
-            a token from anywhere, without one from the loopback; these narrow it.
-        tls: Certificates with which versions are fetched, see ``TransportSettings``; what the publisher tells this
-            receiver does not go through them.
-        timeout: For fetching a version.
-        patience: While another order waits, a fetch that receives less than 1 MiB/s over so long is ended.
+        token: The job token. Default: the environment's, as for ``TransportSettings``.
+        reached_at: ``host:port`` of URLs by which publishers reach the receiver, besides its own addresses and the
+            names that resolve to them here; such as that of a forwarded port.
+        sources: Allowed sources of versions: networks (``10.0.0.0/8``), addresses and host names. Default: all with a
+            token, the loopback without one; this list narrows it.
+        tls: Certificates for fetching versions, see ``TransportSettings``; the publisher's messages to this receiver do
+            not use them.
+        timeout: Timeout for fetching a version.
+        patience: While another order waits, a fetch that receives less than 1 MiB/s over this time is ended.
 
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.
@@ -101,13 +102,13 @@ class WeightReceiver:
                 advertise,
                 bound=host,
                 port=listening.getsockname()[1],
-                # Publishers may know it by a name that stands for another address there.
+                # Publishers may use a name of the receiver that resolves to another address there.
                 is_guarded=False,
                 reached_at=reached_at,
             )
             names = frozenset({reached_by(self.url), *(each.lower() for each in reached_at)})
             orders = _Orders(self._received, allowed, keys, names=names, patience_s=patience.total_seconds())
-            # Without a token it listens on the loopback alone.
+            # Without a token the receiver listens only on the loopback.
             own_names = OwnNames([host or "", *names]) if keys is None else None
             self._server = OrderServer(listening, orders, names=own_names)
         except BaseException:
@@ -116,16 +117,16 @@ class WeightReceiver:
 
     @property
     def version(self) -> int | None:
-        """The version that the weights are; ``None`` before the first, and after one that failed on its way."""
+        """The version that the weights hold; ``None`` before the first, and after one that failed on its way."""
         return self._received.version
 
     @property
     def num_bytes_fetched(self) -> int:
-        """How many bytes the last version took."""
+        """Number of bytes that the last version took."""
         return self._received.num_bytes_fetched
 
     def close(self) -> None:
-        """Stops answering, and gives up a fetch that is under way. May be called twice."""
+        """Stop answering, and cancel a running fetch. May be called twice."""
         self._end(self._server.close)
 
     def __enter__(self) -> WeightReceiver:
@@ -136,7 +137,7 @@ class WeightReceiver:
 
 
 class _Orders:
-    """What a receiver answers, and what it believes."""
+    """Checks the messages to a receiver, and answers them."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class _Orders:
         return None if self._challenges.use(order.challenge) else "unproved"
 
     async def _is_own(self, reached: str, caller: Caller) -> bool:
-        """Whether the address that somebody with the token has used is this receiver's."""
+        """Return whether this receiver has the address that a sender with the token used."""
         if reached in self._names:
             return True
         if not caller.reached:
@@ -219,7 +220,7 @@ class _Orders:
         except TransportError as error:
             if not handle.reason:
                 raise
-            # What broke then was broken off here.
+            # The fetch was cancelled here, which caused the error.
             ended = DeadlineExceededError(handle.reason)
             ended.destination_touched = error.destination_touched
             raise ended from error
@@ -250,6 +251,6 @@ def _reason_of(error: Exception) -> Reason:
 
 
 def _told(error: Exception) -> str:
-    """An error on one line: it may hold what somebody else has sent."""
+    """Return an error as one printable line: it may contain text from a peer."""
     text = f"{type(error).__name__}: {error}"[:_MAX_TOLD_CHARACTERS]
     return "".join(each if each.isprintable() else " " for each in text)

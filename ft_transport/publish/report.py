@@ -14,9 +14,9 @@ from ft_transport.telemetry.recorder import Recording
 Outcome: TypeAlias = Literal[
     "pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed", "removed"
 ]
-"""``refused``: it answered with an error, or confirms another version. ``late``: its deadline ran out. ``superseded``:
-a newer version was published before its turn. ``failed``: our own code, the engine's, or the publisher was closed.
-``removed``: it was removed meanwhile, and counts for nothing."""
+"""``refused``: the engine answered with an error, or confirmed another version. ``late``: its deadline expired.
+``superseded``: a newer version was published before its turn. ``failed``: an error in our code or the engine's, or the
+publisher was closed. ``removed``: the engine was removed meanwhile, and the policy ignores it."""
 Policy: TypeAlias = Literal["all", "quorum", "best_effort"]
 Verdict: TypeAlias = Literal["open", "good", "bad"]
 
@@ -24,19 +24,19 @@ POLICIES: Final = ("all", "quorum", "best_effort")
 
 
 class EngineReport(Struct, frozen=True, kw_only=True):
-    """One engine and one version.
+    """The outcome of one version at one engine.
 
     Attributes:
-        url: Of the engine.
-        outcome: What came of it.
-        is_counted: Whether the policy counts it; one that failed before does not count until it is caught up.
-        seconds: How long it took.
-        num_attempts: How often it was tried; only connection errors are tried again.
-        status: Of the answer that refused, if there was one.
-        body: Of that answer, in part if it is long, whatever its type; or what went wrong.
+        url: URL of the engine.
+        outcome: The outcome.
+        is_counted: Whether the policy counts the engine; after a failure it does not count until it has caught up.
+        seconds: Duration of the delivery, in seconds.
+        num_attempts: Number of attempts; only connection errors are retried.
+        status: HTTP status of the refusal, if any.
+        body: Body of the refusal, truncated if it is long, of any content type; or a description of the error.
         request: Method and URL of the request that failed.
-        version: The version that the engine is known to use; ``None`` before it has confirmed one, and from when an
-            update of its weights has begun until it has confirmed one again.
+        version: The version that the engine is known to use; ``None`` before its first confirmation, and from the start
+            of an update of its weights until its next confirmation.
     """
 
     url: str
@@ -50,7 +50,7 @@ class EngineReport(Struct, frozen=True, kw_only=True):
     version: int | None = None
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the report as one line."""
         took = f"{self.url}: {self.outcome} after {self.seconds:.2f} s and {self.num_attempts} attempts"
         known = f", uses version {self.version}" if self.version is not None else ", version unknown"
         status = f"; status {self.status}" if self.status is not None else ""
@@ -60,12 +60,12 @@ class EngineReport(Struct, frozen=True, kw_only=True):
 
 
 class PublishReport(Struct, frozen=True, kw_only=True):
-    """All engines and one version.
+    """The outcome of one version at all engines.
 
     Attributes:
         version: The version.
-        engines: In the order in which the publisher was given them.
-        verdict: What the policy makes of it.
+        engines: The engines' reports, in the order in which the publisher got the engines.
+        verdict: The verdict of the policy.
         is_final: Whether no engine is pending any more.
     """
 
@@ -79,24 +79,24 @@ class PublishReport(Struct, frozen=True, kw_only=True):
         return tuple(each.url for each in self.engines if each.outcome == "confirmed")
 
     def failed(self) -> tuple[EngineReport, ...]:
-        """Reports of the engines that do not use it, and will not by themselves."""
+        """Reports of the engines that do not use this version, and will not without another delivery."""
         return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending", "removed"))
 
     def __str__(self) -> str:
-        """One line for each engine."""
+        """Return the report, one line for each engine."""
         lines = [f"version {self.version}: {len(self.confirmed())} of {len(self.engines)} engines confirmed it"]
         return "\n  ".join([*lines, *map(str, self.engines)])
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
-    """The state of one engine at the moment.
+    """The current state of one engine.
 
     Attributes:
-        url: Of the engine.
-        version: The version that it confirmed last, or answered that it serves; ``None`` if none is known.
-        is_counted: Whether the policy counts it in the next publish.
-        outcome: Of the last delivery; ``pending`` before the first, and during one.
-        error: What went wrong with the last delivery, or when it was asked for its version after that; else empty.
+        url: URL of the engine.
+        version: The version that the engine last confirmed or reported to serve; ``None`` if unknown.
+        is_counted: Whether the policy counts the engine in the next publish.
+        outcome: Outcome of the last delivery; ``pending`` before the first, and during one.
+        error: Error of the last delivery, or of a later poll of the engine's version; else empty.
     """
 
     url: str
@@ -107,9 +107,9 @@ class EngineState(Struct, frozen=True, kw_only=True):
 
 
 def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
-    """Whether enough engines use the version, or no longer can; without the engines that are left out.
+    """Return whether enough engines use the version, or no longer can; ignores the engines that are left out.
 
-    ``quorum``: more than half of those that count. Where all are left out, all count.
+    ``quorum``: more than half of the counted engines. If all engines are left out, all count.
     """
     present = [each for each in engines if each.outcome != "removed"]
     counted = [each for each in present if each.is_counted] or present
@@ -130,7 +130,7 @@ def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
 
 
 def end_record(recording: Recording, notified: Future[PublishReport]) -> None:
-    """Ends the record of a publish: no engine is pending any more, or the publisher has given up."""
+    """End the record of a publish: no engine is pending any more, or the publisher has given up."""
     error = notified.exception() if not notified.cancelled() else None
     if notified.cancelled() or error is not None:
         recording.end("abandoned", error=error or "")

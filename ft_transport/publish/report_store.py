@@ -1,7 +1,7 @@
 """Reports of versions: rank 0 posts them, and every rank may wait for them, with its own deadline.
 
-In the key-value store of ``torch.distributed``: no rank waits in a collective for HTTP. While engines are notified,
-rank 0 shows heartbeats, so that no rank waits for a dead one.
+They are in the key-value store of ``torch.distributed``: no rank waits in a collective for HTTP. While engines are
+notified, rank 0 posts heartbeats, so that no rank waits for a dead rank 0.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ft_transport.publish.report import PublishReport
 from ft_transport.runtime.handler_safety import SafeCondition
 
 _LONGEST_PAUSE_S: Final = 0.25
-"""A thousand ranks may wait, and one process holds the store."""
+"""A thousand ranks may wait, and one process serves the store."""
 _NUM_KEPT: Final = 256
-"""So many versions can be asked for; older reports are deleted."""
+"""Number of versions whose reports are available; older reports are deleted."""
 
 _report_decoder: Final = msgspec.json.Decoder(PublishReport)
 
 
 class ReportStore:
-    """Reports by version. Posting belongs to rank 0; any thread of any rank may wait.
+    """Reports by version. Only rank 0 posts; any thread of any rank may wait.
 
     Args:
         group: The ranks.
-        silence: Rank 0 is given up when it has shown no heartbeat for so long.
+        silence: Longest time without a heartbeat of rank 0 before a wait fails.
     """
 
     def __init__(self, group: RankGroup, silence: timedelta) -> None:
@@ -45,7 +45,7 @@ class ReportStore:
         self._changed = SafeCondition()
 
     def post(self, report: PublishReport) -> None:
-        """Publishes the report of a version whose verdict is clear; a later one of the same version replaces it."""
+        """Publish the report of a version that has a verdict; a later report of the version replaces it."""
         with self._changed:
             self._here[report.version] = report
             old = list(self._here)[:-_NUM_KEPT]
@@ -59,21 +59,21 @@ class ReportStore:
                 self._messages.channel.remove(key, self._silence)
 
     def tick(self) -> None:
-        """Shows that rank 0 is at work."""
+        """Post a heartbeat of rank 0."""
         if self._messages is not None:
             self._messages.beat()
 
     def wait(self, version: int, timeout_s: float, *, is_final: bool) -> PublishReport:
-        """Waits for the report of a version.
+        """Wait for the report of a version.
 
         Args:
             version: The version.
-            timeout_s: How long.
+            timeout_s: How long to wait, in seconds.
             is_final: Whether to wait until no engine is pending any more, and not only for the verdict.
 
         Raises:
-            DeadlineExceededError: There is none within ``timeout_s``.
-            RankGoneError: Rank 0 shows no heartbeat, or the store does not answer.
+            DeadlineExceededError: No report arrived within ``timeout_s``.
+            RankGoneError: Rank 0 posts no heartbeat, or the store does not answer.
         """
         if self._messages is None or self._is_first:
             with self._changed:
@@ -104,11 +104,11 @@ class ReportStore:
 
 @dataclass(frozen=True, slots=True)
 class PublishHandle:
-    """A version that is on disk and that engines are notified of. Any thread of any rank may wait for the outcome.
+    """A version on disk, of which engines are being notified. Any thread of any rank may wait for the outcome.
 
     Attributes:
         version: Its number.
-        directory: Where it lies.
+        directory: Directory of the version.
     """
 
     version: int
@@ -117,15 +117,16 @@ class PublishHandle:
     _timeout_s: float
 
     def result(self, timeout: timedelta | None = None) -> PublishReport:
-        """Waits until the policy is met, or cannot be any more; slower engines may still be pending then.
+        """Wait until the policy is met, or no longer can be; slower engines may still be pending then.
 
         Args:
-            timeout: By default what the engines have, and a little more.
+            timeout: How long to wait. Default: a little longer than the engines' deadline.
 
         Raises:
-            PublishError: It cannot be met; names the engines, with status and body of a refusal. ``report`` has all.
-            DeadlineExceededError: It was not decided in time.
-            RankGoneError: Rank 0, which notifies the engines, is gone.
+            PublishError: The policy cannot be met; names the engines, with status and body of a refusal. ``report`` has
+                all.
+            DeadlineExceededError: No verdict arrived in time.
+            RankGoneError: Rank 0, which notifies the engines, exited.
         """
         report = self._reports.wait(self.version, self._seconds(timeout), is_final=False)
         if report.verdict == "bad":
@@ -135,7 +136,7 @@ class PublishHandle:
         return report
 
     def report(self, timeout: timedelta | None = None) -> PublishReport:
-        """Waits until no engine is pending any more; raises as `result`, but no PublishError."""
+        """Wait until no engine is pending any more; raises as `result`, but no PublishError."""
         return self._reports.wait(self.version, self._seconds(timeout), is_final=True)
 
     def _seconds(self, timeout: timedelta | None) -> float:
@@ -143,7 +144,7 @@ class PublishHandle:
 
 
 def _keys(version: int) -> tuple[str, str]:
-    """Of the report that has the verdict, and of the last one."""
+    """Return the keys of the report with the verdict, and of the final report."""
     return f"report/{version}/decided", f"report/{version}/final"
 
 

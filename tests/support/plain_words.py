@@ -13,6 +13,7 @@ from typing import Final
 
 PACKAGES: Final = (
     "ft_transport/http",
+    "ft_transport/publish",
     "ft_transport/runtime",
     "manager/collectives",
     "manager/quorum",
