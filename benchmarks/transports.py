@@ -22,8 +22,10 @@ from urllib.parse import urlsplit
 import torch
 
 from benchmarks.states import State, StateSpec, build_destination
-from ft_transport import HTTPTransport, SnapshotInProgress, Taking, TransportSettings
+from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.ceilings import bare_receiver, bare_sender
+from ft_transport.state.snapshot import Taking
+from ft_transport.transfer.server import SnapshotInProgress
 
 TIMEOUT: Final = timedelta(seconds=60)
 STEP: Final = 1

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.settings import StoreSettings as StoreSettings
     from ft_transport.checkpoint.store import CheckpointStore as CheckpointStore
     from ft_transport.http.fetch_settings import FetchTimeout as FetchTimeout
-    from ft_transport.http.fork_safety import close_in_children as close_in_children
-    from ft_transport.http.fork_safety import delaying_forks as delaying_forks
     from ft_transport.publish.adapter import LoRAAdapter as LoRAAdapter
     from ft_transport.publish.delta_directory import DeltaDirectory as DeltaDirectory
     from ft_transport.publish.engines.engine import Answer as Answer
@@ -79,22 +77,12 @@ if TYPE_CHECKING:
     from ft_transport.publish.weight_format import WeightFormat as WeightFormat
     from ft_transport.settings import FetchProgress as FetchProgress
     from ft_transport.settings import TransportSettings as TransportSettings
-    from ft_transport.state.collectives import refusing_collectives as refusing_collectives
-    from ft_transport.state.dtensors import is_dtensor as is_dtensor
     from ft_transport.state.encodings import register_encoding as register_encoding
     from ft_transport.state.flatten import check_encodable as check_encodable
-    from ft_transport.state.matching import Incoming as Incoming
-    from ft_transport.state.matching import Mismatch as Mismatch
-    from ft_transport.state.placements import spans_ranks as spans_ranks
-    from ft_transport.state.snapshot import HeldState as HeldState
-    from ft_transport.state.snapshot import Taking as Taking
-    from ft_transport.state.state_digest import TensorDigests as TensorDigests
     from ft_transport.state.state_digest import state_digest as state_digest
     from ft_transport.tls import TLSFiles as TLSFiles
     from ft_transport.transfer.known import PartialState as PartialState
     from ft_transport.transfer.known import Received as Received
-    from ft_transport.transfer.server import SnapshotInProgress as SnapshotInProgress
-    from ft_transport.transfer.server import SnapshotLease as SnapshotLease
     from ft_transport.transport import HTTPTransport as HTTPTransport
 
 import_on_use(globals())

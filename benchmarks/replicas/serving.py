@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from benchmarks import transports
 from benchmarks.replicas.training import Training
 from benchmarks.report import Role
-from ft_transport import HTTPTransport, SnapshotInProgress, TransportSettings
+from ft_transport import HTTPTransport, TransportSettings
+from ft_transport.transfer.server import SnapshotInProgress
 from manager import Manager
 
 

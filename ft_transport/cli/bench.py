@@ -116,8 +116,8 @@ def measure(num_bytes: int, num_rounds: int) -> list[Rate]:
 def _clone_rates(transport: HTTPTransport[Any], state: dict[str, Any], num_bytes: int, num_rounds: int) -> list[Rate]:
     import statistics
 
-    from ft_transport import Taking
     from ft_transport.cli.ceilings import MemoryCopy
+    from ft_transport.state.snapshot import Taking
 
     samples: dict[str, list[float]] = {"copy_": [], "memmove": [], _CLONE: []}
     until_s = time.monotonic() + _CLONE_S

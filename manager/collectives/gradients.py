@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
-from ft_transport import is_dtensor
+from ft_transport.state.dtensors import is_dtensor
 from manager.collectives.managed_work import ManagedWork, wait_all
 from manager.collectives.reductions import Reduction
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ft_transport import is_dtensor
+from ft_transport.state.dtensors import is_dtensor
 from manager.errors import ManagerError
 from manager.state.guard_marks import GUARD_MARK
 from manager.state_manager import StateManager

@@ -16,7 +16,8 @@ from typing import Final
 
 from torch.optim import Optimizer
 
-from ft_transport import TensorDigests, TransportError
+from ft_transport import TransportError
+from ft_transport.state.state_digest import TensorDigests
 from manager.errors import LockTimeoutError, ManagerError
 from manager.quorum.divergence import Claim
 from manager.quorum.round import QuorumRound

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from ft_transport import is_dtensor
 from ft_transport.runtime.deadline import Deadline
+from ft_transport.state.dtensors import is_dtensor
 from manager.collectives.gradients import NamedParameters, average_gradients, gradients_of
 from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
 from manager.collectives.reductions import ReducedTensor, Reduction

@@ -28,7 +28,9 @@ from manager.state.parameter_order import (
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
-    from ft_transport import CheckpointStore, DCPCheckpoint, Incoming, LoadedCheckpoint, SaveHandle, SnapshotLease
+    from ft_transport import CheckpointStore, DCPCheckpoint, LoadedCheckpoint, SaveHandle
+    from ft_transport.state.matching import Incoming
+    from ft_transport.transfer.server import SnapshotLease
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import ft_transport
-from ft_transport import TransportError, spans_ranks
+from ft_transport import TransportError
 from ft_transport.coordination.ranks import RankGroup
+from ft_transport.state.placements import spans_ranks
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
@@ -26,7 +27,8 @@ from manager.state.replica_state import ReplicaState, checked_step
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ft_transport import HTTPTransport, Incoming, Received
+    from ft_transport import HTTPTransport, Received
+    from ft_transport.state.matching import Incoming
 
 logger = logging.getLogger(__name__)
 

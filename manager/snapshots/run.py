@@ -17,7 +17,8 @@ from manager.snapshots.boundary_keeper import KeptBoundary
 from manager.state.lock import Section, StateLock
 
 if TYPE_CHECKING:
-    from ft_transport import HeldState, SnapshotInProgress, SnapshotLease
+    from ft_transport.state.snapshot import HeldState
+    from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
 
 logger = logging.getLogger(__name__)
 

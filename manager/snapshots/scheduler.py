@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ft_transport import HeldState, TransportError
+from ft_transport import TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
+from ft_transport.state.snapshot import HeldState
 from manager.errors import ManagerError
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.snapshots.demand import SnapshotDemand
@@ -32,7 +33,8 @@ from manager.state.lock import Section
 from manager.state.replica_state import ReplicaState, StateObserver, checked_step
 
 if TYPE_CHECKING:
-    from ft_transport import HTTPTransport, SnapshotInProgress, SnapshotLease
+    from ft_transport import HTTPTransport
+    from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from ft_transport import Taking
+from ft_transport.state.snapshot import Taking
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.state.guard_marks import often_stepping
 from manager.state.guarded_memory import (

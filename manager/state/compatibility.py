@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ft_transport import Incoming
+from ft_transport.state.matching import Incoming
 from manager.errors import RegistryError
 from manager.state.parameter_order import MANAGER_KEY, USER_KEY
 from manager.state.registry import StateEntry, StateRegistry

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ft_transport import refusing_collectives, state_digest
+from ft_transport import state_digest
+from ft_transport.state.collectives import refusing_collectives
 from manager.errors import LoaderOrderError, RegistryError
 
 T = TypeVar("T")

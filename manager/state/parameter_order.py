@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from ft_transport import Incoming
+from ft_transport.state.matching import Incoming
 from manager.errors import RegistryError
 from manager.state.exact_loading import trained_by
 from manager.state.registry import StateRegistry, names_of

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.optim import Optimizer
 
-from ft_transport import refusing_collectives
+from ft_transport.state.collectives import refusing_collectives
 from manager.errors import RegistryError
 from manager.state.exact_loading import exact_loading
 from manager.state.loader_order import LoaderOrder

@@ -34,15 +34,9 @@ from other_users import NOBODY, acting_as, as_root
 from programs import Program, run
 from same_host import listen_to, open_snapshots, taken_from_memory
 
-from ft_transport import (
-    DeadlineExceededError,
-    FetchProgress,
-    FetchTimeout,
-    SnapshotLimitError,
-    Taking,
-    TransportError,
-)
+from ft_transport import DeadlineExceededError, FetchProgress, FetchTimeout, SnapshotLimitError, TransportError
 from ft_transport.http import lent_memory, same_host_client, same_host_server
+from ft_transport.state.snapshot import Taking
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="abstract unix sockets are Linux's")]
 

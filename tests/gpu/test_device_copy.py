@@ -8,7 +8,7 @@ from state_equality import exact
 from state_tools import file_of, file_of_state, on_host, open_stager, receive, take
 from torch import nn
 
-from ft_transport import Taking
+from ft_transport.state.snapshot import Taking
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

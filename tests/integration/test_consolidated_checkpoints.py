@@ -11,9 +11,10 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
-from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore, Taking
+from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore
 from ft_transport.checkpoint import consolidated
 from ft_transport.checkpoint.write_items import describe
+from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_header
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from state_equality import exact
 
-from ft_transport import HTTPTransport, SnapshotLease, StateMovedError, StepNotServedError, TransportError
+from ft_transport import HTTPTransport, StateMovedError, StepNotServedError, TransportError
 from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.transfer.server import SnapshotLease
 from manager import RandomState
 from manager.recovery.replica import Replica
 from manager.snapshots.run import copy_and_publish

@@ -31,13 +31,13 @@ from ft_transport import (
     HTTPTransport,
     PeerUnreachableError,
     SnapshotError,
-    Taking,
     TransportSettings,
     UnsupportedLeafError,
     state_digest,
 )
 from ft_transport.errors import RestoreError
 from ft_transport.state import arena
+from ft_transport.state.snapshot import Taking
 
 WORKERS = Path(__file__).parents[1] / "workers"
 TIMEOUT = timedelta(seconds=30)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ft_transport import Taking
+from ft_transport.state.snapshot import Taking
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guarded_memory import MIN_DEFERRED_BYTES
 from manager.state.lock import StateLock

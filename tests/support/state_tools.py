@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ft_transport import Taking
 from ft_transport.state.restore import Restore
+from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable

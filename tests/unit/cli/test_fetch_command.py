@@ -23,9 +23,10 @@ from safetensors.torch import load_file
 from served_memory import until
 from typer.testing import CliRunner, Result
 
-from ft_transport import HTTPTransport, Taking, TransportSettings
+from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.main import app
 from ft_transport.errors import ConfigurationError, FileWriteError
+from ft_transport.state.snapshot import Taking
 from ft_transport.transfer import part_file
 from ft_transport.transfer.part_file import PartFile
 from ft_transport.wire.manifest import Manifest

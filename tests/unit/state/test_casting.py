@@ -9,8 +9,8 @@ import torch
 from state_equality import exact
 from state_tools import file_of, manifest_of, open_stager, receive
 
-from ft_transport import Taking
 from ft_transport.state.casting import CASTABLE
+from ft_transport.state.snapshot import Taking
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from state_tools import CHUNK_BYTES, file_of, open_stager
 
-from ft_transport import Taking
 from ft_transport.errors import SnapshotError
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import HostCopies
+from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_digests, decode_header
 from ft_transport.wire.served import Snapshot

@@ -16,13 +16,13 @@ import torch
 from interruptions import at_every_place
 from state_tools import file_of, open_stager, receive, take
 
-from ft_transport import Taking
 from ft_transport.errors import SnapshotError
 from ft_transport.state import device as module
 from ft_transport.state import stager as stager_module
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.device import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
+from ft_transport.state.snapshot import Taking
 
 _DEVICE = torch.device("cuda", 0)
 _OTHER = torch.device("cuda", 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ft_transport import Taking
+from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.state.verify import find_differences
 from ft_transport.wire.manifest import Manifest, decode_header

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_transport import SnapshotError, SnapshotLimitError, Taking
+from ft_transport import SnapshotError, SnapshotLimitError
+from ft_transport.state.snapshot import Taking
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.replica_state import ReplicaState
 
