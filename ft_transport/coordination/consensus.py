@@ -1,7 +1,7 @@
-"""The ranks of a group acting as one: each phase ends in a vote of all, on success too, and in one outcome for all.
+"""Phases that all ranks of a group run together: each ends in a vote, on success too, and in one outcome for all.
 
-Votes go through the key-value store of ``torch.distributed`` (``ranks``), not through a collective: a rank that is
-missing can then be named, the others learn of it, and nothing is broken afterwards. gloo ends all connections of a
+Votes go through the key-value store of ``torch.distributed`` (``ranks``), not through a collective: an error can then
+name a missing rank, the other ranks learn of the failure, and no connection breaks. gloo closes all connections of a
 group when one of its operations times out. Data goes through a gloo group (``exchange``).
 """
 
@@ -41,39 +41,39 @@ from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 T = TypeVar("T")
 
 _FIRST_PATIENCE: Final = 10
-"""So many timeouts may the first rank take, to delete old files for instance; it shows heartbeats meanwhile."""
+"""Number of timeouts that the first rank may take, for example to delete old files; it shows heartbeats meanwhile."""
 
 _MAX_VERDICTS: Final = 16
-"""An interrupted rank has not read the last ones."""
+"""Several, because an interrupted rank has not read the latest verdicts."""
 _VERDICT_DIGITS: Final = 16
 
 
 class Agreement:
     """Runs phases on all ranks, each with one outcome for all. One thread at a time, the same calls on every rank.
 
-    An exchange of data is a phase by itself, which begins only after all ranks have got there: so no rank waits in gloo
-    for one that has failed before.
+    A data exchange is a phase of its own, and starts only after all ranks have reached it: so no rank waits in gloo for
+    a rank that failed before.
 
     Args:
         group: The ranks.
-        channel: Tells several agreements of one group apart.
+        channel: Distinguishes several agreements of one group.
         timeout: How long a rank may go without a heartbeat before the others give it up.
 
     Attributes:
         rank: This rank's place in the group.
         size: Number of ranks.
         exchange: Carries data between the ranks.
-        step: The step in work, for errors.
-        about: Follows the name of each phase, in errors.
-        may_try_again: Whether the failure that was raised last may pass; the same on all ranks.
-        sequence: Counts the phases; the same on all ranks.
+        step: The current step, for errors.
+        about: Suffix of the name of each phase, in errors.
+        may_try_again: Whether a retry of the latest failure may succeed; the same on all ranks.
+        sequence: Number of phases so far; the same on all ranks.
     """
 
     def __init__(self, group: RankGroup, channel: str, timeout: timedelta) -> None:
         self.rank, self.size = group.rank, group.size
         self.exchange: Final = Exchange(group, channel, timeout)
         self._messages = group.messages(channel, timeout)
-        # As `Vote.heard` names them, the last one last. They hold nonces of this run: no other has them.
+        # In the form of `Vote.heard`, the latest last. They contain nonces of this run, so no other run has them.
         self._verdicts: deque[str] = deque(maxlen=_MAX_VERDICTS)
         self._timeout = timeout
         self.sequence = 0
@@ -83,18 +83,18 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that decides."""
+        """Whether this rank is the one that decides."""
         return self.rank == 0
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], bytes | None]) -> tuple[bytes, ...]:
-        """Runs ``action`` on every rank, and returns what they returned, by rank.
+        """Run ``action`` on every rank, and return the results of all ranks, by rank.
 
         Args:
-            phase: What it is, for errors; the same on all ranks.
-            action: This rank's part. What it returns is small.
+            phase: Name of the phase, for errors; the same on all ranks.
+            action: This rank's part. Its result is small.
 
         Raises:
-            TransportError: A rank failed, or is gone: the same error on all. `may_try_again` says whether all may.
+            TransportError: A rank failed or died: the same error on all. `may_try_again` says whether all may retry.
         """
         outcome = self._outcome(phase + self.about, action)
         self.may_try_again = isinstance(outcome, TryAgain)
@@ -105,38 +105,38 @@ class Agreement:
                 raise error
 
     def run(self, phase: str, action: Callable[[], T]) -> T:
-        """As `run_on_all_ranks`, and returns what ``action`` returned on this rank."""
+        """Run ``action`` as `run_on_all_ranks` does, and return its result on this rank."""
         results: list[T] = []
         self.run_on_all_ranks(phase, lambda: results.append(action()))
         return results[0]
 
     def on_first(self, phase: str, action: Callable[[], T]) -> T | None:
-        """Runs ``action`` on the first rank alone. Returns there what it returned, and ``None`` on the others.
+        """Run ``action`` on the first rank only. Return its result there, and ``None`` on the other ranks.
 
         Raises:
-            TransportError: What it raised; the same error on all ranks.
+            TransportError: ``action`` failed; the same error on all ranks.
         """
         return self.run(phase, lambda: self._by_first(action))
 
     def gather(self, phase: str, data: bytes) -> list[bytes]:
-        """Brings the data of every rank to the first rank, by rank; the others get an empty list."""
+        """Send the data of every rank to the first rank, which gets it by rank; the others get an empty list."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.gather(data))) or []
 
     def scatter(self, phase: str, data: Sequence[bytes] | None) -> bytes:
-        """Gives each rank its part of the first rank's data."""
+        """Send each rank its part of the first rank's data."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.scatter(data)))
 
     def broadcast(self, phase: str, data: bytes | None) -> bytes:
-        """Gives all ranks the first rank's data."""
+        """Send the first rank's data to all ranks."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.broadcast(data)))
 
     def value_of_first(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> T:
-        """As `on_first`, and returns on all ranks what ``action`` returned: a value of a kind that msgpack has."""
+        """Run ``action`` as `on_first` does, and return its result on all ranks: a value that msgpack can encode."""
         encoded = self.run_on_all_ranks(phase, lambda: self._by_first(lambda: msgspec.msgpack.encode(action())))
         return from_msgpack(encoded[0], decoder)
 
     def values_of_all(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
-        """As `run_on_all_ranks`, with values of a kind that msgpack has in place of bytes."""
+        """Run ``action`` as `run_on_all_ranks` does, with values that msgpack can encode in place of bytes."""
         encoded = self.run_on_all_ranks(phase, lambda: msgspec.msgpack.encode(action()))
         return [from_msgpack(each, decoder) for each in encoded]
 
@@ -145,15 +145,15 @@ class Agreement:
         return self.showing_life(action, patience_s) if self.is_first else None
 
     def reconnect(self) -> None:
-        """Drops the connections over which data goes; called on all ranks, after a phase that failed on all."""
+        """Drop the data connections; called on all ranks, after a phase that failed on all."""
         self.exchange.reset(self.sequence)
 
     def close(self) -> None:
-        """Ends the connections over which data goes."""
+        """Close the data connections."""
         self.exchange.close()
 
     def check_others(self) -> None:
-        """Shows that this rank is at work, and gives its part up if another has failed; called during long parts.
+        """Show a heartbeat, and abort this rank's part if another rank has failed; called during long parts.
 
         Raises:
             AbandonedError: Another rank has failed in this phase.
@@ -164,7 +164,7 @@ class Agreement:
                 raise AbandonedError("gave up because another rank has failed")
 
     def showing_life(self, action: Callable[[], T], timeout_s: float) -> T:
-        """Runs ``action``, and shows the others that this rank is at work, for ``timeout_s`` at most."""
+        """Run ``action``, and show heartbeats to the other ranks meanwhile, for at most ``timeout_s``."""
         messages = self._messages
         if messages is None:
             return action()
@@ -198,7 +198,7 @@ class Agreement:
             if messages is not None:
                 messages.channel.post(f"failed/{self.sequence}", "1", self._timeout)
             if not isinstance(error, Exception):
-                # The others learn of it, and this rank does as the signal says.
+                # The other ranks learn of the failure, and this rank does as the signal says.
                 if messages is not None:
                     self._cast(messages, vote)
                 raise
@@ -206,7 +206,7 @@ class Agreement:
             return tally([vote], step=self.step)
         try:
             votes = self._vote(messages, vote)
-            # A success of all ranks is one of this rank's own vote, and not of an earlier run.
+            # If all ranks succeeded, this rank's entry must be its own vote, and not one of an earlier run.
             if all(each is not None and each.failure is None for each in votes) and votes[self.rank] != vote:
                 raise PeerProtocolError(
                     f"expected the verdict of {phase!r} to have this rank's own vote, it has another"
@@ -218,7 +218,7 @@ class Agreement:
 
     def _cast(self, messages: RankMessages, vote: Vote) -> None:
         if self.is_first:
-            # It does not wait for the others, which may go on at once.
+            # Rank 0 does not wait for the other ranks, which may go on at once.
             others = Vote(phase=vote.phase, failure=describe(AbandonedError("gave up because rank 0 has")))
             self._settle(messages, [vote, *[others] * (self.size - 1)])
         else:
@@ -244,7 +244,7 @@ class Agreement:
     def _settle(
         self, messages: RankMessages, votes: Sequence[Vote | None], *, remove: Sequence[str] = ()
     ) -> list[Vote | None]:
-        """Makes ``votes`` the verdict, unless there is one already. Returns the verdict for all ranks."""
+        """Make ``votes`` the verdict, unless one exists already. Return the verdict for all ranks."""
         return self._heard(messages.settle(f"verdict/{self.sequence}", encode_all(votes), remove=remove))
 
     def _heard(self, verdict: bytes) -> list[Vote | None]:
@@ -258,7 +258,8 @@ class Agreement:
             return None
         try:
             vote = decode(messages.opened(f"vote/{self.sequence}/{rank}", signed))
-            # A rank that has heard none was interrupted in the first phase, or this is it.
+            # A vote without ``heard`` comes from a rank that was interrupted in the first phase, or this is the first
+            # phase.
             if vote.failure is None and vote.heard and vote.heard not in self._verdicts:
                 raise PeerProtocolError(
                     f"expected rank {rank} to follow a verdict of this run; its vote is of an earlier run, or it has "
@@ -270,5 +271,5 @@ class Agreement:
 
 
 def _may_be_forged(vote: Vote) -> bool:
-    """Whether it stands in place of one that was not believed: that rank may not have read the last verdict yet."""
+    """Whether a vote replaces one that failed verification: that rank may not have read the last verdict yet."""
     return vote.failure is not None and vote.failure.kind == PeerProtocolError.__name__

@@ -1,8 +1,8 @@
-"""Data between the ranks of a group, over a gloo group of our own, with a timeout of its own.
+"""Data exchange between the ranks of a group, over a separate gloo group with a separate timeout.
 
-Never over the trainer's group: its collectives and ours would meet in the wrong order. gloo closes all connections of a
-group when one operation fails or times out; a rank that fails for another reason drops its group
-(`Exchange.ending_on_failure`), so that its peers fail fast. The group is made anew then, at the next use, by all ranks:
+The trainer's group is never used: its collectives and ours would meet in the wrong order. gloo closes all connections
+of a group when one operation fails or times out. A rank that fails for another reason drops its group
+(`Exchange.ending_on_failure`), so that its peers fail fast. All ranks then make a new group at the next use:
 `Exchange.reset` is called on all of them, because all have seen the vote that follows the failure.
 """
 
@@ -22,22 +22,22 @@ T = TypeVar("T")
 
 _TAG: Final = 1
 _PIECE_BYTES: Final = 16 << 20
-"""Larger messages go in pieces: gloo counts in 32 bits on some of its ways, and a rank that announces more than it has
-makes the others take no more memory than for one."""
+"""Size of the pieces in which larger messages go. gloo counts in 32 bits in some code paths; and a rank that announces
+more bytes than it has makes the others allocate only one piece."""
 MAX_MESSAGE_BYTES: Final = 4 << 30
-"""What is exchanged describes states, whose headers have 100 MB at most; a rank that announces more is not believed."""
+"""Messages describe states, whose headers have at most 100 MB; a larger announced length is refused."""
 
 
 class Exchange:
     """Sends bytes between ranks. One thread at a time, the same calls on every rank.
 
-    What exchanges data raises `RankGoneError` where a rank does not take part in time, or its connection ends, and
-    `PeerProtocolError` where one announces a length that cannot be.
+    Methods that exchange data raise `RankGoneError` if a rank does not take part in time or its connection ends, and
+    `PeerProtocolError` if a rank announces an impossible length.
 
     Args:
         group: The ranks.
-        channel: Tells several of one group apart.
-        timeout: For each operation.
+        channel: Distinguishes several exchanges of one group.
+        timeout: Limit of each operation.
     """
 
     def __init__(self, group: RankGroup, channel: str, timeout: timedelta) -> None:
@@ -48,7 +48,7 @@ class Exchange:
         self._group: Any = None
 
     def reset(self, generation: int) -> None:
-        """Lets go of the group; the next use makes another one.
+        """Drop the group; the next use makes another one.
 
         Args:
             generation: The same number on all ranks, and greater than any before.
@@ -57,16 +57,18 @@ class Exchange:
         self._generation = generation
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         self._group = None
 
     def ending_on_failure(self, action: Callable[[], T]) -> Callable[[], T]:
-        """``action``, which exchanges data; if it fails here, the connections end, and with them the others' waits."""
+        """Wrap ``action``, which exchanges data: if it fails here, the connections close, and the other ranks' waits
+        end.
+        """
 
         def act() -> T:
             try:
                 if self.size > 1:
-                    # A rank that fails before it is connected would be waited for.
+                    # The other ranks would wait for a rank that fails before it is connected.
                     self._connected()
                 return action()
             except BaseException:
@@ -76,7 +78,7 @@ class Exchange:
         return act
 
     def gather(self, data: bytes) -> list[bytes] | None:
-        """Brings what every rank has to the first, which gets it by rank; the others get ``None``."""
+        """Send the data of every rank to the first, which gets it by rank; the others get ``None``."""
         sizes = [int(each) for each in self.all_gather(torch.tensor([len(data)], dtype=torch.int64))]
         if self.rank:
             self.send(data, 0)
@@ -84,7 +86,7 @@ class Exchange:
         return [data, *(self.receive(sizes[source], source) for source in range(1, self.size))]
 
     def scatter(self, data: Sequence[bytes] | None) -> bytes:
-        """Gives each rank what the first has for it."""
+        """Send each rank its part of the first rank's data."""
         lengths = self._broadcast_numbers([len(each) for each in data] if data is not None else None, self.size)
         if self.rank:
             return self.receive(lengths[self.rank], 0)
@@ -94,7 +96,7 @@ class Exchange:
         return data[0]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Gives all ranks what the first has."""
+        """Send the first rank's data to all ranks."""
         (length,) = self._broadcast_numbers([len(data)] if data is not None else None, 1)
         if data is not None:
             self._broadcast(_pieces_of(data))
@@ -102,37 +104,37 @@ class Exchange:
         return _joined(length, 0, lambda piece: self._broadcast([piece]))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What every rank has, on all of them; of one shape and dtype."""
+        """Return the tensors of all ranks, on every rank; all have the same shape and dtype."""
         work, gathered = self.begin_all_gather(tensor)
         self.wait(work)
         return gathered
 
     def send(self, data: bytes, target: int) -> None:
-        """Sends to one rank, which calls `receive`."""
+        """Send to one rank, which calls `receive`."""
         for piece in _pieces_of(data):
             self.wait(self.begin_send(piece, target, _TAG))
 
     def receive(self, num_bytes: int, source: int) -> bytes:
-        """Receives what one rank gives to `send`, which has announced its length."""
+        """Receive the data that one rank passes to `send`, and whose length it has announced."""
         return _joined(num_bytes, source, lambda piece: self.wait(self.begin_receive(piece, source, _TAG)))
 
     def begin_all_gather(self, tensor: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-        """Begins what `all_gather` does; the tensors are there when `wait` has returned."""
+        """Start an `all_gather`; the tensors have their data when `wait` has returned."""
         if self.size == 1:
             return None, [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         return self._begin(lambda group: group.allgather([gathered], [tensor])), gathered
 
     def begin_send(self, tensor: torch.Tensor, target: int, tag: int) -> Any:
-        """Begins to send; the tensor must not change until `wait` has returned."""
+        """Start to send; the tensor must not change until `wait` has returned."""
         return self._begin(lambda group: group.send([tensor], target, tag))
 
     def begin_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """Begins to receive into a tensor, which belongs to the exchange until `wait` has returned."""
+        """Start to receive into a tensor, which the exchange owns until `wait` has returned."""
         return self._begin(lambda group: group.recv([tensor], source, tag))
 
     def wait(self, work: Any) -> None:
-        """Waits for what was begun."""
+        """Wait for an operation that a ``begin`` method started."""
         if work is not None:
             try:
                 work.wait()
@@ -160,7 +162,7 @@ class Exchange:
             raise self._failed(error) from error
 
     def _connected(self) -> Any:
-        """The gloo group, made if need be."""
+        """Return the gloo group; make it first if it does not exist."""
         if self._group is None:
             store = PrefixStore(str(self._generation), self._store)
             try:
@@ -179,13 +181,13 @@ class Exchange:
 
 
 def _pieces_of(data: bytes) -> Iterator[torch.Tensor]:
-    """Copies of it, as tensors that gloo can count."""
+    """Yield copies of the data in pieces, as tensors that gloo can count."""
     for start in range(0, len(data), _PIECE_BYTES):
         yield torch.frombuffer(bytearray(data[start : start + _PIECE_BYTES]), dtype=torch.uint8)
 
 
 def _joined(num_bytes: int, source: int, receive: Callable[[torch.Tensor], object]) -> bytes:
-    """What comes in pieces, each of which gets its memory when those before it are there."""
+    """Receive the pieces of a message and join them; each is allocated only when the pieces before it have arrived."""
     if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
         raise PeerProtocolError(
             f"expected rank {source} to announce up to {MAX_MESSAGE_BYTES} bytes, it announced {num_bytes}"

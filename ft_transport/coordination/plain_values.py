@@ -1,4 +1,4 @@
-"""Plain values that ranks and replicas tell each other; what is none of the expected kind is an error with a type."""
+"""Decoding of plain values that ranks and replicas exchange; a value of an unexpected kind raises a typed error."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MAX_SHOWN = 100
 
 
 def from_json(encoded: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """A value of the decoder's kind.
+    """Return a value of the decoder's kind.
 
     Raises:
-        PeerProtocolError: It is none.
+        PeerProtocolError: The text is no such value.
     """
     return _decoded(encoded, decoder)
 
 
 def from_msgpack(encoded: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """As `from_json`, of msgpack."""
+    """Return a value of the decoder's kind, from msgpack; raises as `from_json`."""
     return _decoded(encoded, decoder)
 
 

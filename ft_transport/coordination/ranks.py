@@ -1,8 +1,8 @@
 """The ranks of a group, and the signed messages with which they agree through a key-value store.
 
-One core lies under all that ranks agree on. A rank puts messages under keys of its own, and an answer for all is set
-once. Each message is signed for its key, because whoever reaches the store may write to it. A nonce tells this
-process's messages from those of an earlier run. A wait ends by a deadline, or where a rank shows no heartbeat.
+All agreement between ranks uses this core. A rank puts messages under its own keys, and an answer for all is set once.
+Each message is signed for its key, because any process that reaches the store can write to it. A nonce distinguishes
+this process's messages from those of an earlier run. A wait ends at a deadline, or when a rank shows no heartbeat.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ft_transport.keys import TOKEN_VARIABLE, Keys
 _PURPOSE: Final = "told among ranks"
 _END: Final = b" "
 _LONGEST_BEAT_S: Final = 1.0
-"""How often a rank shows that it is alive, and looks at whether others are."""
+"""How often a rank shows a heartbeat, and checks the heartbeats of the others."""
 
 _num_groups: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Some ranks, this one among them, and a part of their key-value store that nothing else uses.
+    """Ranks that include this one, and a part of their key-value store that nothing else uses.
 
     Attributes:
-        rank: This rank's place among them.
-        size: How many they are.
-        global_ranks: Their ranks in all of ``torch.distributed``.
-        shared: The part of the store; ``None`` where there is one rank.
-        keys: Of the job token: what the ranks agree on is signed with them.
+        rank: This rank's place in the group.
+        size: Number of ranks.
+        global_ranks: The ranks' numbers in all of ``torch.distributed``.
+        shared: The part of the store; ``None`` for a single rank.
+        keys: Keys of the job token; they sign all messages of an agreement.
     """
 
     rank: int = 0
@@ -50,15 +50,15 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, *, keys: Keys | None = None) -> RankGroup:
-        """Returns the ranks of a process group. Called on all of them, in the same order as for others of that group.
+        """Return the ranks of a process group. Called on all of them, in the same order as for others of that group.
 
         Args:
             process_group: ``None`` stands for all of ``torch.distributed``, or for this process alone where that is not
-                initialised. No collective of it runs.
-            keys: Of the job token; ``None`` for the environment's.
+                initialised. No collective of the group runs.
+            keys: Keys of the job token; ``None`` for the environment's.
 
         Raises:
-            ConfigurationError: This rank is no member of it, or the environment names no job token.
+            ConfigurationError: This rank is no member of the group, or the environment names no job token.
         """
         if process_group is None and not dist.is_initialized():
             return cls()
@@ -70,7 +70,7 @@ class RankGroup:
         global_ranks = tuple(dist.get_process_group_ranks(group))
         name = group.group_name if group is not None else ""
         number = _num_groups[name] = _num_groups.get(name, 0) + 1
-        # The group's own store is not public; that of the default group is not either, and is what libraries use.
+        # The group's own store is not public. The default group's store is not public either, but libraries use it.
         default: Any = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, global_ranks)) if size <= 64 else name
         shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
@@ -78,14 +78,14 @@ class RankGroup:
         return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=keys)
 
     def store(self, prefix: str) -> Any:
-        """Returns a part of the store, for one purpose; ``None`` where there is one rank."""
+        """Return a part of the store, for one purpose; ``None`` for a single rank."""
         return PrefixStore(prefix, self.shared) if self.shared is not None else None
 
     def messages(self, purpose: str, timeout: timedelta) -> RankMessages | None:
-        """Returns the messages between these ranks, for one purpose; ``None`` where there is one rank.
+        """Return the messages between these ranks, for one purpose; ``None`` for a single rank.
 
         Args:
-            purpose: Tells the messages of one group apart.
+            purpose: Distinguishes the messages of one group.
             timeout: How long a rank may go without a heartbeat before the others give it up.
         """
         if self.size == 1:
@@ -100,17 +100,17 @@ class RankMessages:
     All methods raise `RankGoneError` if the store does not answer.
 
     Args:
-        channel: To a part of the store that nothing else uses.
-        keys: Of the job token, if there is one.
-        context: What all messages are about; the same on all ranks.
+        channel: Reaches a part of the store that nothing else uses.
+        keys: Keys of the job token, if there is one.
+        context: Subject of all messages, part of every signature; the same on all ranks.
         rank: This rank.
         timeout: How long a rank may go without a heartbeat before a wait gives it up.
 
     Attributes:
-        channel: The same.
-        is_signed: Whether there are keys.
+        channel: As the argument.
+        is_signed: Whether messages are signed.
         beat_s: The pause between two heartbeats, in seconds.
-        nonce: Names this process: no message of another run has it.
+        nonce: Identifies this process: no message of another run has it.
     """
 
     def __init__(self, channel: StoreChannel, keys: Keys | None, *context: str, rank: int, timeout: timedelta) -> None:
@@ -126,16 +126,16 @@ class RankMessages:
         self._beaten_s = 0.0
 
     def signed(self, key: str, message: bytes) -> bytes:
-        """Returns the message with its signature for this key: under another one it is no message."""
+        """Return the message with its signature for this key; it is not valid under another key."""
         if self._keys is None:
             return message
         return self._keys.sign(_PURPOSE, *self._context, key.encode(), message).encode() + _END + message
 
     def opened(self, key: str, signed: bytes) -> bytes:
-        """The inverse of `signed`.
+        """Verify a signed message, and return the message.
 
         Raises:
-            PeerProtocolError: No rank of this job has put this under this key.
+            PeerProtocolError: No rank of this job has put this message under this key.
         """
         if self._keys is None:
             return signed
@@ -149,11 +149,11 @@ class RankMessages:
         return message
 
     def post(self, key: str, message: bytes) -> None:
-        """Puts a message under a key of this rank."""
+        """Put a message under a key of this rank."""
         self.channel.post(key, self.signed(key, message), self._timeout)
 
     def settle(self, key: str, answer: bytes, *, remove: Sequence[str] = ()) -> bytes:
-        """Makes ``answer`` the answer for all ranks, unless they have one already. Returns the one that they have.
+        """Make ``answer`` the answer for all ranks, unless one exists already. Return the answer that counts.
 
         Raises:
             PeerProtocolError: See `opened`.
@@ -162,7 +162,7 @@ class RankMessages:
         return self.opened(key, self.channel.set_once(key, proposed, self._timeout, remove=remove))
 
     def beat(self) -> None:
-        """Shows that this rank is alive. A heartbeat that comes too early after the last one is left out."""
+        """Show that this rank is alive. A heartbeat too soon after the last one is skipped."""
         now_s = time.monotonic()
         if now_s > self._beaten_s + self.beat_s:
             self._beaten_s = now_s
@@ -172,15 +172,15 @@ class RankMessages:
     def wait(
         self, keys: Mapping[int, str], *, deadline_s: float = math.inf, pacing: Pacing | None = None
     ) -> list[bytes | None]:
-        """Waits for a key of each rank, for as long as these ranks show heartbeats; this rank shows its own meanwhile.
+        """Wait for a key of each rank, as long as these ranks show heartbeats; this rank shows its own meanwhile.
 
         Args:
             keys: By rank.
             deadline_s: When the wait ends, by the monotonic clock.
-            pacing: How often it looks.
+            pacing: How often the wait polls.
 
         Returns:
-            The signed messages; ``None`` for a rank that has put nothing there.
+            The signed messages; ``None`` for a rank that has put no message there.
         """
         pacing = pacing if pacing is not None else Pacing()
         wanted = list(keys.values())

@@ -1,9 +1,10 @@
-"""A rendezvous in a store: members find out that all are there before they wait where no wait can be ended.
+"""A rendezvous in a store: members make sure that all are present before a wait that cannot be interrupted.
 
 The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and its
 last heartbeat is fresh. Configuring a process group with it waits for the whole timeout. So the members announce
-themselves in the store first, and each probes the address at which a missing member serves its state. Where no process
-listens any more, the replica is dead. A member that gives up before it comes says so (`decline`), which ends the wait.
+themselves in the store first, and each probes the address at which a missing member serves its state. If no process
+listens there any more, the replica is dead. A member that gives up before it arrives says so (`decline`), which ends
+the wait.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ def rendezvous(
     addresses: Sequence[str],
     timeout: timedelta,
 ) -> None:
-    """Returns when all members have called this.
+    """Wait until all members have called this.
 
     Args:
         store: Holds the keys of the members.
-        prefix: Of the keys; never used before.
-        rank: Of this member.
+        prefix: Prefix of the keys; never used before.
+        rank: This member's rank.
         names: The members, by rank; for messages.
         addresses: Where each serves its state.
-        timeout: For everything.
+        timeout: For the whole call.
 
     Raises:
-        RankGoneError: One of them is dead or has given up, or the store does not answer.
-        DeadlineExceededError: One of them did not come in time, or the store did not answer in time.
+        RankGoneError: A member is dead or has given up, or the store does not answer.
+        DeadlineExceededError: A member did not arrive in time, or the store did not answer in time.
     """
     deadline = Deadline.after(timeout)
     keys = {other: f"{prefix}/{other}" for other in range(len(names)) if other != rank}
     missing = list(keys)
-    # One of them may have the store.
+    # A missing member may host the store.
     _refuse_dead(missing, names, addresses, deadline)
     store.set(f"{prefix}/{rank}", names[rank], deadline.cap(timeout))
     given_up = _given_up_key(prefix)
@@ -72,13 +73,13 @@ def rendezvous(
 
 
 def decline(*, store: StoreChannel, prefix: str, name: str, reason: str, timeout: timedelta) -> None:
-    """Ends the rendezvous of the other members: this one does not come.
+    """End the rendezvous of the other members, because this member will not arrive.
 
     Args:
-        store: See `rendezvous`, as for what follows.
-        prefix: See above.
-        name: Of this member.
-        reason: Why it does not come.
+        store: See `rendezvous`.
+        prefix: See `rendezvous`.
+        name: This member's name.
+        reason: Why it does not arrive.
         timeout: For the store to answer.
 
     Raises:
@@ -101,11 +102,13 @@ def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequenc
 
 
 def nobody_listens(address: str, timeout_s: float) -> bool:
-    """Whether the host says that nobody listens there. One that says nothing may be slow, or out of reach.
+    """Return whether the host refuses connections at an address.
+
+    A host that does not answer does not count: it may be slow or unreachable.
 
     Args:
-        address: Whatever a peer calls one.
-        timeout_s: For all of it, the look-up of the name too, in seconds.
+        address: An address as a peer sent it, not validated.
+        timeout_s: Limit of the whole probe, with the look-up of the name, in seconds.
     """
     give_up_s = time.monotonic() + timeout_s
     try:

@@ -1,8 +1,8 @@
-"""Keys of a store of ``torch.distributed``: set, set once, waited for; every wait is a poll with a deadline.
+"""Keys of a store of ``torch.distributed``: set, set once, wait; every wait polls until a deadline.
 
-A wait of the store's own can be neither interrupted nor left, and keeps other threads from its connection. How the
-store is called is up to a `StoreCaller`: a store that ``torch.distributed`` has connected to is called directly
-(`DirectStore`), any other on the thread of a kept connection (``coordination.store_connections``).
+A wait in the store itself can be neither interrupted nor abandoned, and blocks its connection for other threads. A
+`StoreCaller` decides how the store is called: directly for a store that ``torch.distributed`` has connected to
+(`DirectStore`), on the thread of a cached connection for any other (``coordination.store_connections``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ft_transport.runtime.deadline import Deadline
 T = TypeVar("T")
 
 AT_ONCE: Final = timedelta(0)
-"""The timeout of a wait that looks once."""
+"""The timeout of a wait that polls once."""
 
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.05
 _PAUSE_SHARE: Final = 0.05
-"""By how much a wait may take longer: a long wait looks seldom, beside the training thread."""
+"""Share of its time by which a wait may take longer: a long wait polls seldom, beside the training thread."""
 
 
 class StoreCaller(Protocol):
@@ -33,28 +33,29 @@ class StoreCaller(Protocol):
         """Calls ``function`` with the store.
 
         Args:
-            function: What to do; a store is passed to it.
+            function: Receives the store.
             timeout: For the store to answer.
-            may_repeat: Whether ``function`` may be called once more if the connection turns out to be broken.
+            may_repeat: Whether ``function`` may run a second time if the connection turns out to be broken.
 
         Raises:
             DeadlineExceededError: The store did not answer in time.
-            RankGoneError: It does not answer.
-            Exception: Whatever ``function`` raises.
+            RankGoneError: The store does not answer.
+            Exception: Any error of ``function``.
         """
 
 
 class DirectStore:
-    """A `StoreCaller` that calls a store on the thread of its caller, which takes no switch between threads.
+    """A `StoreCaller` that calls a store on the caller's own thread, which saves a switch between threads.
 
-    For the store of ``torch.distributed``, whose process the trainer's own collectives need too: no timeout is kept.
+    Meant for the store of ``torch.distributed``, whose process the trainer's own collectives need too: timeouts do not
+    apply.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """As `StoreCaller.call`."""
+        """Call ``function``; see `StoreCaller.call`."""
         del timeout, may_repeat
         try:
             return function(self._store)
@@ -63,7 +64,7 @@ class DirectStore:
 
 
 class Pacing:
-    """The pauses of one wait: it looks the more seldom the longer it takes.
+    """The pauses of one wait, which polls less often the longer it takes.
 
     Args:
         longest_s: The longest pause, in seconds.
@@ -74,13 +75,13 @@ class Pacing:
         self._longest_s = longest_s
 
     def pause(self, at_most_s: float) -> None:
-        """Sleeps before the next look, for ``at_most_s``."""
+        """Sleep before the next poll, for at most ``at_most_s``."""
         share_s = _PAUSE_SHARE * (time.monotonic() - self._began_s)
         time.sleep(min(max(_SHORTEST_PAUSE_S, share_s), self._longest_s, at_most_s))
 
 
 class StoreChannel:
-    """See the module. Any thread may call it, one after the other. All methods raise as `StoreCaller.call`.
+    """The keys of one store. Any thread may call it, one after the other. All methods raise as `StoreCaller.call`.
 
     Args:
         caller: Calls the store.
@@ -90,25 +91,25 @@ class StoreChannel:
         self._caller = caller
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """As `StoreCaller.call`."""
+        """Call ``function``; see `StoreCaller.call`."""
         return self._caller.call(function, timeout, may_repeat=may_repeat)
 
     def set(self, key: str, value: str | bytes, timeout: timedelta) -> None:
-        """Sets a key, and makes sure that the store is there."""
+        """Set a key, and make sure that the store still answers."""
 
         def set_and_see(store: Any) -> None:
             store.set(key, value)
-            # A store does not answer to `set`; only this shows that it is still there.
+            # A store does not answer to `set`; only this call shows that it is still there.
             store.check([key])
 
         self.call(set_and_see, timeout)
 
     def post(self, key: str, value: str | bytes, timeout: timedelta) -> None:
-        """Sets a key, and leaves it to the next call to find out that the store is gone."""
+        """Set a key without waiting; if the store died, only the next call notices."""
         self.call(lambda store: store.set(key, value), timeout)
 
     def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> bytes:
-        """Sets a key unless it is set already, and removes others. Returns the value that it has then."""
+        """Set a key unless it is set already, and remove others. Return the value of the key."""
 
         def set_and_remove(store: Any) -> bytes:
             stored = bytes(store.compare_set(key, "", value))
@@ -119,19 +120,19 @@ class StoreChannel:
         return self.call(set_and_remove, timeout)
 
     def replace(self, key: str, old: str, new: str, timeout: timedelta) -> None:
-        """Sets a key if it has the old value."""
+        """Set a key if it has the old value."""
         self.call(lambda store: store.compare_set(key, old, new), timeout)
 
     def add(self, key: str, number: int, timeout: timedelta) -> int:
-        """Adds to a counter, and returns what it is then."""
+        """Add to a counter, and return its new value."""
         return int(self.call(lambda store: store.add(key, number), timeout, may_repeat=False))
 
     def remove(self, key: str, timeout: timedelta) -> None:
-        """Forgets a key."""
+        """Delete a key."""
         self.call(lambda store: store.delete_key(key), timeout)
 
     def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
-        """Returns those of the keys that are not set."""
+        """Return the keys that are not set."""
         return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
 
     def get(
@@ -142,14 +143,14 @@ class StoreChannel:
         unless: Sequence[str] = (),
         answer_timeout: timedelta = timedelta(0),
     ) -> list[bytes] | None:
-        """Waits until all keys are set. Returns their values, or ``None`` if they are not.
+        """Wait until all keys are set. Return their values, or ``None`` if they are not.
 
         Args:
-            keys: What to wait for; at least one.
-            timeout: For the keys to be set; `AT_ONCE` to look once.
-            unless: If one of these is set, nothing is waited for. What was set before it is still found.
-            answer_timeout: For the store to answer, where that is longer: a busy machine may need more than a short
-            timeout.
+            keys: The keys to wait for; at least one.
+            timeout: For the keys to be set; `AT_ONCE` to poll once.
+            unless: If one of these is set, the wait ends. Keys that were set before it are still found.
+            answer_timeout: For the store to answer, if that is longer: a busy machine may need more than a short
+                timeout.
         """
         deadline = Deadline.after(timeout)
         pacing = Pacing()
@@ -160,7 +161,7 @@ class StoreChannel:
         def look(store: Any) -> list[bytes] | None:
             found = values(store)
             if found is None and any(store.check([key]) for key in unless):
-                # Since the first look, the keys may have been set, and then what ends the wait.
+                # Since the first poll, the keys may have been set, and then one that ends the wait.
                 found = values(store) or []
             return found
 

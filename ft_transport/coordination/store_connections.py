@@ -1,9 +1,9 @@
-"""Connections to ``TCPStore``s, one to each, made when first needed and kept; each is called through a `StoreChannel`.
+"""Cached connections to ``TCPStore``s, one to each, made when first needed; a `StoreChannel` calls each.
 
-A client of a ``TCPStore`` looks its host's name up in its constructor, which takes seconds where the resolver is slow;
-so no process group connects anew. Its calls have no deadline of their own: one that is sent to a process
-that is stopped returns when that process goes on. So a thread of the connection makes them, and the caller waits for
-the thread no longer than its timeout.
+A client of a ``TCPStore`` looks up its host's name in its constructor, which takes seconds where the resolver is slow;
+so process groups reuse these connections. Calls of the client have no deadline: a call to a stopped process returns
+when that process goes on. So a thread of the connection makes the calls, and the caller waits for the thread no longer
+than its timeout.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
 _MAX_OTHERS: Final = 2
-"""A group meets in the store of one member; another one is read where states differ."""
+"""Connections to stores of other groups. A group meets in the store of one member; a second one is read where states
+differ."""
 _GRACE_S: Final = 0.25
-"""For the answer to come back: the store counts the timeout itself."""
+"""Time for the answer to come back, since the store counts the timeout itself."""
 _PROBE_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 1.0
-"""A resolver may be slower than one caller is patient; the next caller then finds the connection made."""
+"""A resolver may take longer than one caller's timeout; the next caller then finds the connection made."""
 
 
 class StoreConnections:
     """One connection to each store. Any thread may call it.
 
-    Every replica that starts again brings another store, so those that were used least recently are closed.
+    Every replica that restarts brings another store, so the connections that were used least recently are closed.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class StoreConnections:
         self._is_closed = False
 
     def at(self, host: str, port: int) -> StoreChannel:
-        """Returns the channel to this store. Connects with the first call of one of its methods.
+        """Return the channel to this store, which connects with the first call of one of its methods.
 
         Raises:
             RankGoneError: The connections have been closed.
@@ -74,24 +75,24 @@ class StoreConnections:
         return StoreChannel(connection)
 
     def own(self, host: str, port: int, store: TCPStore | None = None) -> StoreChannel:
-        """As `at`, for a store of this process's own group, whose connection is kept.
+        """Return the channel to a store of this process's own group, whose connection is never evicted; raises as `at`.
 
         Args:
-            host: Of the store.
-            port: Of the store.
-            store: If it is in this process: to connect to it once more may take seconds, too.
+            host: The store's host.
+            port: The store's port.
+            store: The store, if this process hosts it: a second connection to it may take seconds, too.
         """
         with self._mutex:
             connection = self._own[host, port] = StoreConnection(host, port, store)
             return StoreChannel(connection)
 
     def at_address(self, address: str) -> StoreChannel:
-        """As `at`, for ``host:port``."""
+        """Return the channel to the store at ``host:port``; see `at`."""
         host, _, port = address.rpartition(":")
         return self.at(host.strip("[]"), int(port))
 
     def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         with self._mutex:
             self._is_closed = True
             connections = [*self._own.values(), *self._others.values()]
@@ -101,13 +102,13 @@ class StoreConnections:
 
 
 class StoreConnection:
-    """A connection to one store. A broken one is made anew once per call. Any thread may call it, one after the other.
+    """A connection to one store; each call reconnects a broken one once. Any thread may call it, one after the other.
 
     Args:
-        host: Of the store.
-        port: Of the store.
-        store: What to begin with; ``None`` to connect with the first call.
-        is_patient: Whether a store at whose port nobody listens is waited for. Another replica's store listens for as
+        host: The store's host.
+        port: The store's port.
+        store: A connected store to start with; ``None`` to connect with the first call.
+        is_patient: Whether to wait for a store whose port refuses connections. Another replica's store listens for as
             long as that replica lives.
     """
 
@@ -121,7 +122,7 @@ class StoreConnection:
         self._is_closed = False
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """As `StoreCaller.call`, on the thread of the connection."""
+        """Call ``function`` on the thread of the connection; see `StoreCaller.call`."""
         deadline_s = time.monotonic() + timeout.total_seconds() + _GRACE_S
         while True:
             worker = self._running_worker(timeout)
@@ -130,10 +131,10 @@ class StoreConnection:
             try:
                 return future.result(max(0.0, deadline_s - time.monotonic()))
             except CancelledError:
-                # The connection was closed before this could begin: for good, or because another call broke it.
+                # The connection was closed before this call could begin: for good, or because another call broke it.
                 continue
             except TimeoutError as error:
-                # Where it only waits for its turn, or for the connection, the thread goes on.
+                # If the call only waits for its turn, or for the connection, the thread goes on.
                 if not future.cancel() and worker.is_connected:
                     self._drop(worker)
                 raise DeadlineExceededError(self._unanswered(f"no answer in {timeout.total_seconds():g} s")) from error
@@ -144,11 +145,11 @@ class StoreConnection:
             except DistError as error:
                 raise RankGoneError(self._unanswered(str(error))) from error
             finally:
-                # It refers to the error, and the error to this frame.
+                # The future refers to the error, and the error to this frame.
                 del future
 
     def close(self) -> None:
-        """Closes the connection; what waits for it raises."""
+        """Close the connection; calls that wait for it raise."""
         with self._mutex:
             self._is_closed = True
             worker, self._worker, self._first = self._worker, None, None
@@ -178,13 +179,13 @@ class StoreConnection:
 
 
 class _Worker:
-    """The thread of one connection: connects, and then does one job after the other."""
+    """The thread of one connection: it connects, and then runs one job after the other."""
 
     def __init__(self, connect: Callable[[], TCPStore], store: TCPStore | None) -> None:
         self.is_connected = store is not None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._current: Future[Any] | None = None
-        # A daemon: where the store's process is stopped, its call does not return.
+        # A daemon, because a call to a store whose process is stopped does not return.
         self._thread = SafeThread(target=self._run, args=(connect, [store]), name="ft-transport-store", daemon=True)
         self._thread.start()
 
@@ -194,7 +195,7 @@ class _Worker:
         return future
 
     def end(self) -> None:
-        """Lets nothing wait any longer; the thread ends when the call does that it is in."""
+        """End all waits; the thread ends when its current call does."""
         self._jobs.put(None)
         current = self._current
         if current is not None and not current.cancel():
@@ -205,7 +206,7 @@ class _Worker:
         self._thread.join(timeout_s)
 
     def _run(self, connect: Callable[[], TCPStore], first: list[TCPStore | None]) -> None:
-        # Out of the list, which the thread object keeps: nothing else refers to the store when this ends.
+        # Taken out of the list, which the thread object keeps: nothing else refers to the store when this ends.
         store: Any = first.pop()
         while (job := self._jobs.get()) is not None:
             self._current, function = job
@@ -220,7 +221,7 @@ class _Worker:
                 if current.running() or (not current.done() and current.set_running_or_notify_cancel()):
                     _finish(current, error)
                 del current
-            # What waits for the next job refers to nothing of the last one.
+            # While the thread waits for the next job, it refers to nothing of the last one.
             self._current = None
             del job, function
         while not self._jobs.empty():
@@ -229,7 +230,7 @@ class _Worker:
 
 
 def _connect(host: str, port: int, timeout_s: float, *, is_patient: bool) -> TCPStore:
-    # A client of the store tries a port that refuses it until its timeout is over.
+    # A client of the store retries a refused port until its timeout is over.
     named = f"[{host}]" if ":" in host else host
     if not is_patient and nobody_listens(f"http://{named}:{port}", _PROBE_S):
         raise DistNetworkError("nobody listens there: the replica that had it is dead")
@@ -237,7 +238,7 @@ def _connect(host: str, port: int, timeout_s: float, *, is_patient: bool) -> TCP
 
 
 def _finish(future: Future[Any], outcome: Any) -> None:
-    # A thread that closed the connection may have been first.
+    # A thread that closed the connection may have set the outcome first.
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)

@@ -1,7 +1,7 @@
-"""How one rank's failure is told to the others, and what all of them make of it; pure.
+"""The votes by which ranks report a failure to each other, and the verdict that all derive from them; pure.
 
-Ranks may see one and the same trouble differently: a directory that is missing on one host, a disk that is full on
-another. So each says what happened to it, in plain values, and the same rule is applied to all that was said.
+Ranks may see the same trouble differently: a directory that is missing on one host, a disk that is full on another. So
+each rank reports its own failure, in plain values, and all ranks apply the same rule to all reports.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ RETRYABLE_ERRNOS: Final = frozenset(
         errno.ENETUNREACH, errno.ENETRESET, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EREMOTEIO,
     }
 )  # fmt: skip
-"""What a shared file system or a disk reports for trouble that may pass; all else, as a refused permission or a full
-disk, is the same a moment later."""
+"""Errors of a shared file system or a disk that a retry may cure; all others, such as a refused permission or a full
+disk, are the same a moment later."""
 
 Plain: TypeAlias = bool | int | float | str | tuple[int | str, ...] | None
-"""What travels of an error's fields."""
+"""The values of an error's fields that a vote carries."""
 
 _NOT_SENT: Final = frozenset({"message", "failures", "destination_touched"})
-"""Fields that travel otherwise, or say something of the tensors of one rank that is not true of another's."""
+"""Fields that travel otherwise, or that describe tensors of one rank and would not be true of another's."""
 
 _MAX_MESSAGE_CHARACTERS: Final = 2000
 _MAX_VOTE_BYTES: Final = 1 << 24
-"""A vote is small; what is larger is not decoded."""
+"""A vote is small; a larger message is not decoded."""
 _MAX_SHOWN: Final = 8
 _SAME_EVERYWHERE: Final = (
     errors.CheckpointNotFoundError,
@@ -56,20 +56,20 @@ _SAME_EVERYWHERE: Final = (
     errors.CheckpointUntrustedError,
     errors.ReplicasDivergedError,
 )
-"""About what all ranks share; which of them has found it does not matter."""
+"""Errors about resources that all ranks share; which rank has found one does not matter."""
 
 
 class Failure(Struct, frozen=True, array_like=True, kw_only=True):
-    """What went wrong on a rank.
+    """The failure of one rank.
 
     Attributes:
         kind: Name of the exception's class.
-        message: What it says.
+        message: The exception's message.
         errno: Its number, if it is an ``OSError``.
         filename: The file that it names, if it names one.
-        fields: What an error of ours knows besides: peer, step, path, damaged files.
-        failures: Those that it sums up, as ``FetchFailedError`` does.
-        is_retryable: Whether the same may succeed a moment later.
+        fields: Fields of an error of ours: peer, step, path, damaged files.
+        failures: The failures that it sums up, as ``FetchFailedError`` does.
+        is_retryable: Whether a retry a moment later may succeed.
         is_consequence: Whether this rank only gave up because another had failed.
     """
 
@@ -84,14 +84,14 @@ class Failure(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Vote(Struct, frozen=True, array_like=True, kw_only=True):
-    """What a rank says after a phase.
+    """The report of one rank after a phase.
 
     Attributes:
-        phase: Which one; ranks that are in different ones have lost each other.
-        failure: What went wrong, ``None`` if nothing did.
-        payload: What the others are to know.
-        nonce: Drawn at random by whoever votes, so that no earlier verdict can stand for this one.
-        heard: The last verdict that whoever votes has heard, so that no vote of an earlier run can stand for this one.
+        phase: The rank's phase; ranks in different phases are out of step.
+        failure: The rank's failure, ``None`` on success.
+        payload: Data for the other ranks.
+        nonce: Drawn at random by the voter, so that no earlier verdict can stand for this one.
+        heard: The last verdict that the voter has read, so that no vote of an earlier run can stand for this one.
     """
 
     phase: str
@@ -114,14 +114,14 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """Ranks failed, each with something that may pass; ``error`` is raised where there is no further attempt."""
+    """All failures are retryable; ``error`` is raised if there is no further attempt."""
 
     error: TransportError
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """A rank failed with what does not pass."""
+    """A rank failed in a way that no retry cures."""
 
     error: TransportError
 
@@ -134,7 +134,7 @@ class AbandonedError(Exception):
 
 
 def describe(error: BaseException) -> Failure:
-    """What is told to the others. Whether it may pass is decided by type and errno, never by the text."""
+    """Return the failure to report to the other ranks. Type and errno decide whether it is retryable, not the text."""
     message, is_retryable = str(error), False
     number = filename = None
     if isinstance(error, TransportError):
@@ -155,10 +155,10 @@ def describe(error: BaseException) -> Failure:
 
 
 def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Verdict:
-    """What all ranks do, the same on each.
+    """Return the verdict for all ranks, the same on each.
 
     Args:
-        votes: By rank; ``None`` of one that did not vote in time.
+        votes: By rank; ``None`` for a rank that did not vote in time.
         step: For the error.
     """
     missing = tuple(rank for rank, vote in enumerate(votes) if vote is None)
@@ -183,7 +183,7 @@ def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Ver
     if not failures:
         return GoOn(tuple(vote.payload for _, vote in cast))
     causes = [(rank, failure) for rank, failure in failures if not failure.is_consequence] or failures
-    # A rank that missed another one in an exchange may have missed one that had failed.
+    # A rank that missed a peer in an exchange may have missed one that had failed.
     causes = [(rank, failure) for rank, failure in causes if failure.kind != RankGoneError.__name__] or causes
     final = [(rank, failure) for rank, failure in causes if not failure.is_retryable]
     rank, failure = (final or causes)[0]
@@ -192,29 +192,29 @@ def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Ver
 
 
 def encode(vote: Vote) -> bytes:
-    """For the way to the other ranks."""
+    """Encode a vote as a message to the other ranks."""
     return msgspec.msgpack.encode(vote)
 
 
 def encode_all(votes: Sequence[Vote | None]) -> bytes:
-    """All votes, as one message; text, because the store compares no other values."""
+    """Encode all votes as one message; as text, because the store compares no other values."""
     return msgspec.json.encode(list(votes))
 
 
 def decode(encoded: bytes) -> Vote:
-    """The inverse of `encode`.
+    """Decode a vote; the inverse of `encode`.
 
     Raises:
-        PeerProtocolError: It is no vote.
+        PeerProtocolError: The message is no vote.
     """
     return _decoded(encoded, _vote_decoder, _MAX_VOTE_BYTES)
 
 
 def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
-    """The inverse of `encode_all`, for ``size`` ranks.
+    """Decode the votes of ``size`` ranks; the inverse of `encode_all`.
 
     Raises:
-        PeerProtocolError: These are no votes, or not so many.
+        PeerProtocolError: The message has no votes, or another number of them.
     """
     # A byte of a vote takes up to six characters in JSON.
     votes = _decoded(encoded, _votes_decoder, 6 * size * _MAX_VOTE_BYTES)
@@ -224,7 +224,7 @@ def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
 
 
 def rebuild(failure: Failure) -> Exception:
-    """The error as it was raised in another process; an error of ours where its class is not known here."""
+    """Return the error as another process raised it; an error of ours if its class is unknown here."""
     known = getattr(errors, failure.kind, None)
     if isinstance(known, type) and issubclass(known, TransportError):
         # The constructors of some make the message out of other arguments.
@@ -264,7 +264,7 @@ def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step:
 
 
 def _is_raised_everywhere(found: type[TransportError], kind: str) -> bool:
-    """Whether all ranks raise an error of the same class: not where it has fields that are about the one rank."""
+    """Return whether all ranks raise an error of the same class: not if it has fields about the one rank."""
     return found.__name__ == kind and (
         found.__init__ is TransportError.__init__ or issubclass(found, CheckpointDamagedError)
     )
@@ -282,7 +282,7 @@ def _plain_fields(error: TransportError) -> dict[str, Plain]:
 
 
 def _sendable(text: str) -> str:
-    """No more of a text than others need; a name of a file may hold what is no character (PEP 383)."""
+    """Truncate a text, and replace undecodable bytes, which the name of a file may have (PEP 383)."""
     return text[:_MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
 
 
@@ -296,7 +296,7 @@ def _decoded(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.
 
 
 def _as_raised(failure: Failure) -> Exception | None:
-    """The exception as it was raised there, where it is one of Python's own."""
+    """Return the exception as the other rank raised it, if it is one of Python's own."""
     kind = getattr(builtins, failure.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
@@ -304,14 +304,14 @@ def _as_raised(failure: Failure) -> Exception | None:
         try:
             return kind(failure.message)
         except TypeError:
-            # A few have constructors of their own: UnicodeError's, groups of exceptions.
+            # A few have constructors of their own: UnicodeError and exception groups.
             return None
     arguments = (failure.filename,) if failure.filename is not None else ()
     return OSError(failure.errno, failure.message, *arguments)
 
 
 def _message_of(failure: Failure) -> str:
-    """What the exception says."""
+    """Return the exception's message."""
     raised = _as_raised(failure)
     return str(raised) if failure.errno is not None and raised is not None else failure.message
 
