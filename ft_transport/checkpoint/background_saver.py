@@ -1,4 +1,4 @@
-"""The thread of a store: runs one save after the other, and replaces a dead writer process."""
+"""The thread of a store: it runs one save after the other, and replaces a dead writer process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ft_transport.runtime.handler_safety import LazyThread
 logger = logging.getLogger(__name__)
 
 _EXIT_S: Final = 60.0
-"""How long a process that ends waits for its last save."""
+"""How long the process waits for its last save at exit."""
 _IDLE_S: Final = 0.2
-"""How often an idle thread looks at its writer."""
+"""How often an idle thread checks its writer."""
 
 
 class Pulse(NamedTuple):
@@ -35,9 +35,9 @@ class Pulse(NamedTuple):
 
     Attributes:
         is_writer_dead: Whether its writer process is dead, or was since the last pulse.
-        num_failed: How many saves have failed in a row.
-        is_fatal: Whether these are too many.
-        is_busy: Whether a save is going on.
+        num_failed: Number of saves in a row that failed.
+        is_fatal: Whether ``num_failed`` exceeds the limit.
+        is_busy: Whether a save is running.
     """
 
     is_writer_dead: bool
@@ -47,14 +47,14 @@ class Pulse(NamedTuple):
 
 
 class BackgroundSaver:
-    """Runs saves one after the other. `submit` and `wait` belong to the training thread.
+    """Runs saves one after the other. Only the training thread calls `submit` and `wait`.
 
     Args:
         group: The ranks.
-        directory: Used on the first rank alone.
+        directory: Used on the first rank only.
         inventory: Retires old checkpoints when a newer one is complete.
         consolidate: Path of the part of the state that also goes to consolidated files.
-        settings: Of the store.
+        settings: The store's settings.
         trust: Signs checkpoints.
 
     Attributes:
@@ -98,13 +98,13 @@ class BackgroundSaver:
         _savers.add(self)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, step: int, staged: StagedState, *, overwrite: bool) -> SaveHandle:
-        """Begins a save, while no other one runs; arguments as for `SaveJob`.
+        """Start a save, while no other save runs; arguments as for `SaveJob`.
 
-        Waits for the plan of a first save, and of one after a failure.
+        Waits for the plan of a first save, and of a save after a failure.
 
         Raises:
             CheckpointError: The state can never be saved; the path names why.
@@ -112,7 +112,7 @@ class BackgroundSaver:
         self.start()
         job = SaveJob(self._means, step, staged, overwrite=overwrite)
         handle = job.handle
-        # In this order: nobody would end a save that is waited for and was not handed over.
+        # In this order: nothing would end a save that is waited for and never reached the thread.
         self._jobs.put(job)
         self._current = handle
         if not self._is_planned:
@@ -129,16 +129,16 @@ class BackgroundSaver:
         self._is_planned = error is None
 
     def wait(self) -> None:
-        """Returns when nothing is being saved."""
+        """Wait until no save is running."""
         if self._current is not None:
             self._current.exception()
 
     def pulse(self) -> Pulse:
-        """How this rank is. Called by the training thread."""
+        """Return this rank's state. Called by the training thread."""
         number, before = self.writer.number, self._seen_writer
         self._seen_writer = number
         return Pulse(
-            # Also of one that has been replaced since the last pulse.
+            # Also true for a writer that was replaced since the last pulse.
             is_writer_dead=number > 0 and (number != before > 0 or not self.writer.is_alive()),
             num_failed=self._num_failed,
             is_fatal=self._fatal is not None,
@@ -146,14 +146,14 @@ class BackgroundSaver:
         )
 
     def raise_fatal(self) -> None:
-        """Raises where too many saves have failed, once.
+        """Raise, once, if too many saves have failed.
 
         Raises:
-            CheckpointError: Its cause is the error of the last one.
+            CheckpointError: Its cause is the error of the last save.
         """
         fatal, self._fatal = self._fatal, None
         if fatal is not None:
-            # A trainer that goes on nevertheless has as many again.
+            # A trainer that continues nevertheless may fail as many times again.
             num_failed, self._num_failed = self._num_failed, 0
             raise CheckpointError(
                 f"{num_failed} saves in a row have failed, {self._max_failed_saves} are allowed; the last one: "
@@ -161,14 +161,14 @@ class BackgroundSaver:
             ) from fatal
 
     def close(self) -> None:
-        """Ends the thread after its last save, and the writer process. May be called twice."""
+        """End the thread after its last save, and the writer process. Idempotent."""
         self._jobs.put(None)
         self._thread.join()
         self._agreement.close()
         self.writer.close()
 
     def finish_at_exit(self, deadline_s: float) -> None:
-        """Ends the thread as `close` does, but waits no longer than until ``deadline_s``, of the monotonic clock."""
+        """End the thread as `close` does, but wait no longer than until ``deadline_s``, by the monotonic clock."""
         thread = self._thread
         if thread.is_alive():
             self._jobs.put(None)
@@ -224,7 +224,7 @@ _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 
 @at_exit
 def _finish_all() -> None:
-    """A thread that is cut off inside torch, while the interpreter ends, aborts the process."""
+    """Finish all saves at exit: a thread that is cut off inside torch while the interpreter ends aborts the process."""
     deadline_s = time.monotonic() + _EXIT_S
     for saver in list(_savers):
         saver.finish_at_exit(deadline_s)

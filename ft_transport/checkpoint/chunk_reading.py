@@ -1,8 +1,8 @@
-"""What a rank needs of the files of a checkpoint, and how the ranks get it: each chunk read once, and passed on.
+"""The data that a rank needs from the files of a checkpoint: one rank reads each chunk and passes it on.
 
-A chunk (`CHUNK_BYTES` of a file) is the unit of reading, of verifying and of passing on. All ranks tell each other
-which chunks they need; of those who need one, the one with the least to read reads it, verifies it, and sends it to the
-others. All go through the chunks in one order, so that no two ranks wait for each other.
+Chunks (`CHUNK_BYTES` of a file) are read, verified and passed on as units. The ranks first exchange which chunks they
+need. Of the ranks that need a chunk, the rank with the least to read reads it, verifies it, and sends it to the others.
+All ranks process the chunks in the same order, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ft_transport.wire.strided import Memory, copy_out, put
 
 _NUM_READERS: Final = 2
 _AHEAD: Final = 4
-"""Chunks that are read, and received, before they are needed."""
+"""Number of chunks that are read, and received, before they are needed."""
 _MAX_SENDING: Final = 16
 _CHECK_EVERY: Final = 16
 _NOBODY: Final = -1
 
 
 class Need(NamedTuple):
-    """Bytes of a file, and where they belong.
+    """Bytes of a file, and their destination.
 
     Attributes:
         file: Number of the file.
-        piece: Where in the file they are.
-        memory: Whose data they belong to.
-        target: Where in that.
-        path: The tensor that they are of, for errors.
+        piece: Their place in the file.
+        memory: Number of the destination memory.
+        target: Their place in the destination.
+        path: Path of their tensor, for errors.
     """
 
     file: int
@@ -60,10 +60,10 @@ class DataFiles:
     """The data files of a checkpoint, and a number for each of their chunks.
 
     Attributes:
-        directory: Where they are.
+        directory: The files' directory.
         files: The files, in the order of their numbers.
-        hash_name: What they were digested by.
-        first_chunks: The number of each file's first chunk, and behind the last the number of all.
+        hash_name: Hash function of their digests.
+        first_chunks: The number of each file's first chunk; the last entry is the number of all chunks.
     """
 
     directory: Path
@@ -73,7 +73,7 @@ class DataFiles:
 
     @classmethod
     def of(cls, directory: Path, files: Sequence[FileEntry], hash_name: HashName) -> DataFiles:
-        """Numbers the chunks of some files."""
+        """Number the chunks of the given files."""
         first = [0]
         for file in files:
             first.append(first[-1] + -(-file.num_bytes // CHUNK_BYTES))
@@ -81,28 +81,28 @@ class DataFiles:
 
     @property
     def num_chunks(self) -> int:
-        """Of all files."""
+        """Number of chunks of all files."""
         return self.first_chunks[-1]
 
     def place_of(self, chunk: int) -> tuple[int, int, int]:
-        """File, beginning and end of a chunk."""
+        """Return file, beginning and end of a chunk."""
         file = bisect_right(self.first_chunks, chunk) - 1
         start = (chunk - self.first_chunks[file]) * CHUNK_BYTES
         return file, start, min(start + CHUNK_BYTES, self.files[file].num_bytes)
 
     def chunks_of(self, need: Need) -> range:
-        """The chunks that have any of what is needed."""
+        """Return the chunks that contain any of the needed bytes."""
         first = self.first_chunks[need.file]
         return range(first + need.piece.start // CHUNK_BYTES, first + (need.piece.end - 1) // CHUNK_BYTES + 1)
 
 
 class ChunkReader:
-    """Reads chunks ahead, on threads of its own, and verifies them. A context manager.
+    """Reads chunks ahead, on its own threads, and verifies them. A context manager.
 
     Args:
-        files: Of which.
-        chunks: Which, ascending: in the order in which they will be asked for.
-        patience: For what may pass.
+        files: The files to read.
+        chunks: Numbers of the chunks, ascending, which is the order of the `next` calls.
+        patience: Retries reads that may succeed later.
     """
 
     def __init__(self, files: DataFiles, chunks: Sequence[int], patience: Patience) -> None:
@@ -116,16 +116,16 @@ class ChunkReader:
             self._read_ahead()
 
     def next(self) -> bytearray:
-        """The next chunk, and one byte behind it that says that it is one.
+        """Return the next chunk, and one byte behind it that marks it as good.
 
         Raises:
-            CheckpointDamagedError: It is not what was written.
-            OSError: It cannot be read.
+            CheckpointDamagedError: The chunk differs from its digest.
+            OSError: The chunk cannot be read.
         """
         file, reading = self._reading.popleft()
         self._read_ahead()
         chunk = reading.result()
-        # As many files may be there as ranks have written, and a process may not open as many at once.
+        # There may be as many files as ranks have written, more than a process may open at once.
         for done in [number for number in self._open if number < file]:
             self._open.pop(done).close()
         return chunk
@@ -160,21 +160,21 @@ def read_needs(
     is_read_once: bool,
     check: Callable[[], None],
 ) -> int:
-    """Brings what this rank needs to where it belongs. Called on all ranks of the exchange.
+    """Read the bytes that this rank needs into their destination. Called on all ranks of the exchange.
 
     Args:
-        needs: What.
-        files: Where it is.
-        exchange: Of the ranks.
-        patience: For what may pass.
-        is_read_once: Whether each chunk is read by one rank and passed on; else each rank reads what it needs.
-        check: Called now and then; what it raises ends this rank's part.
+        needs: The bytes, and their destination.
+        files: The files to read.
+        exchange: Data exchange between the ranks.
+        patience: Retries reads that may succeed later.
+        is_read_once: Whether one rank reads each chunk and passes it on; else each rank reads all that it needs.
+        check: Called now and then; an error that it raises ends this rank's part.
 
     Returns:
-        How many bytes this rank has read.
+        Number of bytes that this rank has read.
 
     Raises:
-        CheckpointDamagedError: A file is not what was written.
+        CheckpointDamagedError: A file differs from its digests.
         RankGoneError: A rank did not take part in time.
         OSError: A file cannot be read.
     """
@@ -185,7 +185,7 @@ def read_needs(
 
     num_bytes, failure = exchange.ending_on_failure(read)() if is_read_once else read()
     if failure is not None:
-        # The others have got an answer to all that they waited for; what of it is under way shall arrive.
+        # The other ranks have got all answers that they waited for; let those still under way arrive.
         raise failure
     return num_bytes
 
@@ -240,7 +240,10 @@ class _Reading:
         return num_bytes
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """After a failure the others still get an answer to all that they wait for, and this rank does nothing else."""
+        """Run ``action`` unless an earlier one failed.
+
+        After a failure, this rank only sends the answers that the other ranks wait for.
+        """
         if self.failure is None:
             try:
                 action()
@@ -277,7 +280,7 @@ class _Reading:
         self._here[chunk] = view[:-1]
         while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())
-        # What begins later has no use for what lies before it.
+        # Later needs use no chunk before this one.
         first = self._files.chunks_of(self._needs[0])[0] if self._needs else self._files.num_chunks
         for done in [each for each in self._here if each < first]:
             del self._here[done]
@@ -306,7 +309,7 @@ class _Reading:
 
 
 class _Receiving:
-    """Receives chunks some of which it has asked for before they are needed."""
+    """Receives chunks; some are requested before they are needed."""
 
     def __init__(self, reading: _Reading, chunks: Sequence[int]) -> None:
         self._reading = reading
@@ -338,7 +341,7 @@ def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: Exchange) -> npt.NDAr
 
 
 def _choose_readers(by_rank: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """For each chunk, of those who need it, the one that reads it: who has the least to read by then."""
+    """Return the reader of each chunk: of the ranks that need it, the rank with the least to read so far."""
     readers = np.full(by_rank.shape[1], _NOBODY, dtype=np.int64)
     loads = [0] * len(by_rank)
     for chunk in range(by_rank.shape[1]):

@@ -1,8 +1,8 @@
-"""One group at a time may write to a directory: it holds a lock that ends with its process.
+"""A lock on a directory, which ends with its process: one group at a time may write there.
 
-``flock`` asks for nothing but an open descriptor, so whoever may read the locked file may lock it. The file is made so
-that its owner alone may open it (mode 0600), and one that was made otherwise is closed to those who may only read it.
-On NFS the system turns the lock into one that the server knows (flock(2)), which other hosts see.
+``flock`` requires nothing but an open descriptor, so any process that may read the locked file may lock it. A new file
+is created so that only its owner may open it (mode 0600); an existing file is closed to users who may only read it. On
+NFS the system turns the lock into one that the server knows (flock(2)), and that other hosts see.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RootClaim:
     """A claim on a directory. Not thread-safe.
 
     Args:
-        root: The directory; made if it is not there.
-        is_private: Whether nobody but its owner may read the directory, where it is made here.
+        root: The directory; created if it is missing.
+        is_private: Whether only its owner may read the directory, if it is created here.
     """
 
     def __init__(self, root: Path, *, is_private: bool = False) -> None:
@@ -46,16 +46,16 @@ class RootClaim:
         _claims.add(self)
 
     def take(self, owner: str, timeout_s: float) -> None:
-        """Makes sure that no other group writes here, until `release` or the end of this process.
+        """Make sure that no other group writes here, until `release` or the end of this process.
 
         Args:
-            owner: The group that claims it, for others to read.
-            timeout_s: How long to wait for a process that is just ending.
+            owner: The group that claims the directory, for other processes to read.
+            timeout_s: How long to wait for a process that is about to exit.
 
         Raises:
-            CheckpointInUseError: Another group does, or another user's did.
-            CheckpointError: The file that is locked is a link, or something else that was put there.
-            OSError: The root cannot be made or written to.
+            CheckpointInUseError: Another group writes here, or another user's group did.
+            CheckpointError: The lock file is a link, or something else that was put there.
+            OSError: The root cannot be created or written to.
         """
         make_directory(self._root, is_private=self._is_private, is_ok_if_there=True)
         descriptor = self._locked(time.monotonic() + timeout_s)
@@ -71,7 +71,7 @@ class RootClaim:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Lets others write here. May be called twice."""
+        """Release the claim. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             # A forked child may have the descriptor as well, and with it the lock.
@@ -79,7 +79,7 @@ class RootClaim:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """In a forked child: the lock is the parent's, and ends with it, although the child has got its descriptor."""
+        """Close the descriptor in a forked child: the lock is the parent's, and ends with the parent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -99,9 +99,10 @@ class RootClaim:
             time.sleep(_PAUSE_S)
 
     def _renewed(self, descriptor: int) -> int:
-        """Puts a file of its own in the place of a locked one that has other names, so that those keep what they have.
+        """Replace a locked file that has other names by a new file, so that those names keep their content.
 
-        Only who holds the lock of the file in place does so, and who has waited for that lock looks again.
+        Only the process that holds the lock of the file in place does so, and a process that waited for that lock
+        checks again.
         """
         path = self._path.with_name(f"{_OWNER_NAME}.{secrets.token_hex(8)}")
         new = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_MODE)
@@ -117,7 +118,7 @@ class RootClaim:
         return new
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Whether the file that was locked is the one that others will open."""
+        """Whether the locked file is the one that other processes will open."""
         try:
             there = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -144,7 +145,7 @@ os.register_at_fork(after_in_child=_forget_claims)
 
 
 def _open(path: Path) -> int:
-    """Opens the file that is locked, or makes it, so that no one who may only read the directory can lock it."""
+    """Open the lock file, or create it, so that a user who may only read the directory cannot lock it."""
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _OWNER_MODE)
     except NotRegularFileError as error:
@@ -156,10 +157,10 @@ def _open(path: Path) -> int:
             f"expected to be the only group that saves to {path.parent}, {path} belongs to another user: {error}"
         ) from error
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    # Who may write there may save there as well, and claim the directory for it.
+    # A user who may write to the file may save here as well, and claim the directory for it.
     closed = mode & ~sum(read for read, write in _OTHERS if not mode & write)
     if closed != mode:
-        with contextlib.suppress(PermissionError):  # another user's
+        with contextlib.suppress(PermissionError):  # another user's file
             os.fchmod(descriptor, closed)
     return descriptor
 

@@ -1,16 +1,16 @@
 """A collective write: the ranks of a group write one numbered directory, complete for all of them or not there.
 
-Checkpoints and published versions are written by the same steps, each of which all ranks make together. A job
-(`WriteJob`) says what differs: where the snapshot lies (in a writer process, or with the calling thread), the form of
-the files, and what makes them final. ``SaveJob.run`` and ``Exporter.run`` show the order:
+Checkpoints and published versions use the same steps, each of which all ranks run together. A job (`WriteJob`) defines
+the differences: the place of the snapshot (in a writer process, or with the calling thread), the form of the files, and
+the steps that make them final. ``SaveJob.run`` and ``Exporter.run`` show the order:
 
 ```
- stage     every rank has its part of the snapshot, and all ranks write the same
- agree     the first rank makes the directory, and all ranks that write see it; the job takes the snapshot; the ranks
-           divide the work, only where the structure is not that of the last write
- compare   what several ranks hold has to be the same, before anything is written
+ stage     every rank completes its part of the snapshot, and the ranks compare their settings
+ agree     the first rank creates the directory, and all ranks that write see it; the job takes the snapshot; the ranks
+           divide the work, only if the structure differs from that of the last write
+ compare   ranks that hold the same item compare its bytes, before anything is written
  write     the job's own phases
- commit    what describes the files, fsync, rename, fsync
+ commit    the files that describe the others, fsync, rename, fsync
 ```
 """
 
@@ -40,12 +40,12 @@ _MARKER_BITS: Final = 63
 
 
 class TakenSnapshot(Struct, frozen=True, array_like=True):
-    """What a rank says of its snapshot.
+    """The description of one rank's snapshot.
 
     Attributes:
-        structure: Digest of everything but bytes and values: equal as long as the same plan will do.
+        structure: Digest of everything but bytes and values; the plan stays valid as long as it is equal.
         values: Digest of the values that all ranks share.
-        holder: Number of the writer that holds it; another one knows no plan.
+        holder: Number of the writer that holds the snapshot; a new writer knows no plan.
     """
 
     structure: int
@@ -54,28 +54,28 @@ class TakenSnapshot(Struct, frozen=True, array_like=True):
 
 
 class WriteJob(Protocol):
-    """One rank's part in one collective write. Every method raises what went wrong on this rank."""
+    """One rank's part in one collective write. Every method raises this rank's own error."""
 
     def settings(self) -> Mapping[str, object]:
-        """Completes the snapshot, and returns what has to be the same on all ranks."""
+        """Completes the snapshot, and returns the settings that have to be the same on all ranks."""
 
     def admit(self, *, is_retry: bool) -> None:
-        """On the first rank: refuses a number that must not be written."""
+        """Refuses, on the first rank, a number that must not be written."""
 
     def take(self) -> TakenSnapshot:
         """Takes the snapshot."""
 
     def header(self) -> bytes:
-        """What `plan` needs of this rank's snapshot."""
+        """Returns the header of this rank's snapshot, for `plan`."""
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
-        """On the first rank: divides the work, by rank."""
+        """Divides the work, on the first rank; returns the plans by rank."""
 
     def digest(self, plan: RankPlan) -> bytes:
-        """The digests of what other ranks hold as well."""
+        """Returns the digests of items that other ranks hold as well."""
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """On the first rank: refuses ranks that hold different bytes of what has to be the same."""
+        """Refuses, on the first rank, ranks that hold different bytes of an item that has to be the same."""
 
 
 class _Taken(Struct, frozen=True, array_like=True):
@@ -86,7 +86,7 @@ class _Taken(Struct, frozen=True, array_like=True):
 
 
 class _Assigned(Struct, frozen=True, array_like=True):
-    """A rank's plan, and whether any rank has something to compare."""
+    """A rank's plan, and whether any rank has items to compare."""
 
     plan: RankPlan
     is_compared: bool
@@ -103,9 +103,9 @@ class CollectiveWrite:
     Every step raises the same `TransportError` on every rank.
 
     Args:
-        agreement: Of the group, for this thread alone.
-        directory: As this rank sees it. No rank writes where another one says.
-        visible_s: How long a new directory may take to be seen by all ranks; ``None`` where the first alone writes.
+        agreement: The group's agreement, for this thread only.
+        directory: As this rank sees it. No rank writes to a path that another rank names.
+        visible_s: How long a new directory may take to appear on all ranks; ``None`` if only the first rank writes.
     """
 
     def __init__(self, agreement: Agreement, directory: NumberedDirectory, *, visible_s: float | None) -> None:
@@ -118,7 +118,7 @@ class CollectiveWrite:
 
     @contextlib.contextmanager
     def attempt(self, number: int) -> Iterator[None]:
-        """An attempt to write a directory: one that fails leaves nothing, and the next one begins from the start."""
+        """Attempt to write a directory: a failed attempt leaves nothing, and the next one starts from the beginning."""
         try:
             yield
         except BaseException:
@@ -127,7 +127,7 @@ class CollectiveWrite:
             if self._agreement.is_first:
                 try:
                     self._directory.discard(number)
-                except OSError as error:  # what is left does no harm
+                except OSError as error:  # leftovers do no harm
                     logger.warning(
                         "%s %d: what is left of a failed write could not be removed: %s",
                         self._directory.prefix,
@@ -137,11 +137,11 @@ class CollectiveWrite:
             raise
 
     def stage(self, job: WriteJob) -> None:
-        """Every rank completes its part of the snapshot, and all ranks compare what they write."""
+        """Let every rank complete its part of the snapshot, and compare the settings of all ranks."""
         compare_settings(self._agreement, "snapshot", job.settings)
 
     def agree(self, number: int, job: WriteJob, *, is_retry: bool = False) -> tuple[Path, RankPlan]:
-        """Sets up the directory, and divides the work. A state that can never be written fails here.
+        """Set up the directory, and divide the work. A state that can never be written fails here.
 
         Returns:
             The incomplete directory, and this rank's part.
@@ -161,7 +161,7 @@ class CollectiveWrite:
         return directory, self._assigned.plan
 
     def compare(self, job: WriteJob) -> None:
-        """Refuses ranks that hold different bytes of what has to be the same."""
+        """Refuse ranks that hold different bytes of an item that has to be the same."""
         agreement, plan = self._agreement, self._assigned.plan
         if self._assigned.is_compared:
             digests = agreement.run("digest", lambda: job.digest(plan))
@@ -169,11 +169,11 @@ class CollectiveWrite:
             agreement.on_first("compare", lambda: job.compare(gathered))
 
     def commit(self, number: int, finish: Callable[[], None], committed: Callable[[], None] = lambda: None) -> Path:
-        """Gives the directory its name, and returns it.
+        """Rename the directory to its final name, and return its path.
 
         Args:
-            number: Its number.
-            finish: Called on the first rank before that.
+            number: Number of the directory.
+            finish: Called on the first rank before the rename.
             committed: Called on the first rank when the directory is complete, before any rank learns of it.
         """
 
@@ -188,8 +188,8 @@ class CollectiveWrite:
         return self._directory.final(number)
 
     def _set_up(self, number: int, job: WriteJob, *, is_retry: bool) -> int:
-        """Makes the directory, and in it an empty file by which other ranks know that they see this directory."""
-        # What there is of this number at a retry, this write may have made.
+        """Create the directory, and in it an empty file that shows other ranks that they see this directory."""
+        # At a retry, a directory of this number may be this write's own.
         job.admit(is_retry=is_retry)
         directory = self._directory.begin(number)
         drawn = secrets.randbits(_MARKER_BITS)
@@ -201,9 +201,9 @@ class CollectiveWrite:
         wait_until_visible(self._marker, self._visible_s, self._agreement.check_others)
 
     def _plan(self, job: WriteJob, taken: Sequence[_Taken]) -> None:
-        """Divides the work, if what the ranks have is not what it was at the last write."""
+        """Divide the work, if the ranks' structure differs from that of the last write."""
         key = tuple((each.snapshot.structure, each.snapshot.holder) for each in taken)
-        # A rank that was interrupted behind the last vote has forgotten its plan alone.
+        # Only a rank that was interrupted behind the last vote has forgotten its plan.
         is_known = key == self._plan_key and all(each.is_planned for each in taken)
         if is_known and len({each.snapshot.values for each in taken}) == 1:
             return

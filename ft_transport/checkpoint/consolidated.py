@@ -1,9 +1,9 @@
 """Whole tensors in safetensors files, with the index that ``transformers`` reads, beside the parts that DCP reads.
 
-Where each tensor lies in which file is known from the plan, so every rank puts what it holds right there: nothing is
-gathered on one rank, and nothing is written twice. The index is that of ``save_pretrained`` (transformers,
-``model.safetensors.index.json``): the name of the file of each tensor. A tied tensor is there under each of its names,
-so that ``load_state_dict`` finds all; the format lets no two names share bytes.
+The plan determines the place of each tensor in each file, so every rank writes its data directly there: no rank gathers
+the data of others, and nothing is written twice. The index has the format of ``save_pretrained`` (transformers,
+``model.safetensors.index.json``): the file name of each tensor. A tied tensor is stored once under each of its names,
+so that ``load_state_dict`` finds all; the format does not let two names share bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 5_000_000_000
-"""As ``save_pretrained`` divides a model."""
+"""The limit by which ``save_pretrained`` divides a model."""
 _ALIGN_BYTES: Final = 8
 _HALF_BYTES: Final = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsolidatedFile:
-    """A file that is to be written by several ranks.
+    """A file that several ranks write together.
 
     Attributes:
         name: Its name.
@@ -52,10 +52,10 @@ class Consolidation:
     """All files of a model.
 
     Attributes:
-        files: All of them, in order.
+        files: All files, in order.
         index: Content of the index.
         root: Path of the part.
-        places: By each name that DCP has for a tensor in it: number of the file, and where in that it begins.
+        places: By DCP name of each tensor in the part: number of the file, and the tensor's offset in it.
     """
 
     files: tuple[ConsolidatedFile, ...]
@@ -70,16 +70,16 @@ def consolidate(
     max_file_bytes: int = MAX_FILE_BYTES,
     single_name: str | None = None,
 ) -> Consolidation:
-    """Lays out the tensors of one part of a state.
+    """Lay out the tensors of one part of a state.
 
     Args:
-        described: What the ranks have.
-        root: Path of the part, joined by dots; the tensors are named by what follows it.
-        max_file_bytes: A file has more only if one tensor has.
+        described: The ranks' descriptions.
+        root: Path of the part, joined by dots; tensor names omit it.
+        max_file_bytes: A file is larger only if a single tensor is.
         single_name: Name of the file, if there is only one.
 
     Raises:
-        CheckpointError: There is no such part, or safetensors has no name for a dtype.
+        CheckpointError: The part does not exist, or safetensors has no name for a dtype.
     """
     for each in described:
         for value in each.values:
@@ -120,12 +120,12 @@ def consolidate(
 
 
 def names_below(item: WriteItem, root: str) -> list[str]:
-    """The names of a tensor in one part of the state."""
+    """Return the names of a tensor in one part of the state."""
     return [name for name in item.names if name.startswith(f"{root}.")] if item.part == SHARED else []
 
 
 def create(directory: Path, consolidation: Consolidation, *, is_private: bool = False) -> None:
-    """Makes the files, with their headers and at their full length."""
+    """Create the files, with their headers and at their full length."""
     for file in consolidation.files:
         descriptor = create_file(directory / file.name, is_private=is_private)
         try:
@@ -137,13 +137,13 @@ def create(directory: Path, consolidation: Consolidation, *, is_private: bool = 
 
 
 def put(descriptor: int, data: memoryview, item: WriteItem, start: int) -> None:
-    """Writes a box of a tensor to its place in a file.
+    """Write a box of a tensor to its place in a file.
 
     Args:
-        descriptor: Of the file.
+        descriptor: The file's descriptor.
         data: The box, row by row.
-        item: Which.
-        start: Where in the file its tensor begins.
+        item: The item that the box belongs to.
+        start: Offset of its tensor in the file.
     """
     item_bytes = DTYPES_BY_NAME[item.dtype].itemsize
     strides = row_major_strides(item.global_shape, item_bytes)
@@ -154,7 +154,7 @@ def put(descriptor: int, data: memoryview, item: WriteItem, start: int) -> None:
 
 
 def _positions(target: Slice) -> Iterator[int]:
-    """Where each block of a slice begins."""
+    """Yield the offset of each block of a slice."""
     for steps in itertools.product(*(range(count) for count, _ in target.loops)):
         yield target.start + sum(step * stride for step, (_, stride) in zip(steps, target.loops, strict=True))
 

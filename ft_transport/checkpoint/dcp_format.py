@@ -1,13 +1,14 @@
-"""What DCP finds in a checkpoint: ``.metadata``, and around each tensor the bytes that ``torch.save`` puts there.
+"""The DCP files of a checkpoint: ``.metadata``, and the bytes that ``torch.save`` puts around each tensor.
 
-``.metadata`` is in DCP's own terms (torch/distributed/checkpoint/metadata.py), so that its reader and its load planner
+``.metadata`` uses DCP's own classes (torch/distributed/checkpoint/metadata.py), so that DCP's reader and load planner
 find every tensor.
 
-DCP's reader (torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_data``) gives each slice of a file to
-``torch.load``. What ``torch.save`` writes depends on dtype and shape alone, but for the data in the middle, as long as
-it computes no CRC-32 of it: so it is called once for each dtype and shape, on a tensor of zeros, and its result is cut
-where the data belongs. The data is then written as it lies, at the speed of a bare write. With the checksum, which
-nothing reads, torch writes 0.3 GB/s where the disk takes 1.7; the digests of the manifest cover every byte.
+DCP's reader (torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_data``) passes each slice of a file to
+``torch.load``. The output of ``torch.save`` depends only on dtype and shape, except for the data in the middle, as long
+as it computes no CRC-32 of the data. So this module calls it once for each dtype and shape, on a tensor of zeros, and
+cuts the result where the data belongs. The data is then written unchanged, at the speed of a bare write. With the
+checksum, which nothing reads, torch writes 0.3 GB/s where the disk takes 1.7; the digests of the manifest cover every
+byte.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ DCP_METADATA_NAME: Final = ".metadata"
 
 _MAX_ENVELOPES: Final = 1 << 16
 _CAPTURED_BYTES: Final = 1 << 20
-"""Data of this length is written in a call of its own, which no other part of an envelope comes near."""
+"""torch writes data of this length in a separate call; all other parts of an envelope are far smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchEnvelope:
-    """What stands before and behind the data of a tensor.
+    """The bytes before and after the data of a tensor.
 
     Attributes:
-        before: Up to the data, which it leaves aligned as torch wants it if the envelope begins so.
-        after: Behind it.
+        before: Bytes before the data, which is aligned as torch requires if the envelope is.
+        after: Bytes after the data.
     """
 
     before: bytes
@@ -64,10 +65,10 @@ class EnvelopeTable:
         self._envelopes: dict[tuple[torch.dtype, tuple[int, ...]], TorchEnvelope] = {}
 
     def envelope_of(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
-        """The envelope of a row-major tensor.
+        """Return the envelope of a row-major tensor.
 
         Raises:
-            CheckpointError: This torch writes something else than was expected.
+            CheckpointError: This version of torch writes an unexpected format.
         """
         key = (dtype, shape)
         envelope = self._envelopes.get(key)
@@ -79,18 +80,18 @@ class EnvelopeTable:
 
 
 def saved(value: object) -> bytes:
-    """What ``torch.save`` makes of a value that is no tensor, which DCP gives to ``torch.load``."""
+    """Return the output of ``torch.save`` for a value that is no tensor, which DCP passes to ``torch.load``."""
     buffer = io.BytesIO()
     torch.save(value, buffer)  # noqa: TID251 # DCP's format; what we read ourselves is never unpickled
     return buffer.getvalue()
 
 
 def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int]]]) -> bytes:
-    """The content of DCP's ``.metadata``.
+    """Return the content of DCP's ``.metadata``.
 
     Args:
-        plan: Who wrote what.
-        places: By rank, where in its data file it has put its items and then its values: offset and length.
+        plan: The plan of all ranks.
+        places: By rank, offset and length in its data file of its items and then of its values.
     """
     stored: dict[Key, _StorageInfo] = {}
     state: dict[str, Any] = {}
@@ -133,7 +134,7 @@ def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int
 
 
 class _Capture:
-    """A file that keeps what is written to it, but for what is as long as the data."""
+    """A file that records what is written to it, except writes as long as the data."""
 
     def __init__(self, data_bytes: int) -> None:
         self._data_bytes = data_bytes
@@ -150,7 +151,7 @@ class _Capture:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: this file buffers nothing."""
 
 
 def _envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
@@ -165,7 +166,7 @@ def _envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
         reader: Any = torch._C.PyTorchFileReader(io.BytesIO(whole))
         start = reader.get_record_offset("data/0")
         return TorchEnvelope(whole[:start], whole[start + num_bytes :])
-    # Memory that is never touched, and given back at once.
+    # Memory that is never touched, and freed at once.
     template = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
     capture = _Capture(num_bytes)
     torch.save(template, capture)  # type: ignore[arg-type] # noqa: TID251 # as above

@@ -1,4 +1,4 @@
-"""A file that is written once from front to back, digested and brought to disk on the way."""
+"""A file that is written once from front to back, and digested and flushed to disk meanwhile."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Buffer: TypeAlias = bytes | memoryview
 
 _BATCH_BYTES: Final = 8 << 20
 _MAX_BUFFERS: Final = 512
-"""At once; the system takes 1024 (IOV_MAX)."""
+"""Maximum per call; the system takes 1024 (IOV_MAX)."""
 _SYNC_FILE_RANGE_WRITE: Final = 2  # include/uapi/linux/fs.h
 
 
 class DigestedFile:
-    """A new file. Not thread-safe; a thread of its own digests what another has given.
+    """A new file. Not thread-safe; a separate thread digests the written data.
 
     Args:
         path: Must not exist.
-        check: Called now and then; what it raises ends the writing.
-        is_private: Whether nobody but its owner may read it; else the umask says who may.
-        hash_name: What it is digested by.
+        check: Called now and then; an error that it raises ends the writing.
+        is_private: Whether only its owner may read it; else the umask decides.
+        hash_name: Hash function of its digests.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DigestedFile:
         self.position = 0
 
     def write(self, *buffers: Buffer) -> None:
-        """Appends; the buffers must not change until `finish`."""
+        """Append the buffers, which must not change until `finish`."""
         for buffer in buffers:
             if len(buffer) > _BATCH_BYTES:
                 view = memoryview(buffer)
@@ -71,7 +71,7 @@ class DigestedFile:
                     self._flush()
 
     def finish(self) -> FileEntry:
-        """Brings everything to disk, closes the file, and returns its entry in the list of files."""
+        """Flush everything to disk, close the file, and return its entry in the list of files."""
         try:
             self._flush()
             if self._digesting is not None:
@@ -84,7 +84,7 @@ class DigestedFile:
         return file_entry(self._name, self.position, self._digests)
 
     def close(self) -> None:
-        """Ends the thread and closes the file, as it is. May be called twice."""
+        """End the thread and close the file, complete or not. Idempotent."""
         self._pool.shutdown(wait=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -113,7 +113,7 @@ class DigestedFile:
             if written < num_bytes:
                 rest = _without(rest, count)
         if self._start_write_back is not None:
-            # The disk works from here on, and not only when everything is there.
+            # Let the disk start now, and not only when all data is there.
             self._start_write_back(self._descriptor, self._written, num_bytes, _SYNC_FILE_RANGE_WRITE)
         self._written += num_bytes
 
@@ -132,19 +132,19 @@ class DigestedFile:
 
 
 def write_small(path: Path, content: bytes, *, is_private: bool = False, hash_name: HashName = CHECKSUM) -> FileEntry:
-    """Writes a small file to disk."""
+    """Write a small file to disk."""
     with DigestedFile(path, is_private=is_private, hash_name=hash_name) as file:
         file.write(content)
         return file.finish()
 
 
 def digested(path: Path, check: Callable[[], None], *, hash_name: HashName = CHECKSUM) -> FileEntry:
-    """The entry of a file that is complete already.
+    """Return the entry of a file that is complete already.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         check: Called now and then.
-        hash_name: What it is digested by.
+        hash_name: Hash function of its digests.
     """
     digests = []
     num_bytes = 0
@@ -163,7 +163,7 @@ def digested(path: Path, check: Callable[[], None], *, hash_name: HashName = CHE
 
 
 def _without(buffers: list[Buffer], count: int) -> list[Buffer]:
-    """What is left of buffers of which ``count`` bytes were taken."""
+    """Return the buffers without their first ``count`` bytes."""
     for position, buffer in enumerate(buffers):
         if count < len(buffer):
             return [memoryview(buffer)[count:], *buffers[position + 1 :]]

@@ -1,9 +1,10 @@
-"""Numbered directories, ``step-N`` or ``version-N``: which names count, and how they change so that no crash costs one.
+"""Numbered directories, ``step-N`` or ``version-N``: which names count, and renames that survive a crash at any point.
 
-One rank alone calls what is here. Files are written to ``step-N.incomplete``; when all of them are on disk, one rename
-makes it ``step-N``. So a directory of that name is complete at any instant. One that is replaced is exchanged with its
-successor by one system call where the file system can do that. Where it cannot (NFS), it becomes ``step-N.replaced``
-first, which counts as ``step-N`` as long as there is no other. What is deleted gets the name ``step-N.deleted`` first.
+Only one rank uses this module. Files are written to ``step-N.incomplete``; when all of them are on disk, one rename
+makes it ``step-N``. So a directory of that name is complete at any instant. A replaced directory is exchanged with its
+successor by one system call where the file system supports that. Where it does not (NFS), the old directory becomes
+``step-N.replaced`` first, which counts as ``step-N`` as long as no other exists. Before a directory is deleted, it is
+renamed to ``step-N.deleted``.
 
 A ``step-N`` that another program wrote is foreign: it does not count, and nothing here replaces or deletes it.
 """
@@ -35,23 +36,23 @@ _RENAME_EXCHANGE: Final = 2  # include/uapi/linux/fs.h
 _LOOK_S: Final = 0.02
 _MAX_DIGITS: Final = 18
 MAX_NUMBER: Final = 10**_MAX_DIGITS - 1
-"""What has more digits is none of these directories: no step is so large, and no message could carry it."""
+"""Longer numbers are ignored: no step is so large, and no message could carry it."""
 
 
 class NumberedDirectory:
     """The numbered directories under one root. Two threads may work on different numbers at once.
 
     Args:
-        root: Where they are; made if it is not there.
-        prefix: What their names begin with, such as ``step``.
-        last_file: Name of the file that is written last: a directory without it is not complete, whatever its name.
-            ``None``: the name alone says that it is. A checkpoint may be reached by a link, a version may not, which is
-            copied from.
-        is_private: Whether nobody but the owner may read what is made here; else the umask says who may.
+        root: Their parent directory; created if it is missing.
+        prefix: Prefix of their names, such as ``step``.
+        last_file: Name of the file that is written last: a directory without it is incomplete, even if it has a final
+            name. ``None``: the name alone decides. A checkpoint may be a link, a version may not, because it is copied
+            from.
+        is_private: Whether only the owner may read new files; else the umask decides.
 
     Attributes:
-        root: The same.
-        prefix: The same.
+        root: As the argument.
+        prefix: As the argument.
     """
 
     def __init__(self, root: Path, prefix: str, last_file: str | None, *, is_private: bool = False) -> None:
@@ -63,9 +64,9 @@ class NumberedDirectory:
         self._warned_of: set[str] = set()
 
     def recover(self) -> None:
-        """Clears what an interrupted run has left, and puts back what it was about to replace.
+        """Delete the leftovers of an interrupted run, and restore directories that it was about to replace.
 
-        What cannot be deleted, as what another user has put there, is passed by with a warning.
+        Leftovers that cannot be deleted, such as another user's, cause a warning.
         """
         for path, number, suffix in self._found():
             try:
@@ -81,7 +82,7 @@ class NumberedDirectory:
     # ------------------------------------------------------------------------------------------------------- what is
 
     def numbers(self) -> list[int]:
-        """The numbers of all complete directories, ascending."""
+        """Return the numbers of all complete directories, ascending."""
         found = set()
         for path, number, suffix in self._found():
             if suffix in ("", ".replaced"):
@@ -96,17 +97,17 @@ class NumberedDirectory:
         return sorted(found)
 
     def find(self, number: int) -> Path | None:
-        """A complete directory; ``None`` if there is none of this number."""
+        """Return a complete directory; ``None`` if no directory has this number."""
         paths = (self._path(number), self._path(number, ".replaced"))
         return next((path for path in paths if self._is_complete(path)), None)
 
     def foreign(self) -> dict[int, Path]:
-        """Directories of these names that another program wrote, by number, ascending."""
+        """Return directories of these names that another program wrote, by number, ascending."""
         found = {number: path for path, number, suffix in self._found() if not suffix and self._is_foreign(path)}
         return dict(sorted(found.items()))
 
     def refuse_foreign(self, number: int) -> None:
-        """Refuses to replace what another program wrote.
+        """Refuse to replace a directory that another program wrote.
 
         Raises:
             CheckpointExistsError: A foreign directory has the name of this number.
@@ -122,25 +123,25 @@ class NumberedDirectory:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def begin(self, number: int) -> Path:
-        """Makes the directory that the files of a number are written to, empty, and returns it."""
+        """Create the empty directory to which the files of a number are written, and return it."""
         make_directory(self.root, is_private=self._is_private, is_ok_if_there=True)
         path = self.incomplete(number)
         if os.path.lexists(path):
-            # Another one takes its name; what cannot be deleted of it is no reason not to write.
+            # The new directory takes the name; an old one that cannot be deleted does not prevent the write.
             self._delete_in_time(self._without_name(path))
         make_directory(path, is_private=self._is_private)
         return path
 
     def incomplete(self, number: int) -> Path:
-        """Where `begin` makes the directory of a number."""
+        """Return the directory that `begin` creates for a number."""
         return self._path(number, ".incomplete")
 
     def final(self, number: int) -> Path:
-        """What `commit` makes of it."""
+        """Return the directory that `commit` creates for a number."""
         return self._path(number)
 
     def commit(self, number: int) -> Path:
-        """Makes what was written, and is on disk file by file, the directory of its number. Returns that."""
+        """Rename the written directory, whose files are on disk, to its final name, and return that path."""
         incomplete, final = self.incomplete(number), self.final(number)
         sync_directory(incomplete)
         if os.path.lexists(final):
@@ -151,15 +152,15 @@ class NumberedDirectory:
         return final
 
     def discard(self, number: int) -> None:
-        """Removes what was written of a directory that will not be complete."""
+        """Remove an incomplete directory that will not be completed."""
         with contextlib.suppress(FileNotFoundError):
             self._remove(self.incomplete(number))
 
     def retire(self, number: int) -> list[Path]:
-        """Takes a directory out of those that count.
+        """Remove a directory from those that count.
 
         Returns:
-            What is left to `delete`.
+            Paths that `delete` still has to delete.
         """
         retired = []
         for path in (self._path(number), self._path(number, ".replaced")):
@@ -169,16 +170,16 @@ class NumberedDirectory:
 
     @staticmethod
     def delete(retired: Sequence[Path]) -> None:
-        """Deletes what `retire` has left. On any thread."""
+        """Delete the paths that `retire` returned. On any thread."""
         for path in retired:
             with contextlib.suppress(FileNotFoundError):
                 _delete(path)
 
     def clear(self) -> None:
-        """Takes all of them out of those that count, and deletes them, complete or not, but for foreign ones.
+        """Retire and delete all directories, complete or not, except foreign ones.
 
         Raises:
-            OSError: One still counts.
+            OSError: A directory still counts.
         """
         for path, _, suffix in self._found():
             try:
@@ -197,7 +198,7 @@ class NumberedDirectory:
         return self.root / f"{self.prefix}-{number}{suffix}"
 
     def _found(self) -> list[tuple[Path, int, str]]:
-        """Path, number and suffix of what is here and looks like ours."""
+        """Return path, number and suffix of each entry whose name has the form of ours."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -213,8 +214,8 @@ class NumberedDirectory:
     def _is_foreign(self, path: Path) -> bool:
         """Whether another program wrote the directory, the file or the link at this path.
 
-        Own files that lost their list are not foreign, nor are data files without the metadata of DCP, which an
-        interrupted ``dcp.save`` leaves.
+        Own files that lost their list are not foreign, nor are data files without DCP's metadata, which an interrupted
+        ``dcp.save`` leaves.
         """
         if self._last_file is None or self._is_complete(path):
             return False
@@ -222,7 +223,7 @@ class NumberedDirectory:
             names = os.listdir(path)
         except FileNotFoundError:
             return False
-        except OSError:  # a file, or a directory of another user
+        except OSError:  # a file, or another user's directory
             return True
         return rank_file_name(0) not in names and not all(name.endswith(DATA_SUFFIX) for name in names)
 
@@ -251,7 +252,7 @@ class NumberedDirectory:
         self._remove_in_time(replaced)
 
     def _remove_in_time(self, path: Path) -> None:
-        """Deletes what has a successor; whatever hinders it, the successor is complete."""
+        """Delete a directory that has a successor; a failure is harmless, because the successor is complete."""
         try:
             self._remove(path)
         except OSError as error:
@@ -264,7 +265,7 @@ class NumberedDirectory:
             self._warn_once(path, "could not be deleted yet: %s", error)
 
     def _remove(self, path: Path) -> None:
-        """Deletes a directory; it loses its name first, so that what is left is not taken for a whole."""
+        """Delete a directory; rename it first, so that no partly deleted one counts as complete."""
         _delete(path if ".deleted" in path.name else self._without_name(path))
 
     def _without_name(self, path: Path) -> Path:
@@ -280,7 +281,7 @@ class NumberedDirectory:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a directory, or whatever else has the name of one; of a link nothing but the link."""
+    """Delete a directory, or any other file at its path; of a link only the link."""
     if is_directory(path, follows_links=False):
         shutil.rmtree(path)
     else:
@@ -288,15 +289,15 @@ def _delete(path: Path) -> None:
 
 
 def wait_until_visible(path: Path, timeout_s: float, check: Callable[[], None]) -> None:
-    """Waits for what another host has made: a shared file system may take a moment to show it.
+    """Wait for a path that another host has created: a shared file system may take a moment to show it.
 
     Args:
-        path: What it has made.
+        path: The path that the host has created.
         timeout_s: How long it may take.
-        check: Called now and then; what it raises ends the waiting.
+        check: Called now and then; an error that it raises ends the wait.
 
     Raises:
-        FileNotFoundError: It is not visible here in time.
+        FileNotFoundError: The path is not visible here in time.
     """
     deadline_s = time.monotonic() + timeout_s
     while not path.exists():
@@ -306,7 +307,7 @@ def wait_until_visible(path: Path, timeout_s: float, check: Callable[[], None]) 
                 "what rank 0 has made is not visible here; expected a file system that all ranks share",
                 str(path),
             )
-        # The listings of the directories above may be remembered ones.
+        # The system may cache the listings of the directories above.
         for parent in (path.parent.parent, path.parent):
             with contextlib.suppress(OSError):
                 os.listdir(parent)
@@ -315,7 +316,7 @@ def wait_until_visible(path: Path, timeout_s: float, check: Callable[[], None]) 
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchanges two names at once. Returns whether this system and file system can."""
+    """Exchange two names in one system call. Return whether this system and file system support that."""
     if sys.platform != "linux":
         return False
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

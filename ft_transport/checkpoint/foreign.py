@@ -1,6 +1,6 @@
-"""A checkpoint that ``torch.distributed.checkpoint`` wrote for another program: what it contains, and loading from it.
+"""A checkpoint that ``torch.distributed.checkpoint`` wrote for another program: its content, and loading from it.
 
-DCP's metadata is a pickle. Here it may name the classes of which DCP's metadata consists, and no other; values are
+DCP's metadata is a pickle. This module lets it name only the classes of which DCP's metadata consists; values are
 loaded with ``weights_only``. So no file of a checkpoint runs code. No digest covers these files. No collective runs.
 """
 
@@ -46,21 +46,21 @@ _OTHERS: Final[dict[tuple[str, str], Any]] = {
 
 
 class DCPCheckpoint:
-    """One checkpoint, of which any rank reads what it needs.
+    """One checkpoint, of which any rank reads the parts that it needs.
 
     Args:
         path: Its directory.
-        step: Its step, as its name says.
+        step: Its step, from the directory's name.
 
     Attributes:
-        path: See above.
-        step: See above.
+        path: As the argument.
+        step: As the argument.
         tensors: By DCP's name, dtype and shape of each tensor.
-        values: DCP's names of what is no tensor.
+        values: DCP's names of values other than tensors.
 
     Raises:
-        CheckpointError: Its metadata is none of DCP's.
-        OSError: Its metadata cannot be read.
+        CheckpointError: The metadata is not DCP's.
+        OSError: The metadata cannot be read.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -83,7 +83,7 @@ class DCPCheckpoint:
             if not all(isinstance(name, str) for name in stored) or any(len(file.parts) != 1 for file in files):
                 raise CheckpointError("expected text as names, and files in the directory of the checkpoint")
             self._metadata = metadata.Metadata(stored, storage_data=places)
-        # What a file that is no pickle, or another one, makes of its reader is not documented.
+        # The errors that a reader raises for a file that is no pickle, or another pickle, are not documented.
         except Exception as error:
             raise CheckpointError(
                 f"expected DCP's metadata in {path / DCP_METADATA_NAME}, got {type(error).__name__}: "
@@ -93,14 +93,14 @@ class DCPCheckpoint:
         self.values = frozenset(stored.keys() - self.tensors.keys())
 
     def load(self, tensors: Mapping[str, torch.Tensor], values: Iterable[str]) -> dict[str, object]:
-        """Reads by name, with the reader and the planner of DCP.
+        """Read by name, with the reader and the planner of DCP.
 
         Args:
             tensors: Loaded in place; of a DTensor, this rank's part.
-            values: Names of what is no tensor.
+            values: Names of values other than tensors.
 
         Returns:
-            Those values.
+            The values, by name.
 
         Raises:
             CheckpointError: A file is damaged, or a value has a class that only unpickling could make. Part of
@@ -123,7 +123,7 @@ class DCPCheckpoint:
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Resolves the names of which DCP's metadata consists, and no other.
+    """Resolves only the names of which DCP's metadata consists.
 
     A pickle may set attributes of a class that it names. So each reader has classes of its own.
     """
@@ -150,7 +150,7 @@ def _joined(*parts: str) -> str:
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Loads a value, as DCP's planner does, but never runs code."""
+        """Load a value as DCP's planner does, but never run code."""
         name = read_item.dest_index.fqn
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)  # noqa: TID251 # a closed set of types

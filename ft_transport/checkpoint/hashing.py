@@ -1,7 +1,7 @@
-"""How the files of a checkpoint are digested: by a checksum, or where there is a key so that nobody can forge a file.
+"""The hash functions of a checkpoint's files: a checksum, or with a key a secure hash, so that nobody can forge a file.
 
-A checksum finds what a disk or a memory module has changed, at the speed of memory. Another file with the same checksum
-is made at will, so a signed list of files has SHA-256 (FIPS 180-4), of which one core computes 1 to 2 GB/s.
+A checksum detects bits that a disk or a memory module has changed, at the speed of memory. Another file with the same
+checksum is easy to make, so a signed list of files uses SHA-256 (FIPS 180-4), of which one core computes 1 to 2 GB/s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RunningHash(Protocol):
         """Adds bytes."""
 
     def hexdigest(self) -> str:
-        """The digest of all that was added, in hexadecimal digits."""
+        """Returns the digest of all added bytes, in hexadecimal digits."""
 
 
 _MAKERS: Final[dict[HashName, Callable[[], RunningHash]]] = {CHECKSUM: xxhash.xxh3_64, SECURE_HASH: hashlib.sha256}
@@ -33,17 +33,17 @@ _NUM_DIGITS: Final[dict[HashName, int]] = {CHECKSUM: 16, SECURE_HASH: 64}
 
 
 def new_hash(name: HashName) -> RunningHash:
-    """A hash of nothing yet."""
+    """Return a hash of no bytes yet."""
     return _MAKERS[name]()
 
 
 def hash_of(name: HashName, data: bytes | memoryview) -> str:
-    """The digest of some bytes, in hexadecimal digits."""
+    """Return the digest of some bytes, in hexadecimal digits."""
     running = new_hash(name)
     running.update(data)
     return running.hexdigest()
 
 
 def num_digits_of(name: HashName) -> int:
-    """How many hexadecimal digits a digest has."""
+    """Return the number of hexadecimal digits of a digest."""
     return _NUM_DIGITS[name]

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHealth:
-    """What `CheckpointStore.check_health` has found; the same on every rank.
+    """The result of `CheckpointStore.check_health`; the same on every rank.
 
     Attributes:
         dead_writers: Ranks whose writer process is dead, and is being replaced.
-        num_failed_saves: How many saves have failed in a row.
+        num_failed_saves: Number of saves in a row that failed.
     """
 
     dead_writers: tuple[int, ...]
@@ -31,7 +31,7 @@ class StoreHealth:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no writer is dead, and no save failed."""
         return not self.dead_writers and not self.num_failed_saves
 
 
@@ -39,7 +39,7 @@ class Health:
     """Exchanges the pulses of all ranks. For the training thread; all ranks make the same calls.
 
     Args:
-        agreement: Of the group, for this alone.
+        agreement: The group's agreement, for this purpose only.
         background: This rank's saves.
     """
 
@@ -49,7 +49,7 @@ class Health:
         self._under_way: tuple[Any, list[torch.Tensor]] | None = None
 
     def connect(self) -> None:
-        """Makes the connections, so that the first step need not."""
+        """Make the connections, so that the first step need not."""
         self._pulses()
 
     def check(self) -> StoreHealth:
@@ -61,7 +61,7 @@ class Health:
                 self._agreement.exchange.wait(work)
                 pulses = [Pulse(*each.tolist()) for each in gathered]
             except RankGoneError as error:
-                # A rank was late, and gloo has ended the group; the ranks that are still there say so in the store.
+                # A rank was late, and gloo has closed the group; the remaining ranks report this through the store.
                 logger.warning("the ranks of the store have lost each other: %s", error)
                 self._meet_again()
         self._under_way = self._agreement.exchange.begin_all_gather(self._own())
@@ -73,11 +73,11 @@ class Health:
         )
 
     def admits(self, step: int, busy: BusyPolicy) -> bool:
-        """Whether a save may begin; the same on all ranks.
+        """Return whether a save may start; the same on all ranks.
 
         Raises:
-            SaveInProgressError: The one before is not finished, and the policy is to refuse.
-            TransportError: Too many have failed.
+            SaveInProgressError: The save before is not finished, and the policy is to refuse.
+            TransportError: Too many saves have failed.
         """
         if busy == "wait":
             self._background.wait()
@@ -91,7 +91,7 @@ class Health:
         if any(pulse.is_fatal for pulse in pulses):
             self._raise_fatal()
         if not any(pulse.is_busy for pulse in pulses):
-            # Others may have heard of its end a moment before this rank.
+            # Other ranks may have learned of the end of the save a moment before this rank.
             self._background.wait()
             return True
         if busy == "error":
@@ -100,7 +100,7 @@ class Health:
         return False
 
     def close(self) -> None:
-        """Waits for what is under way, and ends the connections."""
+        """Wait for the current save, and close the connections."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             with suppress(TransportError):
@@ -119,7 +119,7 @@ class Health:
         self._agreement.reconnect()
 
     def _raise_fatal(self) -> None:
-        # Another rank may have heard of it a moment before this one.
+        # Another rank may have learned of the end of the save a moment before this rank.
         self._background.wait()
         self._background.raise_fatal()
         raise CheckpointError("expected fewer saves in a row to fail; see the warnings of the other ranks")

@@ -1,4 +1,4 @@
-"""The checkpoints that there are, as a group of ranks agrees on them: listed, found, verified and deleted."""
+"""The existing checkpoints, on which a group of ranks agrees: list, find, verify and delete them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_GONE: Final = 10
-"""So many checkpoints may go away while a good one is looked for."""
+"""Number of checkpoints that may disappear during a search for a good one."""
 _MAX_SHOWN: Final = 5
 
 
@@ -55,7 +55,7 @@ class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
     Attributes:
         step: Its step.
         path: Its directory.
-        identity: Tells it from another one that takes its name.
+        identity: Distinguishes it from another checkpoint that takes its name.
     """
 
     step: int
@@ -64,7 +64,7 @@ class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def directory(self) -> Path:
-        """Its directory."""
+        """The checkpoint's directory."""
         return Path(self.path)
 
 
@@ -76,16 +76,17 @@ _damaged_decoder: Final = msgspec.msgpack.Decoder(list[str])
 
 
 class Inventory:
-    """What is in the directory. Only the first rank looks; the training threads of all ranks call the methods alike.
+    """The content of the directory. Only the first rank reads it; the training threads of all ranks make the same
+    calls.
 
-    `retire_old` and `delete_retired` belong to the first rank's thread that saves.
+    Only the first rank's saving thread calls `retire_old` and `delete_retired`.
 
     Args:
-        agreement: Of the group, for the training thread.
-        directory: Used on the first rank alone.
-        keep: How many checkpoints stay after a save; ``None`` keeps all.
-        retry_s: How long what may pass is tried again.
-        trust: Which checkpoints are believed.
+        agreement: The group's agreement, for the training thread.
+        directory: Used on the first rank only.
+        keep: Number of checkpoints that remain after a save; ``None`` keeps all.
+        retry_s: How long reads that may succeed later are retried.
+        trust: Decides which checkpoints are trusted.
     """
 
     def __init__(
@@ -96,22 +97,22 @@ class Inventory:
         self._keep = keep
         self._retry_s = retry_s
         self._trust = trust
-        # The training thread and the store's own both look, and rename.
+        # Both the training thread and the store's own list and rename directories.
         self._mutex = threading.Lock()
         self._retired: list[Path] = []
 
     def open_root(self, claim: RootClaim, owner: str, existing: Existing, settings: StoreSettings) -> None:
-        """Claims the root for this group, and clears what an interrupted run has left.
+        """Claim the root for this group, and delete the leftovers of an interrupted run.
 
         Args:
             claim: Taken on the first rank.
-            owner: The group that claims it, for others to read.
-            existing: What happens to checkpoints that are there.
-            settings: Of the store.
+            owner: The group that claims the root, for other processes to read.
+            existing: What to do with existing checkpoints.
+            settings: The store's settings.
 
         Raises:
             CheckpointInUseError: Another group saves there.
-            CheckpointExistsError: There are checkpoints, and there must not be.
+            CheckpointExistsError: Checkpoints exist, and ``existing`` refuses them.
         """
         directory = self._directory
 
@@ -126,7 +127,7 @@ class Inventory:
                 )
             if existing == "clear":
                 directory.clear()
-            # Each foreign directory is warned of.
+            # Each foreign directory causes a warning.
             if (steps := sorted({*directory.numbers(), *foreign})) and existing == "refuse":
                 raise CheckpointExistsError(f"expected no checkpoints in {directory.root}, there are {steps}")
 
@@ -137,17 +138,17 @@ class Inventory:
         self._agreement.run_on_all_ranks("find the root", find)
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of all complete checkpoints, ascending."""
+        """Return the steps of all complete checkpoints, ascending."""
         self._agreement.step = None
         steps = self._on_directory("list the checkpoints", self._directory.numbers, _steps_decoder)
         return tuple(steps)
 
     def newer_of_dcp(self) -> DCPCheckpoint | None:
-        """The newest checkpoint that DCP wrote for another program, if no own one has a later step.
+        """Return the newest checkpoint that DCP wrote for another program, if no own one has a later step.
 
         Raises:
             CheckpointUntrustedError: With a job token, unsigned checkpoints are not accepted.
-            CheckpointError: It cannot be read.
+            CheckpointError: The checkpoint cannot be read.
         """
         directory = self._directory
 
@@ -176,10 +177,10 @@ class Inventory:
         return read[0]
 
     def refuse_newer_of_dcp(self) -> None:
-        """Refuses to take an own checkpoint for the newest one where DCP wrote a later one for another program.
+        """Refuse to treat an own checkpoint as the newest if DCP wrote a later one for another program.
 
         Raises:
-            CheckpointError: It did.
+            CheckpointError: DCP wrote a later checkpoint.
         """
         newer = self.newer_of_dcp()
         if newer is not None:
@@ -191,20 +192,20 @@ class Inventory:
             )
 
     def agree_on_step(self, step: CheckpointSelector) -> CheckpointSelector:
-        """Checks the step that a caller has asked for.
+        """Check the step that a caller requests.
 
         Raises:
-            ConfigurationError: It is none, or the ranks were asked for different ones; the same on all ranks.
+            ConfigurationError: The argument is no step, or the ranks request different ones; the same on all ranks.
         """
         self._agreement.step = None
         compare_settings(self._agreement, "compare the arguments", lambda: {"step": checked_selector(step)})
         return checked_selector(step)
 
     def find(self, step: CheckpointSelector) -> FoundCheckpoint:
-        """Finds a checkpoint. Errors of the agreement name its step from now on.
+        """Find a checkpoint. From then on, errors of the agreement name its step.
 
         Raises:
-            CheckpointNotFoundError: There is none.
+            CheckpointNotFoundError: No such checkpoint exists.
         """
         self._agreement.step = step
         found = self._on_directory("choose a checkpoint", lambda: self._found(step), _found_decoder)
@@ -213,10 +214,11 @@ class Inventory:
 
     @contextmanager
     def reading(self, found: FoundCheckpoint) -> Iterator[None]:
-        """Errors raised inside name the checkpoint; one that another process has deleted is not called damaged.
+        """Let errors raised inside name the checkpoint; a deleted checkpoint is not reported as damaged.
 
         Raises:
-            CheckpointNotFoundError: Files differ from what was written because the checkpoint was deleted or replaced.
+            CheckpointNotFoundError: Files differ from their digests because another process deleted or replaced the
+                checkpoint.
         """
         try:
             yield
@@ -259,7 +261,7 @@ class Inventory:
         return removed
 
     def retire_old(self, saved: int) -> None:
-        """What was just written is good; so older ones may go. Newer ones are of a past that was left."""
+        """Retire older checkpoints, since the saved one is good. Newer ones are from a past that a run has left."""
         if self._keep is None:
             return
         try:
@@ -268,16 +270,16 @@ class Inventory:
                 for step in older[: max(0, len(older) - (self._keep - 1))]:
                     self._retired += self._directory.retire(step)
         except Exception as error:
-            # What was saved is safe.
+            # The saved checkpoint is safe.
             logger.warning("old checkpoints in %s could not be deleted: %s", self._directory.root, error)
 
     def delete_retired(self) -> None:
-        """Gives the room of what `retire_old` has taken away back; a large checkpoint may take long."""
+        """Free the disk space of retired checkpoints; a large checkpoint may take long."""
         retired, self._retired = self._retired, []
         try:
             self._directory.delete(retired)
         except Exception as error:
-            # The store's thread goes on; the next start clears what is left.
+            # The store's thread goes on; the next start deletes the leftovers.
             logger.warning("old checkpoints in %s could not be deleted: %s", self._directory.root, error)
 
     def _found(self, step: CheckpointSelector) -> FoundCheckpoint:
@@ -298,7 +300,7 @@ class Inventory:
         return FoundCheckpoint(step=step, path=str(path), identity=identity)
 
     def _is_gone(self, found: FoundCheckpoint) -> bool:
-        """Whether the name is not taken any more, or another checkpoint has it."""
+        """Return whether the name no longer exists, or belongs to another checkpoint."""
         patience = Patience(self._retry_s)
         try:
             return self._agreement.value_of_first(
@@ -319,7 +321,7 @@ class Inventory:
             own = by_size[agreement.rank :: agreement.size]
             damaged = find_damage(found.directory, own, manifest.hash, patience, agreement.check_others)
             if agreement.is_first and not damaged:
-                # Whole files may say what cannot be.
+                # Complete files may have impossible content.
                 decode_rank_files(read_rank_files(found.directory, manifest, patience), manifest)
             return damaged
 
@@ -360,13 +362,13 @@ def _named(foreign: Mapping[int, Path]) -> str:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Of the list of files, which is written once; ``None`` if it is not there.
+    """Return the identity of the list of files, which is written once; ``None`` if the list does not exist.
 
     Raises:
-        OSError: It cannot be seen whether it is.
+        OSError: The system does not tell whether the list exists.
     """
     try:
-        # Opened, because a network file system may remember what a name alone has stood for.
+        # Opened, because a network file system may cache the file that a name stood for.
         descriptor = open_regular(directory / MANIFEST_NAME)
     except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
         return None
@@ -378,19 +380,19 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 
 
 def load_newest_good(list_steps: Callable[[], Sequence[int]], load: Callable[[int], T]) -> T | None:
-    """Tries checkpoints from the newest to the oldest.
+    """Try checkpoints from the newest to the oldest.
 
     Args:
-        list_steps: The steps that there are, ascending. Called before each attempt: while one checkpoint is read,
-            another process may save newer ones and delete it.
+        list_steps: Returns the existing steps, ascending. Called before each attempt: during the read of one
+            checkpoint, another process may save newer ones and delete it.
         load: Loads the checkpoint of a step.
 
     Returns:
-        What ``load`` returned; ``None`` if there is no checkpoint.
+        The result of ``load``; ``None`` if no checkpoint exists.
 
     Raises:
-        CheckpointDamagedError: There are some, and all are damaged.
-        CheckpointNotFoundError: They go away faster than they are read, or the last one did when it was read in part.
+        CheckpointDamagedError: All existing checkpoints are damaged.
+        CheckpointNotFoundError: Checkpoints disappear faster than they are read, or the last one did during the read.
     """
     damaged: dict[int, CheckpointDamagedError] = {}
     gone: list[CheckpointNotFoundError] = []

@@ -1,7 +1,7 @@
-"""Loading a checkpoint into the layout that each rank has, whatever the layout was that it was saved in.
+"""Loading a checkpoint into the layout of each rank, independent of the layout in which it was saved.
 
-What a rank needs is found as for a state that arrives over the network from ranks in another layout
-(``state.resharding``, ``wire.reshard``), the saving ranks being the sources; only that their bytes lie in files.
+The code that finds the data for a rank is shared with states that arrive over the network from ranks in another layout
+(``state.resharding``, ``wire.reshard``): the saving ranks are the sources, and their bytes lie in files.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ _MAX_SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint(Generic[T]):
-    """A state that was read whole and verified.
+    """A state that was read completely and verified.
 
     Attributes:
-        step: The committed step that it shows.
-        state: It; tensors of the receiver's own were loaded in place.
-        num_bytes_read: How many bytes of data files this rank has read.
+        step: The committed step of the state.
+        state: The state; the receiver's own tensors were loaded in place.
+        num_bytes_read: Number of bytes of data files that this rank has read.
     """
 
     step: int
@@ -83,16 +83,16 @@ class LoadedCheckpoint(Generic[T]):
     _manifest: Manifest
 
     def differences(self, state: object) -> tuple[str, ...]:
-        """Where ``state`` is not, bit for bit, what was loaded and all ranks share; whatever load functions made of it.
+        """Compare ``state`` bit for bit with the loaded part that all ranks share, whatever load functions made of it.
 
         Args:
-            state: The state after loading, without what each rank has for itself. Nothing may change it meanwhile.
+            state: The state after loading, without the rank-local part. It must not change meanwhile.
 
         Returns:
-            Paths, each with what differs; empty if nothing does.
+            Paths of the differences, each with a description; empty if there are none.
 
         Raises:
-            CheckpointError: It was loaded without ``is_comparable``.
+            CheckpointError: The state was loaded without ``is_comparable``.
         """
         if self._manifest.digests is None:
             raise CheckpointError("expected a state that was loaded with is_comparable=True")
@@ -101,12 +101,12 @@ class LoadedCheckpoint(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where a checkpoint is loaded to; ``CheckpointStore.load`` says what each means.
+    """The destination of a load; ``CheckpointStore.load`` describes each argument.
 
     Attributes:
         into: This rank's own state.
         like: See ``HTTPTransport.fetch_sharded``.
-        check: Called with what will come, before any of it does.
+        check: Called with a description of the content before any of it arrives.
         is_comparable: Whether `LoadedCheckpoint.differences` will be called.
     """
 
@@ -118,14 +118,14 @@ class Destination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What to load, and how.
+    """The arguments of a load.
 
     Attributes:
-        directory: Of the checkpoint; the same on all ranks.
-        step: Of the checkpoint.
-        destination: Where it goes.
-        settings: Of the store.
-        trust: Which checkpoints are believed.
+        directory: The checkpoint's directory; the same on all ranks.
+        step: The checkpoint's step.
+        destination: The destination of the load.
+        settings: The store's settings.
+        trust: Decides which checkpoints are trusted.
     """
 
     directory: Path
@@ -146,10 +146,11 @@ _description_decoder: Final = msgspec.msgpack.Decoder(_Description)
 
 
 def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
-    """Loads a checkpoint on all ranks, or on none.
+    """Load a checkpoint on all ranks, or on none.
 
     Raises:
-        TransportError: The same on every rank. What had landed in ``into`` was overwritten with NaN patterns then.
+        TransportError: The same on every rank. Tensors of ``into`` that already had new data were overwritten with NaN
+            patterns.
     """
     loading: _Loading | None = None
     patience = Patience(request.settings.retry_s)
@@ -175,7 +176,7 @@ def _read_description(request: LoadRequest, patience: Patience) -> bytes:
     ranks = read_rank_files(directory, manifest, patience)
     rank_files = {rank_file_name(rank) for rank in range(manifest.num_ranks)}
     for entry in manifest.files:
-        # What is large is verified as it is read, and whole tensors are another program's to read.
+        # Large files are verified as they are read, and only other programs read the whole tensors.
         if entry.name not in rank_files and not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
             read_file(directory, entry, manifest.hash, patience)
     return msgspec.msgpack.encode(_Description(encode_manifest(manifest), tuple(ranks)))
@@ -222,11 +223,11 @@ class _Loading:
         return Restore(manifest, into=into, meshes=settings.meshes, max_bytes=settings.max_load_bytes)
 
     def _plan_local(self, into: object) -> None:
-        """What each rank has for itself comes from the rank of the same number, of as many."""
+        """Plan the rank-local part, which comes from the rank of the same number if as many ranks saved."""
         if not self._manifest.local_keys:
             return
         if self._num_ranks != len(self._ranks):
-            # A caller with a check of its own sees from the loaded state that these keys did not come.
+            # A caller with a check of its own notices from the loaded state that these keys are missing.
             if isinstance(into, Mapping) and into and self._request.destination.check is None:
                 raise RestoreError(
                     f"expected a checkpoint of {self._num_ranks} ranks, for what each has for itself; it was saved by "
@@ -243,7 +244,7 @@ class _Loading:
                 self._needs.append(Need(self._rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
 
     def _check_needs(self) -> None:
-        """What is asked for lies inside of its file, whatever the description says of how it is laid out there."""
+        """Check that all requested bytes lie inside of their files, since the description may give any layout."""
         for need in self._needs:
             entry = self._files.files[need.file]
             if not 0 <= need.piece.start < need.piece.end <= entry.num_bytes:
@@ -255,7 +256,7 @@ class _Loading:
                 )
 
     def read(self, exchange: Exchange, patience: Patience, check: Callable[[], None]) -> None:
-        """Reads what this rank needs, and brings it to where it belongs."""
+        """Read the data that this rank needs into its destination."""
         self._num_bytes_read = read_needs(
             self._needs,
             self._files,
@@ -266,7 +267,7 @@ class _Loading:
         )
 
     def finish(self) -> LoadedCheckpoint[Any]:
-        """Builds the state."""
+        """Build the state."""
         state, *local = (restore.finish() for restore in self._restores)
         if local:
             state = {**cast(Any, state), **cast(Any, local[0])}
@@ -279,7 +280,7 @@ class _Loading:
         )
 
     def poison(self, error: BaseException) -> None:
-        """Makes sure that no receiver trains on a part of a state."""
+        """Make sure that no receiver trains on a partly loaded state."""
         for restore in self._restores:
             if restore.destination_touched:
                 restore.poison()
@@ -287,7 +288,7 @@ class _Loading:
 
 
 def _split(into: object, manifest: CheckpointManifest) -> tuple[object, object]:
-    """The part of a state that all ranks share, and the part of its own."""
+    """Return the part of the state that all ranks share, and the rank-local part."""
     if into is None or not manifest.local_keys:
         return into, None
     if not isinstance(into, Mapping):
@@ -297,7 +298,7 @@ def _split(into: object, manifest: CheckpointManifest) -> tuple[object, object]:
 
 
 def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
-    """The same with only some top-level keys of what all ranks share."""
+    """Return the rank's description with only some top-level keys of the shared part."""
     shared, *others = rank.manifests
     tree: Any = shared.tree
     pairs = zip(tree.items[::2], tree.items[1::2], strict=True)
@@ -307,13 +308,13 @@ def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
 
 
 def _key_of(node: Any) -> object:
-    """The key that a node stands for, ``None`` for one that is neither text nor a whole number."""
+    """Return the key that a node stands for, ``None`` if it is neither text nor a whole number."""
     key = decode_simple(node) if isinstance(node, StringNode) else node
     return key if isinstance(key, (str, int)) else None
 
 
 def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
-    """Refuses a state whose tensors would not all be loaded: who trains on would not notice."""
+    """Refuse a state whose tensors would not all be loaded: a trainer would not notice."""
     incoming = restore.incoming
     misfits = [f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches]
     mismatching = {each.path for each in incoming.mismatches}
@@ -331,7 +332,7 @@ def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
 
 
 def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node, torch.Tensor]]:
-    """The receiver's tensors, each with the node at its place, ``None`` where there is no tensor."""
+    """Yield the receiver's tensors, each with the node at its place, ``None`` where the node is no tensor."""
     if isinstance(into, torch.Tensor):
         is_tensor = isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode))
         yield path or "(root)", node if is_tensor else None, into
@@ -365,7 +366,7 @@ def _needs_of_shared(
 
 
 def _only_written(wanted: Wanted, ranks: Sequence[StoredRank]) -> Wanted:
-    """Of the ranks that had a tensor, those that have written it."""
+    """Drop ranks that had a wanted tensor but have not written it."""
     kept = [
         at
         for at, (source, node) in enumerate(zip(wanted.sources, wanted.nodes, strict=True))

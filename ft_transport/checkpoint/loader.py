@@ -1,4 +1,4 @@
-"""The loads of a checkpoint store: which checkpoint it is, what is read of it, and what the record of a load says."""
+"""The loads of a checkpoint store: choice of the checkpoint, choice of the data to read, and a record of each load."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ft_transport.telemetry.recorder import Recorder, phase
 
 
 class CheckpointLoader:
-    """All ranks call it alike, on the training thread, while nothing is being saved.
+    """Loads checkpoints. All ranks make the same calls, on the training thread, while no save runs.
 
     Args:
-        inventory: What there is.
-        agreement: Of the group.
-        settings: Of the store.
-        trust: Which checkpoints are believed.
-        recorder: Keeps a record of each load.
+        inventory: The existing checkpoints.
+        agreement: The group's agreement.
+        settings: The store's settings.
+        trust: Decides which checkpoints are trusted.
+        recorder: Records each load.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class CheckpointLoader:
             if agreed == "latest":
                 self._inventory.refuse_newer_of_dcp()
             loaded = self._load(agreed, destination)
-            # Of a load by several ranks each one tells what it has read itself.
+            # In a load by several ranks, each records the bytes that it has read itself.
             recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
             return loaded
 
     def load_newest_good(
         self, destination: Destination, list_steps: Callable[[], Sequence[int]]
     ) -> LoadedCheckpoint[Any] | None:
-        """See ``CheckpointStore.load_newest_good``.
+        """Load the newest good checkpoint; see ``CheckpointStore.load_newest_good``.
 
         Args:
-            destination: Where it goes.
-            list_steps: The steps that there are, ascending; called before each attempt.
+            destination: The destination of the load.
+            list_steps: Returns the existing steps, ascending; called before each attempt.
         """
         with self._recorder.begin("load", phase="find") as recording:
             self._inventory.refuse_newer_of_dcp()

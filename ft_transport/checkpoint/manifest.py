@@ -1,8 +1,8 @@
-"""What stands in the files of a checkpoint that describe it.
+"""The files of a checkpoint that describe it.
 
-``manifest.json`` lists all other files with their sizes and digests; it is written last, and what it does not list does
-not belong to the checkpoint. ``rank-K.json`` has, for each snapshot that rank K had, its safetensors header (see
-``wire.manifest``) and where in that rank's data file the bytes of its tensors begin, of those that it wrote.
+``manifest.json`` lists all other files with their sizes and digests; it is written last, and files that it does not
+list are not part of the checkpoint. ``rank-K.json`` has, for each snapshot of rank K, its safetensors header (see
+``wire.manifest``), and the offsets in that rank's data file of the tensors that the rank wrote.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.nodes import Count, DefaultDictNode, MappingNode
 
 MANIFEST_NAME: Final = "manifest.json"
-"""Written last; a directory without it is no checkpoint, whatever its name."""
+"""Written last; a directory without it is no checkpoint, even if it has the name of one."""
 FORMAT_VERSIONS: Final[dict[HashName, int]] = {CHECKSUM: 1, SECURE_HASH: 2}
-"""By what the files are digested by: who knows the first alone refuses the second."""
+"""By hash function of the files: software that knows only the first version refuses the second."""
 CHUNK_BYTES: Final = 4 << 20
-"""What is digested, read and sent at once."""
+"""Unit of digests, reads and messages."""
 DATA_SUFFIX: Final = ".distcp"
 NOT_HERE: Final = -1
-"""Stands for the position of what another rank has written."""
+"""Position of an entry that another rank has written."""
 
 
 class FileEntry(Struct, frozen=True):
@@ -46,11 +46,11 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         format: Version of this format.
         step: The committed step.
-        num_ranks: How many ranks wrote it.
-        local_keys: Top-level keys of the state whose values each rank has for itself.
+        num_ranks: Number of ranks that wrote the checkpoint.
+        local_keys: Top-level keys of the state whose values are rank-local.
         files: All other files.
-        hash: What the files are digested by.
-        job: Name of the run that signed it.
+        hash: Hash function of the files' digests.
+        job: Name of the run that signed the list.
     """
 
     format: int
@@ -76,7 +76,7 @@ class StoredPart(Struct, frozen=True):
 
 
 class RankFile(Struct, frozen=True, kw_only=True):
-    """What a rank had, and what it wrote: the part that all share, and the part of its own."""
+    """The snapshots of a rank, shared and rank-local part, and the places of the entries that the rank wrote."""
 
     data_file: str
     parts: tuple[StoredPart, ...]
@@ -88,8 +88,8 @@ class StoredRank:
 
     Attributes:
         data_file: Name of its data file.
-        manifests: Of the shared part, and of its own.
-        positions: For each of them, where each entry begins in the data file.
+        manifests: Manifests of the shared part and of the rank-local part.
+        positions: For each manifest, the offset of each entry in the data file.
     """
 
     data_file: str
@@ -97,14 +97,14 @@ class StoredRank:
     positions: tuple[tuple[int, ...], ...]
 
     def check_positions(self, num_bytes: int, *, name: str) -> None:
-        """Refuses what lies outside of the data file: its chunks are numbered, and behind them are another's.
+        """Refuse positions outside of the data file: chunks are numbered across files, so they would mean another file.
 
         Args:
             num_bytes: Length of the data file.
-            name: Of the description.
+            name: Name of the description.
 
         Raises:
-            CheckpointDamagedError: Names the first tensor that does.
+            CheckpointDamagedError: Names the first tensor outside of the file.
         """
         for manifest, positions in zip(self.manifests, self.positions, strict=True):
             for entry, position in zip(manifest.tensors, positions, strict=True):
@@ -124,25 +124,25 @@ _rank_decoder = msgspec.json.Decoder(RankFile)
 
 
 def rank_file_name(rank: int) -> str:
-    """Name of a rank's description."""
+    """Return the name of a rank's description."""
     return f"rank-{rank}.json"
 
 
 def data_file_name(rank: int) -> str:
-    """Name of a rank's data file, as DCP's writer names it."""
+    """Return the name of a rank's data file, as DCP's writer names it."""
     return f"__{rank}_0{DATA_SUFFIX}"
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """A list of files, as it is sealed."""
+    """Encode a list of files, as input of the seal."""
     return _encoder.encode(manifest)
 
 
 def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
-    """The inverse of `encode_manifest`.
+    """Decode a list of files; the inverse of `encode_manifest`.
 
     Raises:
-        CheckpointDamagedError: It is not what was written, or of a newer format.
+        CheckpointDamagedError: The list was changed, or has a newer format.
     """
     try:
         manifest = _manifest_decoder.decode(body)
@@ -161,20 +161,20 @@ def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
 
 
 def encode_sealed(body: bytes, signature: str) -> bytes:
-    """The content of ``manifest.json``: a list of files with a digest of its own.
+    """Return the content of ``manifest.json``: a list of files with a digest of its own.
 
     Args:
         body: The list, encoded.
-        signature: Of the list; empty for none.
+        signature: Signature of the list; empty for none.
     """
     return _encoder.encode(_Sealed(f"{digest(body):016x}", Raw(body), signature))
 
 
 def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, bytes, str]:
-    """The inverse of `encode_sealed`: the list, as it was encoded, and its signature, which is not verified here.
+    """Return the list, decoded and encoded, and its signature, which is not verified here; inverts `encode_sealed`.
 
     Raises:
-        CheckpointDamagedError: It is not what was written, or of a newer format.
+        CheckpointDamagedError: The list was changed, or has a newer format.
     """
     try:
         sealed = _sealed_decoder.decode(encoded)
@@ -187,7 +187,7 @@ def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, byt
 
 
 def encode_rank_file(data_file: str, headers: list[bytes], positions: list[list[int]]) -> bytes:
-    """The content of a rank's description.
+    """Return the content of a rank's description.
 
     Args:
         data_file: Name of its data file.
@@ -199,10 +199,10 @@ def encode_rank_file(data_file: str, headers: list[bytes], positions: list[list[
 
 
 def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
-    """The inverse of `encode_rank_file`.
+    """Decode a rank's description; the inverse of `encode_rank_file`.
 
     Raises:
-        CheckpointDamagedError: It is something else.
+        CheckpointDamagedError: The content is no such description.
     """
     try:
         file = _rank_decoder.decode(encoded)
@@ -223,16 +223,16 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
 
 
 def num_chunks_of(num_bytes: int) -> int:
-    """How many digests a file has."""
+    """Return the number of digests of a file."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
 def file_entry(name: str, num_bytes: int, digests: Sequence[str]) -> FileEntry:
-    """The entry of a file with these digests."""
+    """Return the entry of a file with these digests."""
     return FileEntry(name, num_bytes, "".join(digests))
 
 
 def digest_of(entry: FileEntry, chunk: int, hash_name: HashName) -> str:
-    """The digest of a chunk of a file."""
+    """Return the digest of a chunk of a file."""
     num_digits = num_digits_of(hash_name)
     return entry.digests[chunk * num_digits : (chunk + 1) * num_digits]

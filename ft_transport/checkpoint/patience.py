@@ -1,9 +1,10 @@
-"""What is tried again when a directory or a file could not be read, for how long, and what is damage instead.
+"""Retries of failed reads of directories and files: which errors are retried, for how long, and which are damage.
 
-Damage is what no further attempt changes: there is no such file, it is none, it is too long or too short, or it differs
-from its digest. All else says nothing of the file: no descriptor was left (EMFILE), a permission was missing for a
-moment (EACCES), a file server had forgotten a handle (ESTALE). If that were taken for damage, an older checkpoint would
-be loaded, and steps lost without need. A disk that reports EIO is tried again, too, and is damaged if it goes on.
+Damage is an error that no retry cures: the file is missing, is not a file, is too long or too short, or differs from
+its digest. Other errors do not concern the file's content: no descriptor was left (EMFILE), a permission was missing
+for a moment (EACCES), a file server had forgotten a handle (ESTALE). Treating them as damage would load an older
+checkpoint, and lose steps without need. A disk that reports EIO is retried, too, and counts as damaged if the error
+persists.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def _sleep(pause_s: float) -> None:
 
 
 class Patience:
-    """Runs what reads, again and again while its failure may pass. Thread-safe.
+    """Retries reads while their errors may pass. Thread-safe.
 
     Args:
-        total_s: How long all that use it may pause, all together.
-        pause: Waits for so many seconds.
+        total_s: Limit of the pauses of all users together, in seconds.
+        pause: Sleeps for a number of seconds.
     """
 
     def __init__(self, total_s: float, pause: Callable[[float], None] = _sleep) -> None:
@@ -42,32 +43,32 @@ class Patience:
         self._mutex = threading.Lock()
 
     def call(self, action: Callable[[], T]) -> T:
-        """Returns what ``action`` returns.
+        """Return the result of ``action``.
 
         Raises:
-            OSError: That of the last attempt.
-            Exception: What else ``action`` raises, at once.
+            OSError: The error of the last attempt.
+            Exception: Any other error of ``action``, at once.
         """
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return action()
             except OSError as error:
-                # Some of ours are an OSError as well.
+                # Some of our errors are an OSError as well.
                 if isinstance(error, (TransportError, *_ABSENT)) or not self._wait(pause_s):
                     raise
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def read(self, name: str, action: Callable[[], T]) -> T:
-        """As `call`, for what reads a file of a checkpoint.
+        """Return the result of an ``action`` that reads a file of a checkpoint; retries as `call`.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
             action: Reads it.
 
         Raises:
-            CheckpointDamagedError: It is not there, is none, or the disk cannot read it.
-            OSError: It could not be read, for a reason that says nothing of the file.
+            CheckpointDamagedError: The file is missing, is not a file, or the disk cannot read it.
+            OSError: The file could not be read, for a reason that does not concern its content.
         """
         try:
             return self.call(action)

@@ -1,4 +1,4 @@
-"""Who writes what: each byte once, and every rank about as much; made on one rank, from what all have."""
+"""The division of a write: every byte has one writer, and all ranks write about as much. One rank plans for all."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_SHOWN: Final = 5
 
 
 class RankPlan(Struct, frozen=True, array_like=True):
-    """What one rank does, by position in its own lists.
+    """The work of one rank, by position in its own lists.
 
     Attributes:
-        items: What it writes, ascending.
-        values: What it writes, ascending.
-        compared: Items that others have, too, which have to be equal.
-        targets: Of the items that also go to a consolidated file: the item, the file, and where in that the item's
-            tensor begins.
+        items: Items that it writes, ascending.
+        values: Values that it writes, ascending.
+        compared: Items that other ranks have, too, and that have to be equal.
+        targets: For each item that also goes to a consolidated file: the item, the file, and the offset of the item's
+            tensor in the file.
         files: Names of the consolidated files.
     """
 
@@ -37,18 +37,18 @@ class RankPlan(Struct, frozen=True, array_like=True):
     files: tuple[str, ...] = ()
 
 
-# Not used: two modules have decoders of what holds it, and two threads may import them at once.
+# Not called. Two modules have decoders of types that contain this one, and two threads may import them at once.
 _plan_decoder: Final = msgspec.msgpack.Decoder(RankPlan)
 
 
 @dataclass(slots=True)
 class SavePlan:
-    """Who writes what.
+    """The plans of all ranks.
 
     Attributes:
         rank_plans: By rank.
         described: By rank.
-        consolidation: The files with whole tensors, if there are to be any.
+        consolidation: The files with whole tensors, if there are any.
     """
 
     rank_plans: list[RankPlan]
@@ -63,7 +63,7 @@ def make_plan(
     max_file_bytes: int = MAX_FILE_BYTES,
     single_name: str | None = None,
 ) -> SavePlan:
-    """Divides what the ranks have among them.
+    """Divide the ranks' data among them.
 
     Args:
         described: By rank.
@@ -85,7 +85,7 @@ def make_plan(
             else:
                 holders.setdefault(item.key, []).append((rank, position))
     compared: list[list[int]] = [[] for _ in described]
-    # The largest first: what comes last evens the loads out.
+    # The largest first: the small ones at the end even out the loads.
     for held in sorted(holders.values(), key=lambda held: -_item(described, held[0]).num_bytes):
         first = _item(described, held[0])
         for rank, position in held[1:]:
@@ -133,11 +133,11 @@ def _targets(
 
 
 def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
-    """Refuses ranks that hold different bytes of what has to be the same.
+    """Refuse ranks that hold different bytes of an item that has to be the same.
 
     Args:
-        plan: Says what was compared.
-        digests: By rank, of what it compares, in order.
+        plan: The plan, which names the compared items.
+        digests: By rank, digests of its compared items, in order.
 
     Raises:
         ReplicasDivergedError: Names the ranks and the tensors.
@@ -175,7 +175,7 @@ def _check_same(first: WriteItem, other: WriteItem, rank: int, other_rank: int) 
 
 
 def _check_coverage(described: Sequence[Described]) -> None:
-    """Every element of every tensor has to be there, or DCP would load what was not written."""
+    """Check that every element of every tensor is there, or DCP would load data that was never written."""
     found: dict[str, dict[tuple[int, ...], WriteItem]] = {}
     for item in _named_items(described):
         found.setdefault(item.names[0], {})[item.offset] = item

@@ -61,8 +61,8 @@ class Exchange:
         self._group = None
 
     def ending_on_failure(self, action: Callable[[], T]) -> Callable[[], T]:
-        """Wrap ``action``, which exchanges data: if it fails here, the connections close, and the other ranks' waits
-        end.
+        """Wrap ``action``, which exchanges data: if it fails here, close the connections, which ends other ranks'
+        waits.
         """
 
         def act() -> T:

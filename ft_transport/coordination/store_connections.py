@@ -33,7 +33,7 @@ T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
 _MAX_OTHERS: Final = 2
-"""Connections to stores of other groups. A group meets in the store of one member; a second one is read where states
+"""For stores outside the own group. A group meets in the store of one member; a second store is read where states
 differ."""
 _GRACE_S: Final = 0.25
 """Time for the answer to come back, since the store counts the timeout itself."""
