@@ -43,7 +43,7 @@ class Need(NamedTuple):
     Attributes:
         file: Number of the file.
         piece: Their place in the file.
-        memory: Number of the destination memory.
+        memory: The destination memory.
         target: Their place in the destination.
         path: Path of their tensor, for errors.
     """

@@ -118,7 +118,7 @@ class RootClaim:
         return new
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Whether the locked file is the one that other processes will open."""
+        """Return whether the locked file is the one that other processes will open."""
         try:
             there = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:

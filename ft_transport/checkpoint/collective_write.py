@@ -203,7 +203,7 @@ class CollectiveWrite:
     def _plan(self, job: WriteJob, taken: Sequence[_Taken]) -> None:
         """Divide the work, if the ranks' structure differs from that of the last write."""
         key = tuple((each.snapshot.structure, each.snapshot.holder) for each in taken)
-        # Only a rank that was interrupted behind the last vote has forgotten its plan.
+        # A rank that was interrupted after the last vote has forgotten its plan, while the others have theirs.
         is_known = key == self._plan_key and all(each.is_planned for each in taken)
         if is_known and len({each.snapshot.values for each in taken}) == 1:
             return

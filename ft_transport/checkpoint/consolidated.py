@@ -2,8 +2,8 @@
 
 The plan determines the place of each tensor in each file, so every rank writes its data directly there: no rank gathers
 the data of others, and nothing is written twice. The index has the format of ``save_pretrained`` (transformers,
-``model.safetensors.index.json``): the file name of each tensor. A tied tensor is stored once under each of its names,
-so that ``load_state_dict`` finds all; the format does not let two names share bytes.
+``model.safetensors.index.json``): the file name of each tensor. A tied tensor is stored under each of its names, so
+that ``load_state_dict`` finds all; the format does not let two names share bytes.
 """
 
 from __future__ import annotations

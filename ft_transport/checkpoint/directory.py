@@ -79,7 +79,7 @@ class NumberedDirectory:
             except OSError as error:
                 self._warn_once(path, "could not be deleted, and does not count: %s", error)
 
-    # ------------------------------------------------------------------------------------------------------- what is
+    # -------------------------------------------------------------------------------------------------------- reading
 
     def numbers(self) -> list[int]:
         """Return the numbers of all complete directories, ascending."""
@@ -212,7 +212,7 @@ class NumberedDirectory:
         return is_regular(path / self._last_file)
 
     def _is_foreign(self, path: Path) -> bool:
-        """Whether another program wrote the directory, the file or the link at this path.
+        """Return whether another program wrote the directory, the file or the link at this path.
 
         Own files that lost their list are not foreign, nor are data files without DCP's metadata, which an interrupted
         ``dcp.save`` leaves.

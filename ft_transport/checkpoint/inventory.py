@@ -76,8 +76,7 @@ _damaged_decoder: Final = msgspec.msgpack.Decoder(list[str])
 
 
 class Inventory:
-    """The content of the directory. Only the first rank reads it; the training threads of all ranks make the same
-    calls.
+    """The content of the directory. Only the first rank reads it; the training threads of all ranks make equal calls.
 
     Only the first rank's saving thread calls `retire_old` and `delete_retired`.
 
@@ -107,7 +106,7 @@ class Inventory:
         Args:
             claim: Taken on the first rank.
             owner: The group that claims the root, for other processes to read.
-            existing: What to do with existing checkpoints.
+            existing: How to treat existing checkpoints.
             settings: The store's settings.
 
         Raises:

@@ -83,13 +83,15 @@ class LoadedCheckpoint(Generic[T]):
     _manifest: Manifest
 
     def differences(self, state: object) -> tuple[str, ...]:
-        """Compare ``state`` bit for bit with the loaded part that all ranks share, whatever load functions made of it.
+        """Return where ``state`` differs, bit for bit, from the loaded part that all ranks share.
+
+        Load functions do not affect the comparison, even if they changed the loaded state.
 
         Args:
             state: The state after loading, without the rank-local part. It must not change meanwhile.
 
         Returns:
-            Paths of the differences, each with a description; empty if there are none.
+            Paths, each with a description of the difference; empty if there are none.
 
         Raises:
             CheckpointError: The state was loaded without ``is_comparable``.

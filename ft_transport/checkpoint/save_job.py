@@ -60,18 +60,17 @@ MAX_TIMEOUTS: Final = 10
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _LEAST_BYTES_PER_S: Final = 1 << 20
-"""A disk that takes less is taken for one that hangs."""
+"""A slower disk counts as hanging."""
 
 _header_decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, ...])
 
 
 class SaveHandle:
-    """A save that goes on behind the training. Thread-safe.
+    """A save that runs in the background of training. Thread-safe.
 
     Attributes:
         step: Its step.
-        is_skipped: Whether nothing is saved: the save before was not finished, or the checkpoint is the one that was
-            resumed.
+        is_skipped: Whether nothing is saved: the save before was not finished, or the checkpoint is the resumed one.
     """
 
     def __init__(self, step: int, *, is_skipped: bool = False) -> None:
@@ -84,12 +83,12 @@ class SaveHandle:
             self.end(None)
 
     def note_plan(self) -> None:
-        """Notes that the ranks have planned it. Idempotent."""
+        """Note that the ranks have planned the save. Idempotent."""
         if not self.planned.done():
             self.planned.set_result(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Notes how it went."""
+        """Note the outcome."""
         if error is None:
             self.future.set_result(None)
         else:
@@ -97,18 +96,18 @@ class SaveHandle:
         self.note_plan()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return self.future.done()
 
     def result(self, timeout: timedelta | None = None) -> None:
-        """Waits until the checkpoint is complete.
+        """Wait until the checkpoint is complete.
 
         Args:
             timeout: ``None`` waits as long as the ranks show heartbeats.
 
         Raises:
-            TransportError: It could not be saved; the same error on every rank.
-            DeadlineExceededError: It is still going on.
+            TransportError: The save failed; the same error on every rank.
+            DeadlineExceededError: The save is still running.
         """
         if timeout is not None:
             check_duration("timeout", timeout, at_least=timedelta(0))
@@ -116,27 +115,27 @@ class SaveHandle:
             self.future.result(None if timeout is None else timeout.total_seconds())
         except FutureTimeoutError:
             if self.future.done():
-                raise  # It is the save's own error.
+                raise  # This is the save's own error.
             raise DeadlineExceededError(f"expected the checkpoint within {timeout}", step=self.step) from None
 
     def exception(self) -> BaseException | None:
-        """Waits, and returns why it failed, ``None`` if it did not."""
+        """Wait, and return the error of the save, ``None`` if it succeeded."""
         return self.future.exception()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMeans:
-    """The means that all saves of a store share on one rank.
+    """The resources that all saves of a store share on one rank.
 
     Attributes:
-        agreement: Of the group, for the store's thread alone.
+        agreement: The group's agreement, for the store's thread only.
         collective: The collective write into the store's directory.
-        directory: Used on the first rank alone.
+        directory: Used on the first rank only.
         writer: This rank's writer process.
-        settings: Of the store.
+        settings: The store's settings.
         trust: Signs the list of files.
         consolidate: Path of the part of the state that also goes to consolidated files.
-        retire_old: Called on the first rank with the step of a checkpoint that is complete, before any rank learns it.
+        retire_old: Called on the first rank with the step of a complete checkpoint, before any rank learns of it.
     """
 
     agreement: Agreement
@@ -149,10 +148,10 @@ class SaveMeans:
     retire_old: Callable[[int], None]
 
     def start_writer(self) -> None:
-        """Makes sure that there is a writer process.
+        """Make sure that a writer process exists.
 
         Raises:
-            WriterFailedError: None could be started.
+            WriterFailedError: The process could not be started.
         """
         if not self.writer.is_alive():
             self.writer.start(self.settings.timeout.total_seconds())
@@ -162,13 +161,13 @@ class SaveJob:
     """One save: the `WriteJob` whose snapshot lies in this rank's writer process. For the store's thread.
 
     Args:
-        means: Of the store.
+        means: The store's resources.
         step: The committed step.
         staged: The state of this rank; `run` releases it.
-        overwrite: Whether a checkpoint of this step may be replaced.
+        overwrite: Whether the save may replace a checkpoint of this step.
 
     Attributes:
-        handle: Shows the trainer how the save goes.
+        handle: Shows the trainer the progress of the save.
     """
 
     def __init__(self, means: SaveMeans, step: int, staged: StagedState, *, overwrite: bool) -> None:
@@ -180,10 +179,10 @@ class SaveJob:
         self._files: Sequence[SnapshotLease] = ()
 
     def run(self) -> None:
-        """Saves the state: stages, agrees, writes and commits; again from the start after a failure that may pass.
+        """Save the state: stage, agree, write and commit; start over after a failure that may pass.
 
         Raises:
-            TransportError: It could not be saved; the same error on every rank.
+            TransportError: The save failed; the same error on every rank.
         """
         means, collective, step = self._means, self._means.collective, self._step
         means.agreement.step = step
@@ -200,7 +199,7 @@ class SaveJob:
                         collective.commit(step, describe, lambda: means.retire_old(step))
                         return
                 except TransportError as error:
-                    # By type and errno, and the same on all ranks: the vote says so.
+                    # The vote decides by type and errno, the same on all ranks.
                     if not means.agreement.may_try_again or attempt == means.settings.max_attempts:
                         raise
                     attempt += 1
@@ -211,7 +210,7 @@ class SaveJob:
             self._staged.release()
 
     def drop(self) -> None:
-        """Lets the writer give back the memory of this save."""
+        """Let the writer free the memory of this save."""
         with contextlib.suppress(WriterFailedError):
             self._ask(Drop(), Done)
 
@@ -224,7 +223,7 @@ class SaveJob:
         """See `WriteJob`.
 
         Raises:
-            CheckpointExistsError: There is one of this step, and it may not be replaced.
+            CheckpointExistsError: A checkpoint of this step exists, and the save may not replace it.
         """
         directory = self._means.directory
         directory.refuse_foreign(self._step)
@@ -251,7 +250,7 @@ class SaveJob:
         return TakenSnapshot(taken.structure, taken.values, self._means.writer.number)
 
     def header(self) -> bytes:
-        """See `WriteJob`: of each part of the snapshot, from the memory that the writer has mapped as well."""
+        """See `WriteJob`; reads the headers of all parts of the snapshot in memory that the writer has also mapped."""
         return msgspec.msgpack.encode([_header_of(file) for file in self._files])
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
@@ -269,10 +268,10 @@ class SaveJob:
         self._ask(Compare(tuple(digests)), Done)
 
     def write(self, directory: Path, plan: RankPlan) -> Callable[[], None]:
-        """Writes a file of each rank, and of all ranks together the consolidated ones.
+        """Write each rank's own file, and the consolidated files that all ranks write together.
 
         Returns:
-            What the first rank still has to do in the commit: the list of files.
+            The first rank's remaining work in the commit: the list of files.
         """
         agreement, trust, timeout_s = self._means.agreement, self._means.trust, self._timeout_s
         created: Written | None = None
@@ -292,7 +291,7 @@ class SaveJob:
         )
         consolidated: list[bytes] = []
         if plan.files:
-            # Several ranks have written them: each is digested as it is, by one rank.
+            # Several ranks have written these files; one rank digests each as it is on disk.
             reread = agreement.run(
                 "digest the consolidated files",
                 lambda: self._ask(

@@ -1,4 +1,4 @@
-"""What a checkpoint store may be told: defaults, what is refused, and what is compared between ranks first."""
+"""The settings of a checkpoint store: defaults, validation, and the comparison between ranks."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,34 +22,34 @@ Existing: TypeAlias = Literal["keep", "clear", "refuse"]
 CheckpointSelector: TypeAlias = int | Literal["latest"]
 
 _COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read", "private", "accept_unsigned", "job")
-"""Those of `StoreSettings` that all ranks need alike."""
+"""Fields of `StoreSettings` that have to be the same on all ranks."""
 
 _settings_decoder: Final = msgspec.msgpack.Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """What few users change.
+    """Settings that few users change.
 
     Attributes:
         timeout: How long a rank may go without a heartbeat before the others give it up, and how long its writer
             process may take for anything but writing.
-        visible_timeout: How long a new directory may take to be seen by all ranks.
-        claim_timeout: How long to wait for a process that still holds the root and is just ending.
-        retry_timeout: How long reading is tried again, where it fails for a reason that says nothing of the checkpoint:
-            no descriptor is left, a permission is missing, a file server has lost a handle. At most half of
-            ``timeout``.
-        max_attempts: How often a save is tried, where what went wrong may pass.
-        max_failed_saves: So many saves in a row may fail, each with a warning; after one more the trainer is stopped.
-        busy: What happens to a save while the one before is not finished: it waits, is skipped, or is refused.
-        read: ``once``: what several ranks need is read by one of them and passed on. ``each``: each rank reads what
-            it needs, which is faster where reading is cheaper than the network between ranks.
-        private: Whether files and directories are their owner's alone (0600, 0700); else the umask says who may read.
-        token: The job token, or two of them, as for a transport; by default the environment's. With one, checkpoints
-            are signed, and none is loaded that is not.
+        visible_timeout: How long a new directory may take to appear on all ranks.
+        claim_timeout: How long to wait for a process that still holds the root and is about to exit.
+        retry_timeout: How long a read is retried if it fails for a reason that does not concern the checkpoint: no
+            descriptor is left, a permission is missing, a file server has lost a handle. At most half of ``timeout``.
+        max_attempts: Number of attempts of a save, if its errors may pass.
+        max_failed_saves: Number of saves in a row that may fail, each with a warning; one more failure stops the
+            trainer.
+        busy: Effect on a save while the one before is not finished: it waits, is skipped, or is refused.
+        read: ``once``: one rank reads data that several ranks need, and passes it on. ``each``: each rank reads all
+            that it needs, which is faster where reading is cheaper than the network between ranks.
+        private: Whether only the owner may read files and directories (0600, 0700); else the umask decides.
+        token: The job token, or two of them, as for a transport; by default the environment's. With a token,
+            checkpoints are signed, and only signed ones are loaded.
         accept_unsigned: Whether checkpoints without a signature are loaded nevertheless.
-        job: Name of the run, which is signed as well: a checkpoint that was signed for another one is not loaded.
-        num_copy_threads: Threads that copy a snapshot.
+        job: Name of the run, which the signature covers: a checkpoint that was signed for another name is not loaded.
+        num_copy_threads: Number of threads that copy a snapshot.
         max_load_bytes: The largest state that is loaded. Default: this machine's memory.
         meshes: Device meshes for loaded DTensors that have no counterpart in the loader's own state.
     """
@@ -75,30 +75,30 @@ class StoreSettings:
 
     @property
     def retry_s(self) -> float:
-        """`retry_timeout`, in seconds, and no longer than other ranks wait."""
+        """`retry_timeout` in seconds, limited by the time that other ranks wait."""
         return min(self.retry_timeout, self.timeout / 2).total_seconds()
 
     def trust(self) -> Trust:
-        """Which checkpoints are believed.
+        """Return the rule that decides which checkpoints are trusted.
 
         Raises:
-            ConfigurationError: The token is none, or its file cannot be read.
+            ConfigurationError: The token is invalid, or its file cannot be read.
         """
         keys = Keys.of(self.token) if self.token is not None else Keys.from_environment()
         return Trust(keys, self.job, self.accept_unsigned)
 
 
 def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Mapping[str, object]]) -> None:
-    """Compares settings or arguments between ranks. All of them call it.
+    """Compare settings or arguments between ranks. Called on all ranks.
 
     Args:
-        agreement: Of the group.
-        phase: What is compared, for errors.
-        settings: Returns this rank's, or raises what is wrong with them; compared as text.
+        agreement: The group's agreement.
+        phase: Name of the compared settings, for errors.
+        settings: Returns this rank's settings, or raises the error in them; they are compared as text.
 
     Raises:
-        ConfigurationError: They differ; the same on all ranks.
-        TransportError: What a rank's ``settings`` raised; the same on all ranks.
+        ConfigurationError: The settings differ; the same on all ranks.
+        TransportError: The error of a rank's ``settings``; the same on all ranks.
     """
     stated = agreement.values_of_all(
         phase, lambda: {name: repr(value) for name, value in settings().items()}, _settings_decoder
@@ -112,10 +112,10 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
 
 
 def checked_root(root: object) -> Path:
-    """The absolute path of a root.
+    """Return the absolute path of a root.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The argument is no path.
     """
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise ConfigurationError(f"expected the path of a directory as root, got {root!r}")
@@ -123,10 +123,10 @@ def checked_root(root: object) -> Path:
 
 
 def checked_selector(step: object) -> CheckpointSelector:
-    """A step, or ``latest``.
+    """Return the argument if it is a step or ``latest``.
 
     Raises:
-        ConfigurationError: Says what was expected and what came.
+        ConfigurationError: Names the expected and the actual value.
     """
     if step == "latest":
         return "latest"
@@ -136,14 +136,14 @@ def checked_selector(step: object) -> CheckpointSelector:
 
 
 def checked_directory_number(name: str, number: object) -> int:
-    """A number that a directory can have.
+    """Return the argument if it is a number that a directory can have.
 
     Args:
-        name: Of the argument, for the error.
-        number: As the caller gave it.
+        name: Name of the argument, for the error.
+        number: The caller's value.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The value is no such number.
     """
     return check_number(name, number, at_least=0, at_most=MAX_NUMBER)
 
@@ -151,10 +151,10 @@ def checked_directory_number(name: str, number: object) -> int:
 def checked_store_arguments(
     rank_local: object, existing: object, keep: object, consolidate: object, settings: StoreSettings
 ) -> dict[str, object]:
-    """What a store is told and all its ranks need alike, by name.
+    """Return the arguments of a store that have to be the same on all its ranks, by name.
 
     Raises:
-        ConfigurationError: Says what was expected and what came.
+        ConfigurationError: Names the expected and the actual value.
     """
     keys = tuple(rank_local) if isinstance(rank_local, Iterable) and not isinstance(rank_local, str) else None
     if keys is None or not all(isinstance(key, str) for key in keys):

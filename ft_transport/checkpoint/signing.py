@@ -1,8 +1,8 @@
-"""Whose checkpoints are loaded: with a job token, those that were signed with it.
+"""Signatures of checkpoints: with a job token, only checkpoints that were signed with it are loaded.
 
-Signed is the list of files, which has a digest of every chunk of every other file, the step, and the name of the job.
-So no file of another checkpoint fits, nor does the list of another step. An earlier checkpoint of the same step and job
-does: who keeps a copy may put it back.
+The signature covers the list of files, which has a digest of every chunk of every other file, the step, and the name of
+the job. So files of another checkpoint do not fit, nor does the list of another step. An earlier checkpoint of the same
+step and job fits: an attacker with a copy could restore it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PURPOSE: Final = "checkpoint/list of files"
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What signs the lists of files, and says which are believed.
+    """Signs the lists of files, and decides which are trusted.
 
     Attributes:
-        keys: ``None``: nothing is signed, and everything is believed.
-        job: Name of the run that checkpoints are of.
-        accepts_unsigned: Whether those are believed that nobody has signed.
+        keys: Keys of the job token; ``None`` signs nothing, and trusts every list.
+        job: Name of the run that saves the checkpoints.
+        accepts_unsigned: Whether unsigned lists are trusted.
     """
 
     keys: Keys | None
@@ -38,23 +38,23 @@ class Trust:
 
     @property
     def hash_name(self) -> HashName:
-        """What the files that are written have to be digested by."""
+        """The hash function that new files have to use."""
         return CHECKSUM if self.keys is None else SECURE_HASH
 
     def seal(self, body: bytes) -> bytes:
-        """The content of ``manifest.json``: a list of files, with its signature."""
+        """Return the content of ``manifest.json``: a list of files, with its signature."""
         return encode_sealed(body, self.keys.sign(_PURPOSE, body) if self.keys is not None else "")
 
     def open(self, encoded: bytes, *, name: str) -> CheckpointManifest:
-        """The inverse of `seal`.
+        """Return the list of files; the inverse of `seal`.
 
         Args:
             encoded: Content of the file.
-            name: Of the file.
+            name: Name of the file.
 
         Raises:
-            CheckpointDamagedError: It is not what was written, or of a newer format.
-            CheckpointUntrustedError: It is not signed, by another key, or for another job.
+            CheckpointDamagedError: The content was changed, or has a newer format.
+            CheckpointUntrustedError: The list is unsigned, or signed with another key, or for another job.
         """
         manifest, body, signature = decode_sealed(encoded, name=name)
         if self.keys is None:

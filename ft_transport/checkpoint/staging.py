@@ -1,4 +1,4 @@
-"""A state is copied before training goes on; the copy becomes snapshot files on the store's own thread."""
+"""Staging: a state is copied before training goes on; the store's own thread turns the copy into snapshot files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ State: TypeAlias = Mapping[str, object] | Callable[[], Mapping[str, object]]
 
 
 class StagedState:
-    """The parts of one save, in order. Made by a `StateStager`; the methods belong to the store's thread.
+    """The parts of one save, in order. Made by a `StateStager`; only the store's thread calls the methods.
 
     Attributes:
-        local_keys: Top-level keys of the part that this rank has for itself.
+        local_keys: Top-level keys of the rank-local part.
     """
 
     def __init__(self) -> None:
@@ -32,21 +32,21 @@ class StagedState:
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """What goes wrong inside is raised by `files`, where the other ranks can be told of it."""
+        """Let `files` raise the errors of the body, so that this rank can report them to the others."""
         try:
             yield
         except Exception as error:
             self._failure = error
 
     def add(self, part: PendingSnapshot | Callable[[], SnapshotLease]) -> None:
-        """Adds a copy, or a snapshot that is served; a function that returns one is called by `files`."""
+        """Add a copy, or a snapshot that a transport serves; `files` calls a function that returns one."""
         self._parts.append(part)
 
     def check(self) -> None:
-        """Raises what went wrong, if it is the state itself, which no later save could copy either.
+        """Raise an error that lies in the state itself, and that would prevent later saves too.
 
         Raises:
-            SnapshotError: The state has something in it that cannot be saved; the path names it.
+            SnapshotError: The state contains a value that cannot be saved; the path names it.
             CheckpointError: The state is no dict.
         """
         error = self._failure
@@ -55,10 +55,10 @@ class StagedState:
             raise error
 
     def files(self) -> list[SnapshotLease]:
-        """The snapshots, by part; finished by the first call, and released by `release`.
+        """Return the snapshots, by part; the first call completes them, and `release` releases them.
 
         Raises:
-            Exception: Something could not be copied; every call raises the same.
+            Exception: Part of the state could not be copied; every call raises the same error.
         """
         if self._failure is None:
             with self.noting_failure():
@@ -69,26 +69,26 @@ class StagedState:
         return self._leases
 
     def release(self) -> None:
-        """Gives all memory back."""
+        """Free all memory."""
         for part in self._parts:
             if isinstance(part, PendingSnapshot):
                 part.abandon()
         for lease in self._leases:
             lease.release()
-        # An error of a save keeps the frames that it came through, and with them this object.
+        # The error of a save refers to the frames that it passed, and so to this object.
         self._failure = None
         self._parts.clear()
         self._leases.clear()
 
 
 class StateStager:
-    """Copies states in two parts: what all ranks share, and what each has for itself. Belongs to the training thread.
+    """Copies states in two parts, shared and rank-local. For the training thread.
 
     Args:
-        num_threads: That copy.
+        num_threads: Number of threads that copy.
 
     Attributes:
-        rank_local: Top-level keys of the state whose values each rank has for itself.
+        rank_local: Top-level keys of the state whose values are rank-local.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -97,11 +97,11 @@ class StateStager:
         self._local: Final = _make_stager(num_threads)
 
     def prefault(self, state: Mapping[str, object]) -> None:
-        """Makes the memory for what all ranks share of a state ready in the background."""
+        """Prefault the memory for the shared part of a state in the background."""
         self._shared.prefault(self._split(state)[0])
 
     def stage(self, step: int, state: State, local: State | None) -> StagedState:
-        """Copies a state; what goes wrong is raised by `StagedState`."""
+        """Copy a state; the `StagedState` raises the errors."""
         staged = StagedState()
         with staged.noting_failure():
             shared, own = self._split(_called(state))
@@ -111,7 +111,7 @@ class StateStager:
         return staged
 
     def stage_leased(self, step: int, lease: Callable[[], SnapshotLease], local: State | None) -> StagedState:
-        """Copies only what this rank has for itself; ``lease`` is called by `StagedState.files`."""
+        """Copy only the rank-local part; `StagedState.files` calls ``lease``."""
         staged = StagedState()
         staged.add(lease)
         with staged.noting_failure():
@@ -119,14 +119,14 @@ class StateStager:
         return staged
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         self._shared.close()
         self._local.close()
 
     def _stage_local(self, staged: StagedState, step: int, state: Mapping[str, object]) -> None:
         keys: Iterable[object] = state
         for key in keys:
-            # The list of files names them in JSON.
+            # The list of files contains the keys as JSON.
             if not isinstance(key, str) or any("\ud800" <= character <= "\udfff" for character in key):
                 raise CheckpointError(
                     f"expected text without lone surrogates as keys of what a rank has for itself, got {key!r}"
@@ -136,7 +136,7 @@ class StateStager:
             staged.add(self._local.begin(Taking(step=step, state=dict(state))))
 
     def _split(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-        """What all ranks share, and what each has for itself."""
+        """Return the shared and the rank-local part of a state."""
         shared = {key: value for key, value in state.items() if key not in self.rank_local}
         return shared, {key: state[key] for key in self.rank_local if key in state}
 

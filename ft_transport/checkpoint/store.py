@@ -45,31 +45,31 @@ from ft_transport.transfer.server import SnapshotLease
 class CheckpointStore:
     """The durable checkpoints of a group of ranks, in one directory that all of them see.
 
-    The ranks act as one: what exists, what is replaced and which step is loaded is decided by the first of them, and a
-    failure on one rank is the same error on all. Every method but `close` is called by all ranks, in the same order, by
-    the training thread. No collective of ``process_group`` runs.
+    The ranks act as one: the first rank decides what exists, what is replaced and which step is loaded, and a failure
+    on one rank is the same error on all. All ranks call every method except `close`, in the same order, on the training
+    thread. No collective of ``process_group`` runs.
 
     Args:
-        root: The directory. One group at a time saves there.
-        process_group: All ranks that together hold the state, once or several times: of HSDP or data parallelism the
-            whole mesh, so that each byte is written by one of its holders. By default all of ``torch.distributed``, or
-            this process alone where that is not initialised.
-        rank_local: Top-level keys of the state whose values each rank has for itself (random generators, the position
-            of a data loader). Of all else, ranks hold the same, or shards of the same.
-        existing: What happens to checkpoints that are there: ``keep`` them, ``clear`` them, or ``refuse`` to start.
-            A ``step-N`` that another program wrote is never cleared or replaced.
-        keep: After each save, keep so many checkpoints, it and those before it, and delete older ones; ``None`` keeps
-            all. Those of later steps, which a run that was set back has left, stay.
+        root: The directory. Only one group at a time saves there.
+        process_group: All ranks that together hold the state, once or several times: for HSDP or data parallelism the
+            whole mesh, so that one holder of each byte writes it. By default all of ``torch.distributed``, or this
+            process alone where that is not initialised.
+        rank_local: Top-level keys of the state whose values are rank-local (random generators, the position of a data
+            loader). Of all other values, ranks hold the same, or shards of the same.
+        existing: How to treat existing checkpoints: ``keep`` them, ``clear`` them, or ``refuse`` to start. A
+            ``step-N`` that another program wrote is never cleared or replaced.
+        keep: Number of checkpoints to keep after each save: the new one and those before it; older ones are deleted.
+            ``None`` keeps all. Checkpoints of later steps, which a run that was set back has left, stay.
         consolidate: Path of a part of the state, keys joined by dots, such as ``model``: its tensors are also written
             whole, to safetensors files with the index that ``transformers`` reads.
-        read_only: Only load; the root is not claimed, and there is no writer process.
-        start_writers: Start the writer processes now, so that whatever is wrong with them shows before training.
+        read_only: Only load; the root is not claimed, and no writer process is started.
+        start_writers: Start the writer processes now, so that their errors show before training.
         settings: Everything else.
-        recorder: Keeps records of saves and loads (``ft_transport.telemetry``); one of its own by default.
+        recorder: Records saves and loads (``ft_transport.telemetry``); a new one by default.
 
     Raises:
         CheckpointInUseError: Another group saves to this root.
-        CheckpointExistsError: There are checkpoints, and there must not be.
+        CheckpointExistsError: Checkpoints exist, and ``existing`` refuses them.
         TransportError: A rank failed; the same error on all of them.
     """
 
@@ -95,7 +95,7 @@ class CheckpointStore:
         try:
             self._trust = self._settings.trust()
         except ConfigurationError as error:
-            # The other ranks are told below.
+            # The error is reported to the other ranks below.
             self._trust, trouble = Trust(None, "", accepts_unsigned=False), error
         self._is_read_only = read_only
         self._root = checked_root(root)
@@ -155,13 +155,13 @@ class CheckpointStore:
     # --------------------------------------------------------------------------------------------------------- saving
 
     def prefault(self, state: Mapping[str, object]) -> None:
-        """Makes the memory for a snapshot of ``state`` ready in the background, so that the first save is not slow.
+        """Prefault the memory for a snapshot of ``state`` in the background, so that the first save is not slow.
 
         Args:
-            state: Of the same size as what will be saved; nothing of it is copied.
+            state: A state of the same size as later saves; nothing of it is copied.
 
         Raises:
-            SnapshotError: It cannot be captured.
+            SnapshotError: The state cannot be captured.
         """
         self._check_open()
         self._stager.prefault(state)
@@ -175,25 +175,25 @@ class CheckpointStore:
         wait: bool = False,
         overwrite: bool = False,
     ) -> SaveHandle:
-        """Takes a snapshot of the state, and writes it behind the training.
+        """Take a snapshot of the state, and write it in the background of training.
 
-        When this returns, the state may be changed. The call refuses a state that can never be saved, on all ranks.
-        What else goes wrong on one rank, also while the state is copied, is told to all and raised by the handle.
+        The state may change once this returns. The call refuses a state that can never be saved, on all ranks. Any
+        other error on one rank, also while the state is copied, is reported to all ranks, and the handle raises it.
 
         Args:
             step: The committed step.
             state: Nested dicts, as for ``torch.distributed.checkpoint``, of tensors, DTensors and plain values; or a
-                function that returns them, which is called at once. Nothing may change it before this returns.
-            local: More top-level keys, whose values this rank has for itself, beside those named in ``rank_local``.
+                function that returns them, which is called at once. It must not change before this returns.
+            local: More top-level keys with rank-local values, beside those named in ``rank_local``.
             wait: Whether to return only when the checkpoint is complete.
-            overwrite: Whether a checkpoint of this step may be replaced.
+            overwrite: Whether the save may replace a checkpoint of this step.
 
         Raises:
-            UnsupportedLeafError: The state of a rank has something in it that cannot be saved; the path names it.
+            UnsupportedLeafError: The state of a rank contains a value that cannot be saved; the path names it.
             CheckpointError: The state of a rank is no dict.
-            CheckpointExistsError: Another program wrote what has the name of this step.
+            CheckpointExistsError: Another program wrote the directory with the name of this step.
             SaveInProgressError: The save before is not finished, and the policy is to refuse.
-            TransportError: With ``wait``, what `SaveHandle.result` raises; or more saves in a row have failed than are
+            TransportError: With ``wait``, the error of `SaveHandle.result`; or more saves in a row have failed than are
                 allowed.
         """
         return self._save(step, lambda: self._stager.stage(step, state, local), wait=wait, overwrite=overwrite)
@@ -207,46 +207,47 @@ class CheckpointStore:
         wait: bool = False,
         overwrite: bool = False,
     ) -> SaveHandle:
-        """Writes a snapshot that a transport serves, without another copy of it.
+        """Write a snapshot that a transport serves, without another copy of it.
 
         Args:
             step: The committed step.
-            lease: Returns the snapshot, and may wait for it; called once, on a thread of the store's own.
-            local: What this rank has for itself, by further top-level keys; it is copied now.
-            wait: As for `save`, as are the rest and what is raised.
+            lease: Returns the snapshot, and may wait for it; called once, on the store's own thread.
+            local: Rank-local values, by further top-level keys; copied now.
+            wait: As for `save`, as are the other arguments and the errors.
             overwrite: See `save`.
         """
         return self._save(step, lambda: self._stager.stage_leased(step, lease, local), wait=wait, overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
-        """Runs something on every rank; if it fails on one, all raise the same.
+        """Run ``action`` on every rank; if it fails on one, all raise the same error.
 
         Args:
-            phase: What it is, for errors.
+            phase: Name of the phase, for errors.
             action: This rank's part.
-            timeout: How long it may take; for so long the other ranks are shown that this one is alive.
+            timeout: How long it may take, and how long this rank shows heartbeats to the others.
 
         Raises:
-            TransportError: It failed on a rank.
+            TransportError: The action failed on a rank.
         """
         self._check_open()
         agreement = self._agreement
         agreement.run_on_all_ranks(phase, lambda: agreement.showing_life(action, timeout.total_seconds()))
 
     def check_health(self) -> StoreHealth:
-        """What is wrong with the writers of all ranks; called every step, and nearly free.
+        """Return the health of the writers of all ranks; called every step, and nearly free.
 
-        What one rank finds at one call, all of them return at the next: the ranks' states travel meanwhile.
+        A fault that one rank finds at one call is in the result of all ranks at the next call: the ranks' states travel
+        in the meantime.
 
         Raises:
-            TransportError: More saves in a row have failed than are allowed; the last one's error.
+            TransportError: More saves in a row have failed than are allowed; this is the last one's error.
             RankGoneError: A rank did not take part in time.
         """
         self._check_open()
         return self._health.check()
 
     def wait(self) -> None:
-        """Waits until nothing is being saved any more; whether it went well is the handle's to say."""
+        """Wait for pending saves; check their handles for errors."""
         self._background.wait()
 
     # -------------------------------------------------------------------------------------------------------- loading
@@ -260,25 +261,26 @@ class CheckpointStore:
         check: Callable[[Incoming], None] | None = None,
         is_comparable: bool = False,
     ) -> LoadedCheckpoint[Any]:
-        """Loads a checkpoint, in whatever layout this group of ranks has.
+        """Load a checkpoint into the layout of this group of ranks, even if another layout saved it.
 
         Args:
             step: A step, or the newest complete checkpoint.
-            into: This rank's own state, whose tensors are loaded into in place. Top-level keys that it does not have
-                are not read; what it lacks below them comes as new tensors. Without one, and without ``like``, all
-                tensors come whole.
+            into: This rank's own state, whose tensors are loaded in place. Top-level keys that it lacks are not read;
+                keys that it lacks below them come as new tensors. Without ``into`` and without ``like``, all tensors
+                come whole.
             like: See ``HTTPTransport.fetch_sharded``.
-            check: Called with what will come, before any of it does; what it raises ends the load on all ranks. Without
-                one, a tensor of ``into`` that the checkpoint does not have, or has in another shape or dtype, does, and
-                so does rank-local state of another number of ranks, which is not loaded otherwise.
-            is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another look at every byte.
+            check: Called with a description of the content before any of it arrives; an error that it raises ends the
+                load on all ranks. Without ``check``, the load fails for a tensor of ``into`` that the checkpoint lacks
+                or has in another shape or dtype, and for rank-local state of another number of ranks, which is not
+                loaded otherwise.
+            is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another pass over every byte.
 
         Raises:
-            CheckpointNotFoundError: There is none, or another process has deleted it while it was read.
-            CheckpointDamagedError: A file is not what was written; it is named. What had landed in ``into`` was
-                overwritten with NaN patterns.
-            ConfigurationError: Ranks ask for different steps.
-            TransportError: It does not fit, or a rank failed; the same error on all.
+            CheckpointNotFoundError: No such checkpoint exists, or another process deleted it during the read.
+            CheckpointDamagedError: A file differs from its digests; the error names it. Tensors of ``into`` that
+                already had new data were overwritten with NaN patterns.
+            ConfigurationError: Ranks request different steps.
+            TransportError: The checkpoint does not fit, or a rank failed; the same error on all.
         """
         self._check_open()
         self.wait()
@@ -293,62 +295,62 @@ class CheckpointStore:
         check: Callable[[Incoming], None] | None = None,
         is_comparable: bool = False,
     ) -> LoadedCheckpoint[Any] | None:
-        """Loads the newest checkpoint that is what was written; arguments as for `load`.
+        """Load the newest checkpoint that is not damaged; arguments as for `load`.
 
         Returns:
-            It; ``None`` if there is no checkpoint at all.
+            The loaded checkpoint; ``None`` if no checkpoint exists.
 
         Raises:
-            CheckpointDamagedError: There are some, and all are damaged.
+            CheckpointDamagedError: All existing checkpoints are damaged.
             CheckpointError: ``torch.distributed.checkpoint`` wrote the newest one for another program.
-            CheckpointNotFoundError: Another process deletes them faster than they are read.
+            CheckpointNotFoundError: Another process deletes checkpoints faster than they are read.
             TransportError: As for `load`.
         """
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
         return self._loader.load_newest_good(destination, self.steps)
 
     def newer_of_dcp(self) -> DCPCheckpoint | None:
-        """The checkpoint that ``torch.distributed.checkpoint`` wrote for another program, if it is the newest here.
+        """Return the checkpoint that ``torch.distributed.checkpoint`` wrote for another program, if it is newest.
 
         Raises:
-            CheckpointUntrustedError: There is a job token, and unsigned checkpoints are not accepted.
-            CheckpointError: It cannot be read.
+            CheckpointUntrustedError: A job token is set, and unsigned checkpoints are not accepted.
+            CheckpointError: The checkpoint cannot be read.
         """
         self._check_open()
         self.wait()
         return self._inventory.newer_of_dcp()
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of all complete checkpoints, ascending."""
+        """Return the steps of all complete checkpoints, ascending."""
         self._check_open()
         self.wait()
         return self._inventory.steps()
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint, ``None`` if there is none."""
+        """Return the step of the newest complete checkpoint, ``None`` if none exists."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def verify(self, step: CheckpointSelector = "latest") -> None:
-        """Reads every file of a checkpoint, each on one rank, and compares it with what was written.
+        """Read every file of a checkpoint, each on one rank, and compare it with its digests.
 
         Raises:
-            CheckpointNotFoundError: There is none, or another process has deleted it while it was read.
+            CheckpointNotFoundError: No such checkpoint exists, or another process deleted it during the read.
             CheckpointDamagedError: ``files`` names the damaged ones.
-            ConfigurationError: Ranks ask for different steps.
+            ConfigurationError: Ranks request different steps.
         """
         self._check_open()
         self.wait()
         self._inventory.verify(step)
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes all but the newest ``keep`` checkpoints, and never the last good one.
+        """Delete all but the newest ``keep`` checkpoints, and never the last good one.
 
-        If none of those that are kept is what was written (the files are read until one is), older ones are kept as
-        well, up to the first good one.
+        If all of those are damaged (the files are read until one is good), older checkpoints are kept as well, up to
+        the first good one.
 
         Returns:
-            The steps that were deleted.
+            The deleted steps.
 
         Raises:
             ConfigurationError: Ranks want to keep different numbers.
@@ -360,7 +362,7 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Finishes what is being saved, and ends the thread, the writer and the claim. May be called twice."""
+        """Finish pending saves, end the thread and the writer, and release the claim. Idempotent."""
         self._is_closed = True
         self._end(self._close)
 
@@ -407,14 +409,14 @@ class CheckpointStore:
         return handle
 
     def _check_savable(self, step: int, staged: StagedState) -> None:
-        """Refuses, before training goes on, what no attempt could save."""
+        """Refuse, before training goes on, a state that no attempt could save."""
         staged.check()
         if self._agreement.is_first:
             self._directory.refuse_foreign(step)
 
     def _check_open(self, step: int | None = None) -> None:
         if self._is_closed:
-            # Another one may have claimed the root by now.
+            # Another group may have claimed the root by now.
             raise CheckpointError("expected a store that is open, this one is closed", step=step)
 
     def _check_saving(self, step: int | None = None) -> None:
@@ -424,6 +426,6 @@ class CheckpointStore:
 
 
 def _end(recording: Recording, saved: Future[None]) -> None:
-    """Called by the thread that has saved, when all ranks know how it went."""
+    """End the record of a save. Called by the saving thread, when all ranks know the outcome."""
     error = saved.exception()
     recording.end("ok" if error is None else "failed", error=error or "")

@@ -14,17 +14,17 @@ from ft_transport.errors import CheckpointDamagedError
 from ft_transport.runtime.regular_files import open_regular
 
 CHUNK_IS_GOOD: Final = 1
-"""Stands behind the bytes of a chunk that is what was written."""
+"""Follows the bytes of a chunk that matches its digest."""
 
 
 class StoredFile:
-    """A file that is opened when it is first read. Thread-safe, but for `close`. A context manager.
+    """A file that is opened at the first read. Thread-safe, except `close`. A context manager.
 
     Args:
-        directory: Where it is.
-        entry: What was written.
-        hash_name: What it was digested by.
-        patience: For what may pass.
+        directory: The file's directory.
+        entry: The file's entry in the list of files.
+        hash_name: Hash function of its digests.
+        patience: Retries reads that may succeed later.
     """
 
     def __init__(self, directory: Path, entry: FileEntry, hash_name: HashName, patience: Patience) -> None:
@@ -38,15 +38,15 @@ class StoredFile:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks it has."""
+        """Number of chunks of the file."""
         return num_chunks_of(self._entry.num_bytes)
 
     def check_length(self) -> None:
-        """Compares the length of the file.
+        """Compare the length of the file.
 
         Raises:
-            CheckpointDamagedError: It has another, or is not there.
-            OSError: It cannot be seen.
+            CheckpointDamagedError: The file has another length, or is missing.
+            OSError: The length cannot be read.
         """
 
         def look() -> int:
@@ -62,16 +62,16 @@ class StoredFile:
             raise damaged(self._entry, f"expected {self._entry.num_bytes} bytes, it has {num_bytes}")
 
     def read(self, number: int) -> bytearray:
-        """The bytes of a chunk, and behind them one more that says that they are those that were written.
+        """Return the bytes of a chunk, and behind them one more byte that marks them as good.
 
         Raises:
-            CheckpointDamagedError: They are not.
-            OSError: They cannot be read.
+            CheckpointDamagedError: The bytes differ from their digest.
+            OSError: The bytes cannot be read.
         """
         return self._patience.read(self._entry.name, lambda: self._read(number))
 
     def close(self) -> None:
-        """Closes the file. May be called twice."""
+        """Close the file. Idempotent."""
         descriptors, self._given_up = self._given_up, []
         if self._descriptor is not None:
             descriptors.append(self._descriptor)
@@ -92,7 +92,7 @@ class StoredFile:
             return self._descriptor
 
     def _give_up(self, descriptor: int) -> None:
-        """Has the next attempt open the file anew: a stale descriptor stays stale. Others may still read with it."""
+        """Make the next attempt reopen the file: a stale descriptor stays stale. Other threads may still be reading."""
         with self._mutex:
             if self._descriptor == descriptor:
                 self._descriptor = None
@@ -121,5 +121,5 @@ class StoredFile:
 
 
 def damaged(entry: FileEntry, what: str) -> CheckpointDamagedError:
-    """The error that names a file and what is wrong with it."""
+    """Return the error that names a file and its damage."""
     return CheckpointDamagedError(f"{entry.name}: {what}", files=(entry.name,))

@@ -1,4 +1,4 @@
-"""Comparing the files of a checkpoint with what was written."""
+"""Verification of a checkpoint: comparison of its files with their digests."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ft_transport.runtime.regular_files import read_regular
 _MAX_MANIFEST_BYTES: Final = 1 << 30
 """The digests of 100 TB take less."""
 _MAX_RANK_FILE_BYTES: Final = 1 << 30
-"""Above what the description of a snapshot may have (``wire.manifest``), for each of its parts."""
+"""Larger than the descriptions of all parts of a snapshot may be (``wire.manifest``)."""
 
 
 def read_manifest(directory: Path, step: int | None, trust: Trust, patience: Patience) -> CheckpointManifest:
-    """The list of files of the checkpoint of a step; ``None`` of whatever step, where the directory has another name.
+    """Return the list of files of a checkpoint; a ``step`` of ``None`` accepts any, for a directory with another name.
 
     Raises:
-        CheckpointDamagedError: It is not what was written, or is not there.
+        CheckpointDamagedError: The list was changed, or is missing.
         CheckpointUntrustedError: The job token has not signed it.
-        OSError: It cannot be read.
+        OSError: The list cannot be read.
     """
     path = directory / MANIFEST_NAME
     encoded = patience.read(MANIFEST_NAME, lambda: read_regular(path, max_bytes=_MAX_MANIFEST_BYTES))
@@ -48,11 +48,11 @@ def read_manifest(directory: Path, step: int | None, trust: Trust, patience: Pat
 
 
 def read_rank_files(directory: Path, manifest: CheckpointManifest, patience: Patience) -> list[bytes]:
-    """The description that each rank has written, as it was written.
+    """Return each rank's description, still encoded.
 
     Raises:
-        CheckpointDamagedError: One is not what was written, or says what cannot be.
-        OSError: One cannot be read.
+        CheckpointDamagedError: A description differs from its digest, or has impossible content.
+        OSError: A description cannot be read.
     """
     entries = {entry.name: entry for entry in manifest.files}
     encoded = []
@@ -70,10 +70,10 @@ def read_rank_files(directory: Path, manifest: CheckpointManifest, patience: Pat
 
 
 def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) -> list[StoredRank]:
-    """What the ranks have described.
+    """Decode the ranks' descriptions.
 
     Raises:
-        CheckpointDamagedError: It says what cannot be.
+        CheckpointDamagedError: A description has impossible content.
     """
     entries = {entry.name: entry for entry in manifest.files}
     ranks = []
@@ -95,11 +95,11 @@ def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) ->
 
 
 def read_file(directory: Path, entry: FileEntry, hash_name: HashName, patience: Patience) -> bytes:
-    """The content of a small file.
+    """Return the content of a small file.
 
     Raises:
-        CheckpointDamagedError: It is not what was written.
-        OSError: It cannot be read.
+        CheckpointDamagedError: The file differs from its digest.
+        OSError: The file cannot be read.
     """
     return b"".join(_chunks(directory, entry, hash_name, patience))
 
@@ -111,17 +111,17 @@ def find_damage(
     patience: Patience,
     check: Callable[[], None],
 ) -> list[str]:
-    """Reads files whole, and says of each that is not what was written what is wrong with it.
+    """Read files completely, and return a description of the damage of each damaged file.
 
     Args:
-        directory: Where they are.
-        files: Which.
-        hash_name: What they were digested by.
-        patience: For what may pass.
+        directory: The files' directory.
+        files: The files to read.
+        hash_name: Hash function of their digests.
+        patience: Retries reads that may succeed later.
         check: Called now and then.
 
     Raises:
-        OSError: One cannot be read.
+        OSError: A file cannot be read.
     """
     damaged = []
     for entry in files:
@@ -134,10 +134,10 @@ def find_damage(
 
 
 def find_missing(directory: Path, manifest: CheckpointManifest, patience: Patience) -> list[str]:
-    """Says of each file that is not there, or not of its length, what is wrong with it; reads none.
+    """Return a description of each file that is missing or has another length; read none.
 
     Raises:
-        OSError: One cannot be seen.
+        OSError: The length of a file cannot be read.
     """
     damaged = []
     for entry in manifest.files:

@@ -1,8 +1,8 @@
-"""What a rank has to put into a checkpoint, under the names that DCP gives it.
+"""The items that a rank writes to a checkpoint, under the names that DCP gives them.
 
-DCP names each leaf of a nested state by its path, keys and positions joined by dots, and goes into dicts, and into
-lists that have tensors or containers in them (torch/distributed/checkpoint/_traverse.py, ``traverse_state_dict``). A
-tensor is divided into boxes, each with its offset in the whole one. The same is computed here from a snapshot's
+DCP names each leaf of a nested state by its path, keys and positions joined by dots. It descends into dicts, and into
+lists that contain tensors or containers (torch/distributed/checkpoint/_traverse.py, ``traverse_state_dict``). A tensor
+is divided into boxes, each with its offset in the whole tensor. This module computes the same from a snapshot's
 manifest, without the tensors and without their process groups.
 """
 
@@ -42,9 +42,9 @@ from ft_transport.wire.nodes import (
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 SHARED: Final = 0
-"""The part of a state that all ranks have in common, each some of it."""
+"""The part of a state that all ranks share, of which each has a portion."""
 LOCAL: Final = 1
-"""The part that each rank has for itself."""
+"""The rank-local part."""
 
 Key: TypeAlias = tuple[str, tuple[int, ...]]
 _Path: TypeAlias = tuple[str | int, ...]
@@ -54,15 +54,15 @@ class WriteItem(NamedTuple):
     """Bytes that lie in one piece in a data file.
 
     Attributes:
-        key: What has the same key on two ranks has to be the same there.
+        key: Items with the same key on two ranks have to be the same there.
         part: `SHARED` or `LOCAL`.
-        entry: The entry of the part's table that it is taken from.
-        piece: Where in the part's data it lies; ``None`` if it has no bytes.
+        entry: The source entry in the part's table.
+        piece: Its place in the part's data; ``None`` if it has no bytes.
         is_entry: Whether it is the whole entry.
-        names: DCP's names of the tensor that it is a box of; empty if DCP is not told of it.
+        names: DCP's names of the tensor that the item is a box of; empty if DCP does not list it.
         dtype: Name of torch's dtype.
-        global_shape: Of the whole tensor.
-        offset: Where in it the box begins.
+        global_shape: Shape of the whole tensor.
+        offset: Where in the whole tensor the box begins.
         shape: Extent of the box.
     """
 
@@ -84,7 +84,7 @@ class WriteItem(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A leaf that is no tensor; DCP stores it as what ``torch.save`` makes of it."""
+    """A leaf that is no tensor; DCP stores it as the output of ``torch.save``."""
 
     name: str
     part: int
@@ -93,13 +93,13 @@ class Value(NamedTuple):
 
 @dataclass(slots=True)
 class Described:
-    """All that a rank has.
+    """All items and values of one rank.
 
     Attributes:
         items: In the order of the state.
         values: In the order of the state.
-        paths: Of each leaf, by its name in DCP, the keys and positions that lead to it.
-        structure: A digest of everything but bytes and values: equal as long as the same plan will do.
+        paths: By DCP name of each leaf, the keys and positions that lead to it.
+        structure: A digest of everything but bytes and values; the plan stays valid as long as it is equal.
     """
 
     items: list[WriteItem] = field(default_factory=list)
@@ -108,29 +108,29 @@ class Described:
     structure: int = 0
 
     def shared_values(self) -> int:
-        """A digest of the values that all ranks have in common."""
+        """Return a digest of the values that all ranks share."""
         shared = [value for value in self.values if value.part == SHARED]
-        # A key may have lone surrogates, which msgpack's text has not.
+        # A key may contain lone surrogates, which msgpack's text cannot.
         return digest(
             msgspec.msgpack.encode([(value.name.encode("utf-8", "surrogatepass"), value.node) for value in shared])
         )
 
 
 def describe(manifests: Sequence[Manifest], rank: int) -> Described:
-    """What a rank has to put into a checkpoint.
+    """Return the items and values that a rank writes to a checkpoint.
 
     Args:
-        manifests: Of its snapshots, by part.
-        rank: Its number, which is part of the names of what is its own.
+        manifests: Manifests of its snapshots, by part.
+        rank: Its number, which is part of the names of its rank-local items.
 
     Raises:
-        CheckpointError: Two leaves have one name in DCP, or a tensor is divided in another way than torch divides.
+        CheckpointError: Two leaves have one name in DCP, or a tensor is not divided as torch divides tensors.
     """
     return Describer().describe(manifests, rank)
 
 
 class Describer:
-    """Describes a rank's states one after the other, and looks anew only at what has changed."""
+    """Describes a rank's states one after the other, and re-examines only what has changed."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -138,7 +138,7 @@ class Describer:
         self._structure = 0
 
     def describe(self, manifests: Sequence[Manifest], rank: int) -> Described:
-        """As the function of that name."""
+        """Return the items and values; see the function of that name."""
         described = Described()
         walks = []
         for part, manifest in enumerate(manifests):
@@ -172,7 +172,7 @@ class _Walk:
     """One part of a state.
 
     Attributes:
-        tensors: By the node, names: what is tied is stored once, under all its names.
+        tensors: By node, names of its tensor: a tied tensor is stored once, under all its names.
     """
 
     def __init__(self, manifest: Manifest, part: int, base: tuple[str, ...], described: Described) -> None:
@@ -185,7 +185,7 @@ class _Walk:
         self._entries: set[int] = set()
 
     def find_leaves(self) -> None:
-        """Finds names, values and tensors."""
+        """Find names, values and tensors."""
         tree = self._manifest.tree
         if not isinstance(tree, (MappingNode, DefaultDictNode)):
             raise CheckpointError("expected a state that is a dict, as torch.distributed.checkpoint does")
@@ -204,12 +204,12 @@ class _Walk:
                 self.tensors.setdefault(tensor, []).append(name)
 
     def add_items(self) -> None:
-        """Adds what is to be stored of the tensors, and of the leaves that are none."""
+        """Add the items of the tensors, and of the leaves that are none."""
         for tensor, names in self.tensors.items():
             self._add_tensor(tensor, tuple(names))
         for index, entry in enumerate(self._manifest.tensors):
             if index not in self._entries:
-                # Bytes of leaves that are no tensors, and what tensors of other shapes look into.
+                # Bytes of leaves that are no tensors, or that tensors of other shapes view.
                 piece = Slice(entry.start, entry.end - entry.start) if entry.end > entry.start else None
                 key = (f"{self._prefix}{entry.name} (bytes)", ())
                 self._add(WriteItem(key, self._part, index, piece, True, (), "uint8", (), (), ()))
@@ -253,7 +253,7 @@ class _Walk:
             global_shape = layout.global_shape
             held = region_of(self._manifest.meshes[layout.mesh], layout.placements, global_shape)
             if held is None:
-                return  # This rank stands outside the mesh.
+                return  # This rank is outside the mesh.
             region = held
             if shape_of(region) != shape:
                 raise CheckpointError(
@@ -268,7 +268,7 @@ class _Walk:
         for held_origin, offset, counts in boxes:
             piece = slice_of(start, strides, held_origin, counts, item_bytes) if math.prod(counts) else None
             if piece is None and 0 not in global_shape:
-                continue  # An empty part; where the whole is empty, DCP wants to know of it.
+                continue  # An empty part; DCP lists it only if the whole tensor is empty.
             self._add(
                 WriteItem(
                     (base, offset), self._part, local.index, piece, is_entry, names, dtype, global_shape, offset, counts
@@ -277,12 +277,12 @@ class _Walk:
 
 
 def _label(key: Node, manifest: Manifest) -> str:
-    """What DCP makes of a key that is no str."""
+    """Return DCP's text for a key that is no str."""
     return str(value_of(key, manifest, memoryview(b"")))
 
 
 def _tensor_of(node: Node) -> Node | None:
-    """The node of a tensor as it is stored, ``None`` if it is no tensor that DCP would take for one."""
+    """Return the node of a tensor as it is stored, ``None`` if DCP would not treat it as a tensor."""
     value = node.value if isinstance(node, LeafNode) else node
     return value if isinstance(value, (TensorNode, LayoutNode, ViewNode, DTensorNode)) else None
 
@@ -292,7 +292,7 @@ def _is_list(node: Node) -> bool:
 
 
 def _is_terminal(node: Node) -> bool:
-    """As DCP's function of that name."""
+    """Return the result of DCP's function of that name."""
     if isinstance(node, (MappingNode, DefaultDictNode)):
         return False
     if not isinstance(node, SequenceNode) or not _is_list(node):
@@ -301,7 +301,7 @@ def _is_terminal(node: Node) -> bool:
 
 
 def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Where each box begins in the local part, where in the whole tensor, and its extent."""
+    """Yield for each box its offset in the local part, its offset in the whole tensor, and its extent."""
     by_dim = []
     for intervals in region:
         ends = list(itertools.accumulate(end - start for start, end in intervals))
@@ -318,15 +318,15 @@ def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], t
 
 
 def value_of(node: Node, manifest: Manifest, data: memoryview) -> object:
-    """The value that a node describes, in types that every process has.
+    """Return the value that a node describes, in types that exist in every process.
 
-    A named tuple becomes a tuple, and a value with a registered encoding what that encodes it to; the part of a DTensor
-    becomes a plain tensor.
+    A named tuple becomes a tuple, a value with a registered encoding becomes its encoded form, and the part of a
+    DTensor becomes a plain tensor.
 
     Args:
-        node: What to build.
-        manifest: Of the snapshot.
-        data: Of the snapshot.
+        node: The node to build.
+        manifest: The snapshot's manifest.
+        data: The snapshot's data.
     """
 
     def tensor_of(index: int) -> torch.Tensor:

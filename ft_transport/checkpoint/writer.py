@@ -1,7 +1,7 @@
-"""The writer process: it takes snapshots by their descriptors and writes this rank's part of a checkpoint.
+"""The writer process: it receives snapshots as descriptors, and writes this rank's part of a checkpoint.
 
-Started with the number of a descriptor, its end of a pair of sockets. It has no process group and no accelerator, and
-ends when the other end is closed, so that it never outlives its trainer.
+Its argument is the number of a descriptor, its end of a socket pair. It has no process group and no accelerator, and
+exits when the other end closes, so that it never outlives its trainer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from ft_transport.wire.nodes import Node
 from ft_transport.wire.strided import gathered
 
 _NICENESS: Final = 5
-"""Training comes first where there are more threads than cores."""
+"""Training has priority if there are more threads than cores."""
 _DIGEST_BYTES: Final = 8
 
 
@@ -79,7 +79,7 @@ class Writer:
     """The work of a writer process, without its connection.
 
     Args:
-        check: Called now and then while files are written; what it raises ends the writing.
+        check: Called now and then during writes; an error that it raises ends the write.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
@@ -96,10 +96,10 @@ class Writer:
         self._dcp_metadata: tuple[list[tuple[tuple[int, int], ...]], bytes] | None = None
 
     def perform(self, request: WriterRequest, descriptors: list[int]) -> WriterAnswer:
-        """Does what is asked. The descriptors are closed.
+        """Perform a request, and close its descriptors.
 
         Raises:
-            Exception: What went wrong, for the trainer to know.
+            Exception: The error of the request, to be reported to the trainer.
         """
         match request:
             case Take():
@@ -125,11 +125,11 @@ class Writer:
                 return self._describe(request)
 
     def drop(self) -> None:
-        """Lets go of the snapshots."""
+        """Release the snapshots."""
         self._manifests.clear()
         self._headers.clear()
         self._described = Described()
-        # What looks into a mapping keeps it, so that it ends with the last view of it.
+        # A view keeps the mapping alive, which ends with its last view.
         self._data.clear()
 
     def _take(self, request: Take, descriptors: list[int]) -> Taken:
@@ -221,7 +221,7 @@ class Writer:
                 places.append((start, file.position - start))
             data_file = file.finish()
         self._put_consolidated(directory, plan)
-        # A trainer that has died meanwhile has a successor, perhaps, who has made a directory of this name.
+        # If the trainer has died, a successor may have created a directory of this name.
         self._check()
         description = encode_rank_file(name, self._headers, positions)
         description_file = write_small(directory / rank_file_name(self._rank), description, hash_name=self._hash_name)
@@ -250,7 +250,7 @@ class Writer:
         written = [decode_written(each) for each in request.written]
         reread = [decode_written(each) for each in request.reread]
         places = [each.places for each in written]
-        # By the same plan everything is at the same place again, as a rule, and 10,000 tensors take half a second.
+        # The same plan usually gives the same places, and encoding 10,000 tensors takes half a second.
         if self._dcp_metadata is None or self._dcp_metadata[0] != places:
             self._dcp_metadata = (places, encode_dcp_metadata(self._plan, places))
         files = [write_small(directory / DCP_METADATA_NAME, self._dcp_metadata[1], hash_name=self._hash_name)]
@@ -267,7 +267,7 @@ class Writer:
 
 
 class _IgnoringTensors:
-    """Compares what is no tensor; the digests of tensors are compared elsewhere."""
+    """Compares leaves that are no tensors; the digests of tensors are compared elsewhere."""
 
     def tensor(self, path: TreePath, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
         """See ``wire.merging.LeafVisitor``."""
@@ -281,7 +281,7 @@ class _IgnoringTensors:
 
 
 def serve(connection: socket.socket) -> None:
-    """Answers requests until the other side is gone."""
+    """Answer requests until the trainer closes the connection."""
 
     def check() -> None:
         readable, _, _ = select.select([connection], [], [], 0)
@@ -303,9 +303,9 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Runs a writer process."""
+    """Run a writer process."""
     torch.set_num_threads(1)
-    # What is made here has no cycles, and looking for some takes longer than making it.
+    # The objects here form no cycles, and the search for cycles takes longer than creating the objects.
     gc.disable()
     os.nice(_NICENESS)
     # An interrupt from a terminal is meant for the trainer.

@@ -1,6 +1,6 @@
-"""What the trainer's process and its writer process say to each other, over a pair of Unix sockets.
+"""The messages between the trainer's process and its writer process, over a pair of Unix sockets.
 
-A message is a length, 8 bytes, big-endian, and that many bytes of msgpack. A request that brings snapshots has their
+A message is a length, 8 bytes, big-endian, and that many bytes of msgpack. A request with snapshots carries their
 descriptors with its length (``SCM_RIGHTS``). The writer answers each request once, in order.
 """
 
@@ -23,10 +23,10 @@ _LENGTH_BYTES: Final = 8
 
 
 class Take(Struct, tag=True):
-    """Take these snapshots, by part, in place of those that you have; one descriptor comes for each.
+    """Replace the writer's snapshots by these, by part; the message carries one descriptor for each.
 
-    ``starts`` says where in its memory file each safetensors file begins, ``num_bytes`` how long it is; ``hash_name``
-    what the files that are written of them are digested by.
+    ``starts`` has the offset of each safetensors file in its memory file, ``num_bytes`` its length; ``hash_name`` is
+    the hash function for the files that are written.
     """
 
     rank: int
@@ -36,11 +36,11 @@ class Take(Struct, tag=True):
 
 
 class Cancel(Struct, tag=True):
-    """Give up what you are doing, if you are doing anything."""
+    """Abort the current request, if there is one."""
 
 
 class Drop(Struct, tag=True):
-    """Let go of the snapshots."""
+    """Release the snapshots."""
 
 
 class Plan(Struct, tag=True):
@@ -51,7 +51,7 @@ class Plan(Struct, tag=True):
 
 
 class Create(Struct, tag=True):
-    """Make the consolidated files of the plan, and their index."""
+    """Create the consolidated files of the plan, and their index."""
 
     directory: str
 
@@ -70,7 +70,7 @@ class Digest(Struct, tag=True):
 
 
 class Compare(Struct, tag=True):
-    """Find out whether ranks have diverged. ``digests`` by rank, 8 bytes each."""
+    """Check whether ranks have diverged. ``digests`` by rank, 8 bytes each."""
 
     digests: tuple[bytes, ...]
 
@@ -83,7 +83,7 @@ class Write(Struct, tag=True):
 
 
 class Describe(Struct, tag=True):
-    """Write what DCP reads, and answer with the list of files; what the ranks have written is in ``written``."""
+    """Write the files that DCP reads, and answer with the list of files; ``written`` has the ranks' own files."""
 
     directory: str
     step: int
@@ -101,30 +101,30 @@ class Taken(Struct, tag=True):
 
 
 class Bytes(Struct, tag=True):
-    """What was asked for, as bytes; several where there are several."""
+    """The requested bytes; several pieces if several were requested."""
 
     parts: tuple[bytes, ...]
 
 
 class RankPlans(Struct, tag=True):
-    """What each rank writes."""
+    """The plan of each rank."""
 
     plans: tuple[RankPlan, ...]
 
 
 class Written(Struct, tag=True):
-    """The files that a rank has written, and where in its data file everything is: offset and length."""
+    """The files that a rank has written, and the places of its items and values in its data file: offset and length."""
 
     files: tuple[FileEntry, ...]
     places: tuple[tuple[int, int], ...]
 
 
 class Done(Struct, tag=True):
-    """It is done."""
+    """The request succeeded."""
 
 
 class Failed(Struct, tag=True):
-    """It failed."""
+    """The request failed."""
 
     failure: Failure
 
@@ -139,25 +139,25 @@ _written_decoder = msgspec.msgpack.Decoder(Written)
 
 
 def encode_written(written: Written) -> bytes:
-    """For the way to the first rank."""
+    """Encode the answer, to be sent to the first rank."""
     return _encoder.encode(written)
 
 
 def decode_written(encoded: bytes) -> Written:
-    """The inverse of `encode_written`."""
+    """Decode the answer; the inverse of `encode_written`."""
     return _written_decoder.decode(encoded)
 
 
 def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descriptors: Sequence[int] = ()) -> None:
-    """Sends a message.
+    """Send a message.
 
     Raises:
-        OSError: The other side is gone.
+        OSError: The peer has closed the connection.
     """
     body = _encoder.encode(message)
     length = len(body).to_bytes(_LENGTH_BYTES, "big")
     if descriptors:
-        # On a stream socket all of a few bytes are taken at once.
+        # A stream socket accepts a few bytes completely.
         socket.send_fds(connection, [length], list(descriptors))
     else:
         connection.sendall(length)
@@ -165,7 +165,7 @@ def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descr
 
 
 def receive_request(connection: socket.socket) -> tuple[WriterRequest, list[int]] | None:
-    """The next request and the descriptors that came with it, which are the caller's; ``None`` if there is none.
+    """Receive a request and its descriptors, which the caller owns; return ``None`` after the last request.
 
     Raises:
         OSError: The connection broke.
@@ -177,10 +177,10 @@ def receive_request(connection: socket.socket) -> tuple[WriterRequest, list[int]
 
 
 def receive_answer(connection: socket.socket) -> WriterAnswer:
-    """The next answer.
+    """Receive an answer.
 
     Raises:
-        EOFError: The writer is gone.
+        EOFError: The writer has exited.
         OSError: The connection broke.
     """
     length, _ = _receive_length(connection)

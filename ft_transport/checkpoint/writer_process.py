@@ -1,4 +1,4 @@
-"""The trainer's end of a writer process: starts it, asks it, notices its death, and ends it."""
+"""The trainer's end of a writer process: it starts the process, sends requests, detects its death, and ends it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _COMMAND: Final = child_command("ft_transport.checkpoint.writer", "main")
 
 
 class WriterProcess:
-    """One writer process. `is_alive` may be called by any thread, the rest by one at a time.
+    """One writer process. Any thread may call `is_alive`, one thread at a time the rest.
 
     Args:
-        command: What to run; the number of its socket's descriptor is added.
-        is_private: Whether nobody but the owner may read what it writes; else the umask says who may.
+        command: The command to run; the number of its socket's descriptor is appended.
+        is_private: Whether only the owner may read the written files; else the umask decides.
     """
 
     def __init__(self, command: Sequence[str] = _COMMAND, *, is_private: bool = False) -> None:
@@ -44,19 +44,19 @@ class WriterProcess:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process, if there is one."""
+        """The ID of the process; ``None`` if it does not exist."""
         return self._process.pid if self._process is not None else None
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process runs."""
         process = self._process
         return process is not None and process.poll() is None
 
     def start(self, timeout_s: float) -> None:
-        """Starts a process in place of any earlier one, and returns when it has imported what it needs.
+        """Start a process in place of any earlier one, and wait until it has imported its modules.
 
         Raises:
-            WriterFailedError: It could not be started, or was not ready in time.
+            WriterFailedError: The process could not be started, or was not ready in time.
         """
         self.close()
         with making_socket:
@@ -86,17 +86,17 @@ class WriterProcess:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> WriterAnswer:
-        """Has the writer do something, and returns its answer.
+        """Send a request to the writer, and return its answer.
 
         Args:
-            request: What.
-            descriptors: Of snapshots, if it brings any.
-            timeout_s: After which the writer is taken for stuck, and ended.
-            check: Called now and then meanwhile; if it raises, the writer gives up and this raises the same.
+            request: The request.
+            descriptors: Descriptors of the snapshots in the request, if it has any.
+            timeout_s: Time after which the writer counts as stuck, and is ended.
+            check: Called now and then meanwhile; if it raises, the writer aborts and this raises the same error.
 
         Raises:
-            WriterFailedError: It died, or did not answer in time.
-            Exception: What went wrong there.
+            WriterFailedError: The writer died, or did not answer in time.
+            Exception: The writer's error.
         """
         deadline_s = time.monotonic() + timeout_s
         what = f"to answer {type(request).__name__}"
@@ -113,7 +113,7 @@ class WriterProcess:
         return answer
 
     def close(self) -> None:
-        """Ends the process. May be called twice."""
+        """End the process. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -127,7 +127,7 @@ class WriterProcess:
         try:
             self._connection.settimeout(max(deadline_s - time.monotonic(), _TICK_S))
             send(self._connection, request, descriptors)
-        except OSError as error:  # a timeout is one
+        except OSError as error:  # a timeout is an OSError
             raise self._died(what) from error
 
     def _answer(self, deadline_s: float, what: str, check: Callable[[], None]) -> WriterAnswer:
@@ -146,7 +146,7 @@ class WriterProcess:
             raise self._died(what) from error
 
     def _cancel(self) -> None:
-        """Makes the writer give up; both of its answers are read, so that the next is that to the next request."""
+        """Abort the writer's request, and read both answers, so that the next answer is for the next request."""
         try:
             deadline_s = time.monotonic() + _CANCEL_S
             self._send(Cancel(), (), "to give up", deadline_s)
@@ -163,7 +163,7 @@ class WriterProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
-    """Ends a process that has been told to. Returns its status, ``None`` if the system does not let it go."""
+    """End a process that was asked to exit. Return its status, ``None`` if the system does not end it."""
     try:
         return process.wait(_END_S)
     except subprocess.TimeoutExpired:
@@ -171,5 +171,6 @@ def _end(process: subprocess.Popen[bytes]) -> int | None:
     try:
         return process.wait(_END_S)
     except subprocess.TimeoutExpired:
-        # It hangs in the system, as on a file server that is gone; what is left of it ends with that.
+        # The process hangs in the system, for example on a file server that does not answer, and ends when that call
+        # does.
         return None

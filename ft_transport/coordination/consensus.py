@@ -271,5 +271,5 @@ class Agreement:
 
 
 def _may_be_forged(vote: Vote) -> bool:
-    """Whether a vote replaces one that failed verification: that rank may not have read the last verdict yet."""
+    """Return whether a vote replaces an unverified one: that rank may not have read the last verdict yet."""
     return vote.failure is not None and vote.failure.kind == PeerProtocolError.__name__

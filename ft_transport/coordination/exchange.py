@@ -61,9 +61,7 @@ class Exchange:
         self._group = None
 
     def ending_on_failure(self, action: Callable[[], T]) -> Callable[[], T]:
-        """Wrap ``action``, which exchanges data: if it fails here, close the connections, which ends other ranks'
-        waits.
-        """
+        """Wrap ``action``, which exchanges data, to close the connections if it fails: this ends other ranks' waits."""
 
         def act() -> T:
             try:

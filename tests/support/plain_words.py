@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = (
+    "ft_transport/checkpoint",
+    "ft_transport/coordination",
     "ft_transport/http",
     "ft_transport/publish",
     "ft_transport/runtime",
