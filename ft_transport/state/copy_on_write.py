@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_GATHERING: Final = 4
 _gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)  # noqa: TID251 # taken by threads of the server alone
-"""Receivers in other layouts gather while they hold a pin; many at one time would keep the owner waiting."""
+"""Receivers in other layouts gather while they hold a pin; many at one time would delay the owner."""
 _LONGEST_PIN_S: Final = 10.0
-"""A reader waits for nothing while it holds a pin, so that this passes only where the machine itself stands still."""
+"""Maximum duration of a pin. A reader waits for nothing during it, so only a stalled machine exceeds this."""
 
 
 class CopyOnWriteMemory:
@@ -46,19 +46,19 @@ class CopyOnWriteMemory:
     Args:
         starts: Where in the data each block begins; int64.
         num_bytes: Length of each block; int64.
-        addresses: Where each block lies now; int64.
-        shared: Indices of the blocks that are live memory.
+        addresses: Address of each block now; int64.
+        shared: Indices of the blocks in live memory.
         owners: Tensors that keep the shared memory from being freed.
         data_bytes: Length of the data.
-        arena: Holds the blocks that are not shared; ``None`` where ``owners`` do. Belongs to this object.
-        take_arena: Called on ``materialize`` where there is no arena yet.
+        arena: Holds the blocks that are not shared; ``None`` if ``owners`` do. This object owns it.
+        take_arena: Called on ``materialize`` without an arena.
         give_back: Takes the arena at the end.
         copier: Copies and digests.
         chunk_bytes: Size of the chunks that are digested.
-        digester: How they are digested.
-        lasting: Keeps digests of what seldom changes, from one snapshot to the next.
-        keys: Under which, for each chunk; ``None`` for one that is not kept.
-        check: Raises if the shared memory has changed without a `materialize`. Asked before it is copied, and before
+        digester: Chooses how they are digested.
+        lasting: Caches digests of lasting tensors from one snapshot to the next.
+        keys: The cache key of each chunk; ``None`` for a chunk that is not cached.
+        check: Raises if the shared memory has changed without a `materialize`. Called before it is copied, and before
             the digests are sent: no receiver relies on bytes without these.
         costs: Metrics of all copies.
 
@@ -94,7 +94,7 @@ class CopyOnWriteMemory:
         self._blocks = _views_of(self._addresses, self._num_bytes)
         self._block_starts: list[int] = self._starts.tolist()
         to_copy = np.zeros(len(starts), dtype=np.bool_)
-        # Without an arena, everything has to find a place there.
+        # Without an arena yet, all data needs a place in a new one.
         to_copy[shared if arena is not None else slice(None)] = True
         self._to_copy = np.flatnonzero(to_copy[order])
         self._owners = owners
@@ -110,7 +110,7 @@ class CopyOnWriteMemory:
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._lasting, self._keys = lasting, keys
         self._generation, self._digests = lasting.known(keys, self._digest)
-        # One thread copies; others that materialize meanwhile wait for its copy.
+        # One thread copies; other threads that materialize meanwhile wait for its copy.
         self._copying = threading.Lock()
         self._digesting = threading.Lock()
         self._changed = SafeCondition()
@@ -122,7 +122,7 @@ class CopyOnWriteMemory:
         self.storages = frozenset(owner.untyped_storage().data_ptr() for owner in owners)
 
     def set_header(self, header: bytes) -> None:
-        """Sets what the file begins with; called before the first pin."""
+        """Set the beginning of the file; called before the first pin."""
         self._header = header
 
     @contextmanager
@@ -132,7 +132,7 @@ class CopyOnWriteMemory:
         head = [memoryview(self._header)[start:end]] if start < header_bytes else []
         start, end = max(0, start - header_bytes), max(0, end - header_bytes)
         with self._pinned():
-            # Here the bytes come to the processor's cache, from where the kernel takes them next.
+            # This loads the bytes into the processor's cache, from which the kernel reads them next.
             self._digest_chunks_that_begin_in(start, end)
             yield head + self._views(start, end)
 
@@ -172,7 +172,7 @@ class CopyOnWriteMemory:
         return encode_digests([digest for digest in self._digests if digest is not None])
 
     def materialize(self) -> None:
-        """Copies the shared memory, and returns when it is not pinned any more; the owner may change it then.
+        """Copy the shared memory, and return when it is not pinned any more; the owner may change it then.
 
         May be called again, also after an error. Without memory for the copy the snapshot is lost: its readers get an
         error, and the owner goes on.
@@ -182,7 +182,7 @@ class CopyOnWriteMemory:
         with self._copying:
             try:
                 with self._changed:
-                    # A pin of its own: a close in between must not give back the arena that is being written.
+                    # An own pin: a concurrent close must not give back the arena that is being written.
                     is_shared = self.is_shared
                     self._num_pins += is_shared
                     is_to_copy = is_shared
@@ -213,13 +213,13 @@ class CopyOnWriteMemory:
         return self._is_shared and not self._is_closed
 
     def close(self) -> None:
-        """Lets go of the memory as soon as the last pin is gone."""
+        """Release the memory as soon as the last pin has ended."""
         with self._changed:
             self._is_closed = True
             self._let_go()
 
     def _let_go(self) -> None:
-        """Frees what is not needed any more; called under the mutex."""
+        """Free memory that is not needed any more; called under the mutex."""
         if not self._num_pins_of_shared and not self.is_shared:
             self._owners = []
         if self._is_closed and not self._num_pins and self._arena is not None:
@@ -227,10 +227,10 @@ class CopyOnWriteMemory:
             self._give_back(arena)
 
     def _refuse_moved(self) -> None:
-        """Gives the snapshot up if its memory has changed while it was shared.
+        """Give the snapshot up if its memory has changed while it was shared.
 
         Raises:
-            SnapshotError: It has.
+            SnapshotError: The memory has changed.
         """
         with self._copying:
             # A copy was checked when it was made; the live memory may have changed since.
@@ -245,7 +245,7 @@ class CopyOnWriteMemory:
                 raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
 
     def _copy(self) -> None:
-        """Copies the shared blocks into the arena; pins are of the copy from then on."""
+        """Copy the shared blocks into the arena; later pins are of the copy."""
         arena, taken = self._arena, None
         try:
             self._check()

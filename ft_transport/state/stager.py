@@ -1,4 +1,4 @@
-"""Taking snapshots: a state at one step is flattened, and what cannot wait is copied at once."""
+"""Takes snapshots: flattens a state at one step, and copies at once what cannot wait."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Stager:
     """Takes snapshots into a pool of reusable arenas.
 
     Args:
-        max_snapshots: How many may be alive at once.
+        max_snapshots: Maximum number of live snapshots.
         num_threads: Threads that copy and digest.
-        chunk_bytes: The most bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
-        is_digested: Whether snapshots have digests; who writes them to disk digests the files.
-        digester: Says for each snapshot how its digests are made.
-        accelerator: Where streams come from; for tests. ``None`` takes torch's own.
+        chunk_bytes: Maximum bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
+        is_digested: Whether snapshots have digests; a store digests its files itself.
+        digester: Chooses for each snapshot how its digests are made.
+        accelerator: Makes streams; for tests. ``None`` takes torch's own.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Stager:
 
     @property
     def costs(self) -> MetricValues:
-        """What all its snapshots have cost."""
+        """Metrics of all its snapshots."""
         return self._workshop.costs
 
     def prefault(self, state: object) -> None:
-        """Makes memory for snapshots of ``state`` ready in the background; returns when its size is known.
+        """Make memory for snapshots of ``state`` ready in the background; return when its size is known.
 
         Called on the thread that owns the state.
 
@@ -68,7 +68,7 @@ class Stager:
         self._pool.prefault(data_bytes_of(flat))
 
     def begin(self, wanted: Taking | HeldState, *, share: bool = False) -> PendingSnapshot:
-        """Begins a snapshot of a state, under the read lock on the thread that owns it; or, once, of a held state.
+        """Begin a snapshot of a state, under the read lock on the thread that owns it; or, once, of a held state.
 
         Args:
             wanted: A held state may come from any thread; everything is left to ``copy_deferred`` then.
@@ -76,7 +76,7 @@ class Stager:
                 ``CopyOnWriteMemory.materialize`` before changing any of it.
 
         Raises:
-            SnapshotError: The state cannot be captured, or memory for it is missing; nothing is held.
+            SnapshotError: The state cannot be captured, or memory for it is missing; no memory is occupied.
         """
         held = wanted if isinstance(wanted, HeldState) else self._flattened(wanted)
         arena = None if share else self._pool.take(data_bytes_of(held.flat))
@@ -95,7 +95,7 @@ class Stager:
             raise
 
     def hold(self, taking: Taking) -> HeldState | None:
-        """Copies what is not deferrable, so that a snapshot of this step can be begun later.
+        """Copy everything that is not deferrable, so that a snapshot of this step can be begun later.
 
         Called under the read lock, on the thread that owns the state.
 
@@ -123,7 +123,7 @@ class Stager:
         return held
 
     def forget_lasting(self) -> None:
-        """What lasts may change from here on."""
+        """Discard the digests of lasting tensors, which may change from here on."""
         self._workshop.lasting.forget()
 
     def _flattened(self, taking: Taking) -> HeldState:
@@ -136,11 +136,11 @@ class Stager:
             for source, address in zip(flat.blocks.sources, flat.blocks.addresses, strict=True)
             if not address and not source.is_cpu
         }
-        # After what has been queued on the devices by now, the copies may begin.
+        # The copies begin after all work that is queued on the devices by now.
         marks = self._workshop.device_copier.mark(sorted(devices, key=str)) if devices else {}
         return HeldState(taking=taking, flat=flat, marks=marks)
 
     def close(self) -> None:
-        """Ends the threads and frees the arenas that nobody reads."""
+        """End the threads and free the arenas without readers."""
         self._workshop.copier.close()
         self._pool.close()

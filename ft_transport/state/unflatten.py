@@ -1,4 +1,4 @@
-"""A tree of nodes becomes a nested state again, without trusting the tree."""
+"""Turns a tree of nodes into a nested state again, without trusting the tree."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
 
 _MAX_LABEL_CHARACTERS: Final = 200
 _MAX_PATH_CHARACTERS: Final = 1000
-"""A longer path is not continued: deep in a tree, each of very many items would take a copy of it."""
+"""A longer path is truncated: deep in a tree, each of very many items would take a copy of it."""
 _SPARE_COPY_BYTES: Final = 1 << 20
 _SCALARS: Final = frozenset({type(None), bool, int, float, str})
 
 
 _MAX_NODE_DEPTH: Final = 3 * MAX_DEPTH
-"""A parameter that is a quantized tensor, or a part of one, takes three nodes in each other."""
+"""A parameter that is a quantized tensor, or a part of one, takes three nested nodes."""
 
 _TensorKey: TypeAlias = int | bytes | tuple[int | bytes, bool, bool]
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -42,12 +42,12 @@ class Unflattener:
     """Builds one state. Not thread-safe.
 
     Args:
-        tensor_of: The entry of the tensor table with a given index, as a tensor of its wire dtype and shape. Called at
-            most once per index; raises ``IndexError`` for one that the table does not have.
-        direct: By entry, the receiver's tensor whose memory has taken the bytes; without what makes one a Parameter.
-        is_destination: Whether a tensor of the receiver's was chosen to take the data of an entry.
-        manifest: Whose layouts the DTensors name.
-        meshes: Where DTensors without a counterpart go.
+        tensor_of: Returns the entry of the tensor table with a given index, as a tensor of its wire dtype and shape.
+            Called at most once per index; raises ``IndexError`` for an index outside of the table.
+        direct: By entry, the receiver's tensor whose memory has the bytes, as a plain tensor and no Parameter.
+        is_destination: Whether a tensor of the receiver was chosen to receive the data of an entry.
+        manifest: Has the layouts that the DTensors name.
+        meshes: Meshes for DTensors without a counterpart.
         check_time: Called now and then.
     """
 
@@ -67,23 +67,23 @@ class Unflattener:
         self._is_destination = is_destination
         self._meshes = meshes
         self._check_time = check_time
-        # Each entry of the table is copied once or not at all; nodes that name one again and again are refused.
+        # Each entry of the table is copied at most once; nodes that name one again and again are refused.
         self._copy_bytes_left = 2 * manifest.data_bytes + _SPARE_COPY_BYTES
         self._depth = self._num_built = 0
         self._tensors: dict[_TensorKey, torch.Tensor] = {}
 
     def build(self, node: Node, into: object, path: str = "") -> object:
-        """The value that ``node`` describes.
+        """Build the value that ``node`` describes.
 
         Args:
-            node: What came.
-            into: The receiver's own value at the same place, if it has one; its tensors are returned where the data
-                was received into them.
+            node: The received node.
+            into: The receiver's own value at the same place, if it has one; its tensors are returned if they received
+                the data.
             path: The place, for errors.
 
         Raises:
             ManifestError: The node contradicts the tensor table or itself.
-            RestoreError: It needs something that the receiver does not have.
+            RestoreError: It needs an object that the receiver does not have.
             DeadlineExceededError: ``check_time`` raised it.
         """
         self._num_built += 1
@@ -150,10 +150,10 @@ class Unflattener:
 
     @staticmethod
     def reinterpret(stored: torch.Tensor, node: LayoutNode) -> torch.Tensor:
-        """``stored`` in the dtype and shape of ``node``, still row-major; shares its memory.
+        """Return ``stored`` in the dtype and shape of ``node``, still row-major; shares its memory.
 
         Raises:
-            ManifestError: The bytes are not as many as dtype and shape need.
+            ManifestError: The number of bytes does not match dtype and shape.
         """
         dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
         if dtype is None:
@@ -174,7 +174,7 @@ class Unflattener:
         return self._tensors[index]
 
     def _tensor(self, node: TensorNode | LayoutNode | ViewNode, into: object, path: str) -> torch.Tensor:
-        # A view is never a destination of its own: it shows what its base was given.
+        # A view is never a destination: it shows the data of its base.
         receiver = as_plain(into) if has_own_memory(into) else None
         if receiver is not None and type(node) is not ViewNode and self._is_destination(node.index, receiver):
             return receiver
@@ -232,7 +232,7 @@ class Unflattener:
                 counterpart = counterparts.get(key)
             except TypeError:
                 raise ManifestError(f"expected a hashable key, got {type(key).__name__}", path=path) from None
-            # First what nearly every item of a large state is: received into the receiver's own tensor.
+            # First the most frequent item of a large state: one received into the receiver's own tensor.
             if (
                 type(value_node) is TensorNode
                 and counterpart is not None
@@ -292,7 +292,7 @@ class Unflattener:
             raise ManifestError(f"expected the items of a {node.kind}: {error}", path=path) from error
 
     def _spend(self, num_bytes: int, path: str) -> None:
-        """Takes note of a copy of bytes of the table."""
+        """Count a copy of bytes of the table."""
         self._copy_bytes_left -= num_bytes
         if self._copy_bytes_left < 0:
             raise ManifestError("expected each entry of the table to be used once, got copies without end", path=path)
@@ -363,7 +363,7 @@ class Unflattener:
             raise ManifestError(f"expected a tensor, got {type(value).__name__}", path=path)
         if node.requires_grad and not (value.is_floating_point() or value.is_complex()):
             raise ManifestError(f"expected a floating-point tensor to require grad, got {value.dtype}", path=path)
-        # One parameter at several places stays one; a tensor's node is all that names it.
+        # A parameter at several places stays one parameter; only a tensor's node identifies it.
         named = node.value if isinstance(node.value, (TensorNode, LayoutNode, ViewNode)) else None
         key = (_key_of(named), node.parameter, node.requires_grad) if named is not None else None
         if key is not None and key in self._tensors:
@@ -391,12 +391,12 @@ class Unflattener:
 
 
 def _key_of(node: TensorNode | LayoutNode | ViewNode) -> int | bytes:
-    """What a tensor is found under: an index of the table, or bytes, whose hashes nobody can choose."""
+    """Return the key of a tensor: an index of the table, or bytes, whose hashes no sender can choose."""
     return node.index if type(node) is TensorNode else _encode(node)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or without what makes it a Parameter or a leaf, where it was sent as neither."""
+    """Return the tensor itself, or a plain one if it was not sent as a Parameter or a leaf."""
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor

@@ -1,5 +1,5 @@
-"""What happened, as values: every heal, save, load and publish is recorded, measured and explained.
+"""Records, metrics and explanations of every heal, save, load and publish, as values.
 
-Every room of both packages may come in. Nothing here imports another room but ``runtime`` and the errors, knows a
-tensor or waits for anything: who records is training.
+Every subpackage may import it. Nothing here imports another subpackage but ``runtime`` and the errors, uses tensors or
+waits: the recording thread is the training thread.
 """

@@ -18,7 +18,7 @@ _TRANSFERS: Final = 1000
 
 
 def encode_trace(records: Sequence[Record]) -> bytes:
-    """JSON. Times begin with the first record; clocks of different hosts are taken as they are."""
+    """Return JSON. Times begin with the first record; clocks of different hosts are not adjusted."""
     begin_s = min((record.begun_unix_s for record in records), default=0.0)
     replicas = {name: number for number, name in enumerate(sorted({record.replica for record in records}), 1)}
     events = [event for name, number in replicas.items() for event in _names(name, number, records)]

@@ -1,6 +1,6 @@
-"""JSON of what may hold any text: names of peers, paths, and messages of errors that quote them.
+"""JSON of values with any text: names of peers, paths, and messages of errors that quote them.
 
-Bytes that are no UTF-8 come out of a header or a path as lone surrogates (PEP 383), which JSON has no place for.
+Bytes of a header or a path that are no UTF-8 become lone surrogates (PEP 383), which JSON cannot represent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 def encode_told(told: object) -> bytes:
-    """JSON in one line; a character that cannot be encoded becomes a question mark."""
+    """Encode JSON in one line; a character that cannot be encoded becomes a question mark."""
     try:
         return msgspec.json.encode(told)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Why a recovery took so long, in words with figures, and which setting mends it. Pure: records in, text out."""
+"""Explains in words with figures why a recovery took long, and which setting helps. Pure: records in, text out."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Final
 from ft_transport.telemetry.record import Record, Transfer
 
 _DOMINANT: Final = 0.25
-"""A phase with so much of the whole is looked into."""
+"""Minimum fraction of the whole for a phase to be examined."""
 _MUCH_SLOWER: Final = 3.0
-"""So many times is a way slower than another one before it is named for that."""
+"""Minimum factor between two ways for the slower one to be named."""
 _LEAST_BYTES: Final = 1 << 20
-"""Of fewer bytes no rate is believed."""
+"""Minimum bytes for a rate to be meaningful."""
 _NEAR_THE_LINK: Final = 0.7
-"""A transfer with so much of a link's speed is as fast as the link allows."""
+"""Fraction of a link's speed from which a transfer is as fast as the link allows."""
 _LEAST_WAIT_S: Final = 1.0
 _MUCH_OF_IT: Final = 0.5
-"""A wait for a quorum that is shorter, or less of the whole, has nothing to do with a replica that is missing."""
+"""Shorter waits for a quorum, or smaller fractions of the whole, are not due to a missing replica."""
 _LOOPBACK: Final = "lo"
 
 _PHASES: Final[Mapping[str, tuple[str, str]]] = {
@@ -80,12 +80,12 @@ _ADVERTISE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that a record shows.
+    """One fact that a record shows.
 
     Attributes:
-        text: What, with its figures.
-        remedy: What mends it; empty where nothing need be.
-        cost_s: How much of the time it explains, in seconds; findings are told in the order of it.
+        text: The fact, with its figures.
+        remedy: How to fix it; empty if no fix is needed.
+        cost_s: The part of the time that it explains, in seconds; findings are sorted by it.
     """
 
     text: str
@@ -95,7 +95,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What one record shows: a line about the whole, and findings, the one that explains most first."""
+    """The explanation of one record: a line about the whole, and findings, the most important first."""
 
     summary: str
     findings: tuple[Finding, ...]
@@ -104,11 +104,11 @@ class Explanation:
 def explain(
     record: Record, *, others: Sequence[Record] = (), link_bits_per_s: Mapping[str, float] | None = None
 ) -> Explanation:
-    """Say why.
+    """Explain a record.
 
     Args:
-        record: What took so long.
-        others: Records of the same job, for what other ways and other times are like.
+        record: The record of the slow operation.
+        others: Records of the same job, to compare with other ways and times.
         link_bits_per_s: The nominal speed of this host's interfaces, by name.
     """
     findings = [
@@ -127,7 +127,7 @@ def explain(
 
 
 def phase_lengths(record: Record) -> dict[str, float]:
-    """The seconds of each phase, those of the same name together, in the order in which they first came."""
+    """Return the seconds of each phase, summed by name, in the order of first occurrence."""
     lengths: dict[str, float] = {}
     for phase in record.phases:
         lengths[phase.name] = lengths.get(phase.name, 0.0) + phase.length_s
@@ -135,7 +135,7 @@ def phase_lengths(record: Record) -> dict[str, float]:
 
 
 def megabytes(num_bytes: float) -> str:
-    """In decimal units, as links are sold."""
+    """Format in decimal units, as links are sold."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -152,7 +152,7 @@ def _of_phases(record: Record) -> list[Finding]:
         if record.length_s and name != "transfer" and length_s >= _DOMINANT * record.length_s:
             about, remedy = _PHASES.get(name, ("", ""))
             if name == "quorum" and not _is_long_wait(length_s, record):
-                # The others come to their step boundary, as they should.
+                # The others come to their step boundary, as expected.
                 remedy = ""
             text = f"{name} took {_share(length_s, record)}" + (f": {about}" if about else "")
             found.append(Finding(text=text, remedy=remedy, cost_s=length_s))
@@ -186,7 +186,7 @@ def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, 
 
 
 def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[str, float]) -> Finding | None:
-    """Whether another way was, or is, much faster."""
+    """Return a finding if another way was, or is, much faster."""
     own = transfer.interface
     ways = [each for each in known if each.interface not in ("", own, _LOOPBACK)]
     best = max(ways, key=lambda each: each.bytes_per_s, default=None)

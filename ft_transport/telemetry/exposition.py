@@ -1,7 +1,7 @@
-"""Metrics in the forms that Prometheus reads: its text format, and OpenMetrics for whoever asks for that.
+"""Metrics in the forms that Prometheus reads: its text format, and OpenMetrics for clients that request it.
 
-``prometheus_client`` is imported by the first scrape, on the thread that answers it: a process that nobody scrapes
-does without it. Of its registries the global one is left alone: two transports of a process have each their own.
+The first scrape imports ``prometheus_client``, on the thread that answers it: a process without scrapes does not need
+it. The global registry stays unused: each transport of a process has its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_LABEL_CHARACTERS: Final = 200
 
 
 def accepted(header: str) -> str:
-    """Which form a request's ``Accept`` asks for: `OPENMETRICS` or `TEXT`. Pure."""
+    """Return the form that a request's ``Accept`` asks for: `OPENMETRICS` or `TEXT`. Pure."""
     for each in header.split(","):
         kind, *parameters = (part.strip() for part in each.split(";"))
         versions = [part for part in parameters if part.startswith("version=")]
@@ -34,10 +34,10 @@ def accepted(header: str) -> str:
 
 
 class Exposition:
-    """Writes what is counted in a form that Prometheus reads. One thread at a time.
+    """Encodes metrics in a form that Prometheus reads. One thread at a time.
 
     Args:
-        metrics: What is counted.
+        metrics: The metrics.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -45,7 +45,7 @@ class Exposition:
         self._registry: CollectorRegistry | None = None
 
     def encode(self, form: str) -> tuple[bytes, str]:
-        """All numbers as they are now.
+        """Encode all present values.
 
         Args:
             form: `OPENMETRICS` or `TEXT`.
@@ -64,7 +64,7 @@ class Exposition:
 
 
 class _Collector:
-    """What a registry of ``prometheus_client`` asks for families."""
+    """Yields the families to a registry of ``prometheus_client``."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -74,7 +74,7 @@ class _Collector:
             yield _family(list(readings))
 
     def describe(self) -> Iterator[Family]:
-        """Nothing is known before it is asked for; without this, registering would ask."""
+        """Yield nothing: no family is known before a scrape; without this method, registering would collect."""
         return iter(())
 
 

@@ -42,7 +42,7 @@ class Metric:
         help: One sentence.
         label_names: Separated by spaces.
         known: Values of the only label that a scrape shows from the beginning, as 0.
-        bounds: Of a histogram's buckets, ascending.
+        bounds: Bounds of a histogram's buckets, ascending.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Distribution:
     """The observations of a histogram.
 
     Attributes:
-        bounds: Ascending, without that of the last bucket, which has none.
+        bounds: Ascending, without the last bucket, which has no bound.
         counts: The number of observations in each bucket.
         total: The sum of all observations.
     """
@@ -146,12 +146,12 @@ class Distribution:
 
 
 class Reading(NamedTuple):
-    """One value, as it is now.
+    """One value at present.
 
     Attributes:
-        name: Of the metric.
+        name: Name of the metric.
         value: ``None`` announces a metric that has no value yet.
-        labels: Their values, in the order of the metric's names.
+        labels: Values of its labels, in the order of the metric's names.
     """
 
     name: str
@@ -180,7 +180,7 @@ class MetricValues:
             self._values[metric.name] = {labels: _zeros(metric) for labels in shown}
 
     def add(self, name: str, *labels: str, by: float = 1) -> None:
-        """Adds ``by`` to a counter, or the observation ``by`` to a histogram."""
+        """Add ``by`` to a counter, or the observation ``by`` to a histogram."""
         metric = METRICS[name]
         with self._mutex:
             numbers = self._numbers(metric, labels)
@@ -189,7 +189,7 @@ class MetricValues:
             numbers[-1] += by
 
     def set(self, name: str, *labels: str, to: float) -> None:
-        """Sets a gauge."""
+        """Set a gauge."""
         with self._mutex:
             self._numbers(METRICS[name], labels)[-1] = to
 
@@ -214,7 +214,7 @@ class MetricValues:
 
 
 def _zeros(metric: Metric) -> list[float]:
-    """One number for each bucket of a histogram, and the sum."""
+    """Return a 0 for each bucket of a histogram, and for the sum."""
     return [0] * (len(metric.bounds) + bool(metric.bounds) + 1)
 
 
@@ -248,11 +248,11 @@ class Metrics:
             if recorder in self._followed:
                 return
             self._followed.add(recorder)
-        # A recorder may outlive this object, and must not gather listeners of transports that are gone.
+        # A recorder may outlive this object, and must not collect listeners of closed transports.
         weakref.finalize(self, recorder.subscribe(partial(_count, self._records))).atexit = False
 
     def readings(self) -> list[Reading]:
-        """All values, merged where metric and labels are the same, in the order of the names."""
+        """Return all values, merged if metric and labels are the same, in the order of the names."""
         with self._mutex:
             sources = tuple(self._sources)
         found: dict[tuple[str, tuple[str, ...]], Reading] = {}
@@ -277,7 +277,7 @@ class Metrics:
 
 
 def _count(values: MetricValues, record: Record) -> None:
-    """Adds one finished record; a listener of a `Recorder`."""
+    """Add one finished record; a listener of a `Recorder`."""
     kind, add = record.kind, values.add
     add("operation_seconds", kind, record.outcome, by=record.length_s)
     for phase in record.phases:
@@ -289,7 +289,7 @@ def _count(values: MetricValues, record: Record) -> None:
         add("transfer_bytes_total", kind, transfer.role, by=transfer.num_bytes)
         add("transfer_seconds_total", kind, transfer.role, by=transfer.length_s)
     if record.outcome == "ok":
-        if record.num_bytes:  # a save and a publish do not say
+        if record.num_bytes:  # saves and publishes have none
             add("operation_bytes_total", kind, by=record.num_bytes)
         values.set("operation_last_success_timestamp_seconds", kind, to=record.begun_unix_s + record.length_s)
         if record.step is not None:
@@ -297,7 +297,7 @@ def _count(values: MetricValues, record: Record) -> None:
 
 
 def weakly(method: Callable[[], Iterable[Reading]]) -> Source:
-    """A method as a source that does not own its object, and reads nothing once that is gone."""
+    """Make a source of a method that does not own its object, and reads nothing once the object is freed."""
     reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
 
     def read() -> Iterator[Reading]:
@@ -320,7 +320,7 @@ def build_readings(replica: str) -> Iterator[Reading]:
 
 @cache
 def _own_version() -> str:
-    """Reads a file, which a source tree on the path lacks."""
+    """Read the version from a file, which a source tree on the path lacks."""
     try:
         return version("ft-transport")
     except PackageNotFoundError:
@@ -328,7 +328,7 @@ def _own_version() -> str:
 
 
 def _merged(first: Reading, second: Reading) -> Reading:
-    """One reading for two sources of the same series: the sum of counters, or the later gauge."""
+    """Return one reading for two sources of the same series: the sum of counters, or the later gauge."""
     match first.value, second.value:
         case Distribution() as one, Distribution() as other:
             counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))

@@ -1,7 +1,7 @@
-"""Records as OpenTelemetry spans, where the process has that set up: a span for each record, a child for each phase.
+"""Records as OpenTelemetry spans, if the process uses OpenTelemetry: a span for each record, a child for each phase.
 
-Nothing is imported for it: a process that uses OpenTelemetry has imported it. Without a tracer provider of the user's
-the spans are the ones that OpenTelemetry itself throws away.
+Nothing is imported for it: a process that uses OpenTelemetry has imported it. Without a tracer provider of the user's,
+OpenTelemetry itself drops the spans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NS: Final = 1_000_000_000
 
 
 def tell_spans(record: Record) -> None:
-    """Hand the spans of a record to the process's tracer, with the times of the record."""
+    """Pass the spans of a record to the process's tracer, with the times of the record."""
     trace: Any = sys.modules.get(_MODULE)
     if trace is None:
         return
@@ -32,7 +32,7 @@ def tell_spans(record: Record) -> None:
     for retry in record.retries:
         whole.add_event("retry", {"cause": retry.cause, "peer": retry.peer}, timestamp=_ns(begun_s + retry.at_s))
     for transfer in record.transfers:
-        # Of attributes an event takes plain values alone.
+        # Attributes of an event are plain values only.
         told = {"peer": transfer.peer, "role": transfer.role, "interface": transfer.interface}
         whole.add_event(
             "transfer",

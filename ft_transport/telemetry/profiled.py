@@ -1,7 +1,7 @@
-"""Phases of records as spans in a profile of ``torch.profiler``, while one is being made.
+"""Phases of records as spans in a profile of ``torch.profiler``, while a profiler runs.
 
-Nothing is imported for it: a process that profiles has imported torch. Without a profiler a phase costs a look at one
-flag, as torch's own spans do.
+Nothing is imported for it: a process that profiles has imported torch. Without a profiler a phase costs the check of
+one flag, as torch's own spans do.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _PREFIX: Final = "ft_transport"
 
 
 class ProfiledPhase:
-    """The span of the phase that goes on, if a profile is being made. Used by one thread at a time."""
+    """The span of the current phase, while a profiler runs. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._span: Any = None
 
     def begin(self, kind: str, phase: str) -> None:
-        """End the span before, and begin ``ft_transport::<kind>::<phase>``."""
+        """End the previous span, and begin ``ft_transport::<kind>::<phase>``."""
         self.end()
         profiler: Any = sys.modules.get(_MODULE)
         if profiler is not None and profiler._is_profiler_enabled:

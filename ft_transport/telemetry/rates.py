@@ -1,4 +1,4 @@
-"""How fast something has grown lately, found out when somebody asks, and at no other time."""
+"""Recent growth rates, computed only on request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _WINDOW_S: Final = 0.8
-"""Whoever asks more often than that is told of the time since the look before."""
+"""More frequent requests get the rate since an earlier look."""
 _MAX_KEPT: Final = 4096
 
 
@@ -19,9 +19,9 @@ class _Looks:
 
 
 class Rates:
-    """Remembers the last looks at things that grow. Any thread may use it.
+    """Remembers the last looks at values that grow. Any thread may use it.
 
-    Several may ask, at moments of their own: each is told of a time of `_WINDOW_S` at least, if there was one.
+    Several clients may ask at different moments: each gets a rate over at least `_WINDOW_S`, if that much has passed.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class Rates:
         self._looks: dict[Hashable, _Looks] = {}
 
     def of(self, key: Hashable, num_bytes: int, *, began_s: float, now_s: float) -> float:
-        """How many bytes per second have come lately.
+        """Return the bytes per second of late.
 
         Args:
-            key: Of what grows.
-            num_bytes: How far it has come; a smaller number than before begins anew.
+            key: Identifies the value.
+            num_bytes: Its present size; a smaller number than before restarts it.
             began_s: When it began with 0, by any clock.
             now_s: Now, by the same.
         """

@@ -1,7 +1,7 @@
-"""The record of one heal, fetch, save, load or publish: where its time went, whom it had its bytes from, what failed.
+"""The record of one heal, fetch, save, load or publish: its phases, its peers and its failures.
 
-A record is written when what it tells of has ended. As JSON it is one object in one line, whose keys are the attributes
-below; what reads one ignores keys that it does not know.
+A record is written when its operation ends. As JSON it is one object on one line, whose keys are the attributes below;
+readers ignore unknown keys.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ Role: TypeAlias = Literal["source", "relay", "same_host", "engine", "storage"]
 KINDS: Final = get_args(Kind)
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
-"""Others have more digits than a float can be made of, and no counter has them."""
+"""Larger numbers have more digits than a float can represent, and no counter reaches them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What the recording thread was about, for a while. The phases of a record follow each other without a gap.
+    """What the recording thread did for a while. The phases of a record follow each other without gaps.
 
     Attributes:
         name: ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``, ``verify``, ``load``, ``compare``,
-            ``rendezvous``, ``first_step`` for a heal; docs/recoveries.md says what each is. The same name may come
-            again.
-        start_s: From the beginning of the record, in seconds.
+            ``rendezvous``, ``first_step`` for a heal; docs/recoveries.md explains each. A name may occur several times.
+        start_s: Seconds from the beginning of the record.
         length_s: In seconds.
     """
 
@@ -44,17 +43,18 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What went between this process and one other place.
+    """The traffic between this process and one other place.
 
     Attributes:
-        peer: ``host:port`` of a source or relay as it was told, the URL of an engine, or the path of a file.
-        role: What it was to this process.
-        num_bytes: That came, or were sent or written.
+        peer: ``host:port`` of a source or relay as configured or announced, the URL of an engine, or the path of a
+            file.
+        role: The peer's role for this process.
+        num_bytes: Bytes that were received, sent or written.
         length_s: From its first request to the end of its last, in seconds.
-        local_address: This end of its connections; empty where there are none.
-        peer_address: What the peer's name was resolved to.
-        interface: The network interface that has ``local_address``; empty where the system does not tell.
-        num_connections: How many were opened.
+        local_address: This end of its connections; empty without connections.
+        peer_address: The address that the peer's name resolved to.
+        interface: The network interface that has ``local_address``; empty if the system does not report it.
+        num_connections: Number of connections that were opened.
     """
 
     peer: str
@@ -68,18 +68,18 @@ class Transfer:
 
     @property
     def bytes_per_s(self) -> float:
-        """Over the whole of ``length_s``; 0 where nothing was measured."""
+        """Average over ``length_s``; 0 if nothing was measured."""
         return self.num_bytes / self.length_s if self.length_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Something that failed and was tried again, here or elsewhere.
+    """A failure after which the operation was retried, here or elsewhere.
 
     Attributes:
-        at_s: When, from the beginning of the record, in seconds.
+        at_s: Seconds from the beginning of the record.
         cause: The error, its type before its message.
-        peer: With whom; empty if with nobody.
+        peer: The peer that failed; empty if none was involved.
     """
 
     at_s: float
@@ -89,22 +89,22 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """See the module.
+    """The record of one operation; see the module.
 
     Attributes:
-        kind: What it tells of.
+        kind: The operation.
         begun_unix_s: When it began, in seconds since 1970.
-        length_s: How long it took, by the monotonic clock, in seconds.
-        outcome: How it ended; ``abandoned`` where something else took its place.
-        replica: How this replica calls itself.
-        group_rank: Of this process in its replica.
-        step: The step that it ended at; ``None`` where none was reached. A publish has its version here.
-        num_bytes: Of the state, checkpoint or version as a whole.
+        length_s: Its duration by the monotonic clock, in seconds.
+        outcome: How it ended; ``abandoned`` if another operation replaced it.
+        replica: Name that this replica gives itself.
+        group_rank: Rank of this process in its replica.
+        step: The step that it ended at; ``None`` if it reached none. For a publish, the version.
+        num_bytes: Size of the whole state, checkpoint or version.
         error: Why it failed; empty if it did not.
         phases: In order, without gaps.
         transfers: By peer.
         retries: In order.
-        notes: What else helps to explain it, by name, in plain text.
+        notes: Other facts that help to explain it, by name, in plain text.
     """
 
     kind: Kind
@@ -126,12 +126,12 @@ _record_decoder: Final = msgspec.json.Decoder(Record)
 
 
 def encode_record(record: Record) -> bytes:
-    """One line of JSON, without its end."""
+    """Return one line of JSON, without its end."""
     return encode_told(record)
 
 
 def decode_record(line: bytes | str) -> Record:
-    """The inverse of `encode_record`.
+    """Decode a line of `encode_record`.
 
     Raises:
         RecordError: The line is no record.

@@ -1,7 +1,7 @@
-"""Makes records while what they tell of goes on, keeps the last ones, and passes each on to who asked.
+"""Makes records of running operations, keeps the last ones, and passes each on to its subscribers.
 
-The code that fetches does not know whether it is part of a heal. It asks for a recording of its own and gets, in the
-thread (or context) in which one is open already, a part of that one: its phases, transfers and retries are the heal's.
+Fetching code does not know whether it is part of a heal. It opens a recording; in a thread (or context) that already
+has an open recording, it gets a part of that one: its phases, transfers and retries become those of the heal.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _MAX_PHASES: Final = 1000
 _FILE_MODE: Final = 0o644
 _MAX_RETRIES: Final = 1000
 _MAX_TOLD_TRANSFERS: Final = 20
-# Weakly: an exception of a signal handler can cut off the call that opened a recording or the one that ends it, and the
-# next record of the thread must not become a part of what nobody will end.
+# Weakly: an exception of a signal handler can cut off the call that opened or ends a recording, and the next record of
+# the thread must not become a part of a recording that never ends.
 _open: ContextVar[weakref.ref[Recording] | None] = ContextVar("ft_transport_recording", default=None)
 
 
 def current() -> Recording | None:
-    """The recording that is open in this thread, or context."""
+    """Return the open recording of this thread, or context."""
     ref = _open.get()
     recording = ref() if ref is not None else None
     return None if recording is None or recording._has_ended else recording
 
 
 def phase(name: str) -> None:
-    """Begin a phase of what is recorded in this thread, if anything is."""
+    """Begin a phase of this thread's recording, if one is open."""
     recording = current()
     if recording is not None:
         recording.phase(name)
@@ -60,10 +60,9 @@ class Recorder:
     """Keeps the last records of one replica's process. Any thread may use it.
 
     Args:
-        path: A file of records as JSON lines that each one is added to; ``None`` takes the one that the environment
-            names in ``FT_TRANSPORT_RECORDS``, if any. A file that cannot be written is warned of once: nothing fails
-            because nobody can be told of it.
-        num_kept: How many are kept in memory.
+        path: A file to which each record is appended as a JSON line; ``None`` takes the file that the environment names
+            in ``FT_TRANSPORT_RECORDS``, if any. A file that cannot be written causes one warning and no error.
+        num_kept: Number of records in memory.
         clock: Monotonic seconds.
     """
 
@@ -80,23 +79,23 @@ class Recorder:
         self._lock = threading.RLock()  # a signal handler may end what it has interrupted
         self._kept: deque[Record] = deque(maxlen=num_kept)
         self._listeners: list[Listener] = []
-        # Weakly: a recording that was dropped, with the manager that it belonged to, makes no cycle.
+        # Weakly: a recording that was dropped along with its manager makes no cycle.
         self._running: dict[int, weakref.ref[Recording]] = {}
 
     def begin(
         self, kind: Kind, *, replica: str = "", group_rank: int = 0, phase: str = "", began_s: float | None = None
     ) -> Recording:
-        """Begin to record, or to add to what is recorded in this thread.
+        """Open a recording, or a part of this thread's open recording.
 
         Args:
-            kind: What it tells of; of a part, nobody asks.
-            replica: How this replica calls itself.
-            group_rank: Of this process in its replica.
-            phase: The first one. Empty names it after the kind; a part goes on in the whole's.
+            kind: The operation; ignored for a part.
+            replica: Name that this replica gives itself.
+            group_rank: Rank of this process in its replica.
+            phase: The first phase. Empty names it after the kind; a part continues the phase of the whole.
             began_s: When it began, by the clock, if that was before this call.
 
         Returns:
-            To be ended in the same thread, as a context manager or by `Recording.end`.
+            The recording, to be ended in the same thread, as a context manager or by `Recording.end`.
         """
         whole = current()
         return Recording(
@@ -116,12 +115,12 @@ class Recorder:
         )
 
     def recent(self) -> tuple[Record, ...]:
-        """The last ones to have ended, the newest at the end."""
+        """Return the records that ended last, the newest at the end."""
         with self._lock:
             return tuple(self._kept)
 
     def running(self) -> tuple[Running, ...]:
-        """What is being recorded now, as far as it has come; the oldest first."""
+        """Return the open recordings so far, the oldest first."""
         with self._lock:
             recordings = [recording for ref in self._running.values() if (recording := ref()) is not None]
         return tuple(running for recording in recordings if (running := recording.so_far()) is not None)
@@ -130,7 +129,7 @@ class Recorder:
         """Have ``listener`` called with each record, in the thread that ended it.
 
         Returns:
-            What ends it.
+            A function that ends the subscription.
         """
         with self._lock:
             self._listeners.append(listener)
@@ -169,7 +168,7 @@ class Recorder:
 
 
 class Recording:
-    """One record that is being made. Its phases are begun in one thread; any thread may add the rest."""
+    """A record in the making. One thread begins its phases; any thread may add the rest."""
 
     def __init__(
         self,
@@ -210,11 +209,11 @@ class Recording:
 
     @property
     def is_part(self) -> bool:
-        """Whether what is recorded here belongs to a record that was begun before."""
+        """Whether this recording belongs to a record that was begun before."""
         return self._whole is not None
 
     def phase(self, name: str) -> None:
-        """End the phase that goes on, and begin another one. A part's phases are the whole's."""
+        """End the current phase, and begin another one. A part's phases are those of the whole."""
         if self._whole is not None:
             self._whole.phase(name)
             return
@@ -225,13 +224,13 @@ class Recording:
                 self._profiled.begin(self._beginning.kind, name)
 
     def leave(self) -> None:
-        """Go on without this thread: what it begins to record from here on is a record of its own."""
+        """Detach from this thread: its next recording is a record of its own."""
         ref = _open.get()
         if ref is not None and ref() is self:
             _open.set(None)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Add what came from, or went to, one peer; more of the same peer and role is summed up."""
+        """Add the traffic with one peer; sums up transfers of the same peer and role."""
         if self._whole is not None:
             self._whole.transfer(transfer)
             return
@@ -241,15 +240,15 @@ class Recording:
             self._transfers[key] = transfer if known is None else _sum(known, transfer)
 
     def follow(self, transfers: Callable[[], Sequence[Transfer]] | None) -> None:
-        """Say how to ask for transfers that go on, until ``None`` says that they were added by `transfer`.
+        """Set the function that returns running transfers, until ``None`` says that they were added by `transfer`.
 
         Args:
-            transfers: Is asked by any thread, when somebody watches.
+            transfers: Called by any thread, on request.
         """
         (self._whole or self)._followed = transfers
 
     def so_far(self) -> Running | None:
-        """What there is to tell of it now; ``None`` if it has ended."""
+        """Return the record so far; ``None`` if it has ended."""
         followed = self._followed
         going_on = followed() if followed is not None else ()
         with self._lock:
@@ -281,7 +280,7 @@ class Recording:
             )
 
     def retry(self, cause: BaseException | str, *, peer: str = "") -> None:
-        """Say that something failed and is tried again."""
+        """Add a failure after which the operation is retried."""
         if self._whole is not None:
             self._whole.retry(cause, peer=peer)
             return
@@ -291,7 +290,7 @@ class Recording:
                 self._retries.append(Retry(at_s=self._clock() - self._began_s, cause=text, peer=peer))
 
     def note(self, **notes: str) -> None:
-        """Add what helps to explain it."""
+        """Add facts that help to explain the record."""
         if self._whole is not None:
             self._whole.note(**notes)
             return
@@ -299,7 +298,7 @@ class Recording:
             self._notes.update(notes)
 
     def tell(self, *, step: int | None = None, num_bytes: int | None = None) -> None:
-        """Say at which step it ends, and how large the whole is, as soon as that is known."""
+        """Set the final step and the size of the whole, as soon as they are known."""
         if self._whole is not None:
             self._whole.tell(step=step, num_bytes=num_bytes)
             return
@@ -308,7 +307,7 @@ class Recording:
             self._num_bytes = self._num_bytes if num_bytes is None else num_bytes
 
     def end(self, outcome: Outcome = "ok", *, error: BaseException | str = "") -> Record | None:
-        """End it, once; later calls and the ends of parts do nothing.
+        """End the recording, once; later calls and the ends of parts do nothing.
 
         Returns:
             The record, unless nothing was done.
@@ -367,7 +366,7 @@ def _sum(known: Transfer, more: Transfer) -> Transfer:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """One write of one line: processes that share a file do not mix theirs."""
+    """Append one line with one write, so that processes that share a file do not mix their lines."""
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _FILE_MODE)
     try:
         os.write(descriptor, line)

@@ -1,7 +1,7 @@
 """The state of a process, as `Watch.state` returns and ``/state`` sends it: a JSON object.
 
 Its keys are the attributes of `ToldState`; ``version`` grows when one of them gets another meaning. Readers ignore
-unknown keys and do without missing ones: a process of an older version sends fewer.
+unknown keys and accept missing ones: a process of an older version sends fewer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MAX_TEXT: Final = 400
 _MAX_REPLICA: Final = 120
 
 Activity: TypeAlias = Literal["training", "healing", "waiting", "idle"]
-"""``training``: it takes part in the present step. ``healing``: it receives the state first. ``waiting``: for a quorum,
-or for other replicas. ``idle``: it has not begun, or has no quorum."""
+"""``training``: takes part in the present step. ``healing``: receives the state first. ``waiting``: for a quorum, or
+for other replicas. ``idle``: has not begun, or has no quorum."""
 
 Change: TypeAlias = Literal["left", "joined", "healed"]
 """``left`` and ``joined``: another replica. ``healed``: the replica that reports the change."""
@@ -36,7 +36,7 @@ class ToldSnapshot:
     """A snapshot that the transport serves.
 
     Attributes:
-        step: The committed step that it shows.
+        step: The committed step of the state.
         num_bytes: Its size.
         num_readers: Requests that read it now.
     """
@@ -54,8 +54,8 @@ class ToldFlow:
         peer: The address of the other process, as the system or the job names it.
         replica: The name that the other process gives itself; may be empty.
         role: The sender is a ``source``, a ``relay``, or on the ``same_host``, where the receiver reads its memory.
-        step: Of the state; ``None`` where it is not known.
-        num_bytes: So far.
+        step: Step of the state; ``None`` if it is unknown.
+        num_bytes: Bytes so far.
         length_s: Since the first request, or until the last one ended, in seconds.
         bytes_per_s: Over the last second or so; at the first look over the whole transfer.
         is_running: Whether a request is under way.
@@ -76,10 +76,10 @@ class ToldTransport:
     """The snapshots and transfers of a transport.
 
     Attributes:
-        server: Drawn at random when it started.
+        server: Random id, drawn when the server started.
         replica: The name of the replica.
         address: The URL for peers.
-        snapshots: The ones that it serves, oldest first.
+        snapshots: Its served snapshots, oldest first.
         sends: Transfers to receivers.
         receives: Transfers to this process, by peer.
     """
@@ -98,8 +98,8 @@ class ToldMember:
 
     Attributes:
         replica_id: Its id.
-        step: The committed step that it held when it asked; -1 for none.
-        addresses: Where each of its ranks serves its state.
+        step: Its committed step when it requested the quorum; -1 for none.
+        addresses: The address at which each of its ranks serves its state.
     """
 
     replica_id: str
@@ -114,7 +114,7 @@ class ToldHolder:
     Attributes:
         kind: ``read`` or ``write``.
         what: The purpose.
-        age_s: For how long, in seconds.
+        age_s: Time since it took the lock, in seconds.
     """
 
     kind: str
@@ -148,7 +148,7 @@ class ToldStep:
         length_s: From its boundary to its commit, or to its refusal, in seconds.
         period_s: From its boundary to the next one, in seconds; 0 before that.
         is_committed: Whether the step was committed.
-        num_participants: How many replicas took part.
+        num_participants: Number of replicas that took part.
         cause: Why the step was not committed; else empty.
     """
 
@@ -166,21 +166,21 @@ class ToldManager:
 
     Attributes:
         replica_id: Unique to this start of the replica; empty without a quorum.
-        group_rank: Of this process in its replica.
+        group_rank: Rank of this process in its replica.
         activity: Its present activity.
-        activity_s: For how long, in seconds; 0 where it is not known.
-        step: The committed step that the state shows.
-        batches: How many batches went into that state, over all replicas.
+        activity_s: Duration of the activity so far, in seconds; 0 if it is unknown.
+        step: The committed step of the state.
+        batches: Number of batches in that state, over all replicas.
         partial: Why the state is a mix of steps; else empty.
-        quorum: Names the last quorum's process group.
-        members: Of the last quorum.
-        num_participants: How many of them contribute.
+        quorum: Name of the last quorum's process group.
+        members: Members of the last quorum.
+        num_participants: Number of members that contribute.
         lighthouse: Its address.
-        is_lighthouse_lost: Whether the Lighthouse could not be reached since the last quorum; rank 0 alone knows.
-        lock: Over the state.
-        steps: The last ones, the newest at the end.
-        num_committed: How many steps were committed since the start.
-        num_refused: How many attempted steps were not.
+        is_lighthouse_lost: Whether the Lighthouse could not be reached since the last quorum; known on rank 0 only.
+        lock: The lock over the state.
+        steps: The last steps, the newest at the end.
+        num_committed: Number of steps committed since the start.
+        num_refused: Number of attempted steps that were not.
         rules: The settings that all replicas share; empty before the first quorum, and on other ranks than the first.
         structure: Digests of the structure of the replica's state, by part; as ``rules``.
         store_address: The address of the store where the replica describes its state; as ``rules``.
@@ -213,7 +213,7 @@ class ToldChange:
 
     Attributes:
         unix_s: When, in seconds since 1970.
-        kind: Which change.
+        kind: The kind of change.
         replica_id: The replica that left, joined or healed.
         step: The committed step of the quorum that found the change.
         length_s: How long no step was committed before a departure was found, or how long a heal took; else 0.
@@ -236,7 +236,7 @@ class ToldError:
         unix_s: When, in seconds since 1970.
         about: A peer, or a replica and its step.
         text: The message.
-        count: How often in a row.
+        count: Number of times in a row.
     """
 
     unix_s: float
@@ -263,16 +263,16 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldState:
-    """See the module.
+    """The state of a process; see the module.
 
     Attributes:
-        version: Of this form.
+        version: Version of this form.
         unix_s: The clock of the process.
         transport: The state of its transport.
         manager: The state of its manager, if it has one.
-        records: The last ones that ended, the newest at the end.
+        records: The records that ended last, the newest at the end.
         running: Records that have not ended.
-        errors: The last ones, the newest at the end.
+        errors: The last errors, the newest at the end.
         changes: The last changes of membership, the newest at the end.
     """
 
@@ -290,10 +290,10 @@ _state_decoder: Final = msgspec.json.Decoder(ToldState)
 
 
 def decode_state(body: bytes | bytearray) -> ToldState:
-    """Decodes the answer of ``/state``.
+    """Decode the answer of ``/state``.
 
     Raises:
-        PeerProtocolError: It is of another form.
+        PeerProtocolError: The answer has another form.
     """
     try:
         return _state_decoder.decode(body)
@@ -302,7 +302,7 @@ def decode_state(body: bytes | bytearray) -> ToldState:
 
 
 def shortened(record: Record) -> Record:
-    """A record of bounded size: its first phases, transfers and retries, and the beginnings of long texts."""
+    """Return a record of bounded size: its first phases, transfers and retries, and the beginnings of long texts."""
     return replace(
         record,
         replica=record.replica[:_MAX_REPLICA],
@@ -315,7 +315,7 @@ def shortened(record: Record) -> Record:
 
 
 def short_phases(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """The first ones, and one that sums up the rest."""
+    """Return the first phases, and one that sums up the rest."""
     if len(phases) <= _MAX_PHASES:
         return phases
     rest = phases[_MAX_PHASES:]
@@ -325,5 +325,5 @@ def short_phases(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
 
 
 def short_retries(retries: tuple[Retry, ...]) -> tuple[Retry, ...]:
-    """The last ones, each with the beginning of its text."""
+    """Return the last retries, each with the beginning of its text."""
     return tuple(replace(each, cause=each.cause[:_MAX_TEXT]) for each in retries[-_MAX_PARTS:])

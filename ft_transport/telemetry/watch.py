@@ -1,6 +1,6 @@
-"""The state of a process, as ``/state`` shows it: parts that are read on request, and never else.
+"""The state of a process, as ``/state`` shows it: parts that are read only on request.
 
-Nothing is counted twice for it, and a step costs nothing while no request comes: each part reads what its owner has
+Nothing is counted twice for it, and a step costs nothing without requests: each part reads values that its owner has
 anyway.
 """
 
@@ -38,11 +38,11 @@ class LastErrors:
         self._kept: deque[ToldError] = deque(maxlen=_NUM_ERRORS)
 
     def note(self, about: str, text: str) -> None:
-        """Adds an error; the same one again is counted.
+        """Add an error, or count the same one again.
 
         Args:
             about: A peer's address, or a replica.
-            text: What went wrong, in words of ours.
+            text: The error, in words of ours.
         """
         error = ToldError(unix_s=_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
         with self._mutex:
@@ -53,7 +53,7 @@ class LastErrors:
                 self._kept.append(error)
 
     def recent(self) -> tuple[ToldError, ...]:
-        """The newest at the end."""
+        """Return the last errors, the newest at the end."""
         with self._mutex:
             return tuple(self._kept)
 
@@ -82,20 +82,20 @@ class Watch:
         self.tell_records([recorder])
 
     def tell(self, name: str, part: Part) -> None:
-        """Sets the part that is read for ``name``; a later one takes its place.
+        """Set the part that is read for ``name``, in place of an earlier one.
 
-        This object owns the part for good: a part that reads a thing which may be dropped before refers to it weakly.
+        This object owns the part for good: a part that reads an object which may be dropped before refers to it weakly.
         """
         with self._mutex:
             self._parts[name] = part
 
     def tell_records(self, recorders: Sequence[Recorder]) -> None:
-        """Sets the recorders whose records, running and ended ones, are parts of the state."""
+        """Set the recorders whose records, running and ended ones, are parts of the state."""
         self.tell("records", partial(_records, tuple(recorders)))
         self.tell("running", partial(_running, tuple(recorders)))
 
     def state(self) -> dict[str, object]:
-        """All parts, by name; a part that fails is ``None``, and logged."""
+        """Return all parts, by name; a part that fails is ``None``, and logged."""
         with self._mutex:
             parts = dict(self._parts)
         return {name: _asked(name, part) for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""Where ``state`` and ``http`` meet: this process's state is served, and a peer's is received.
+"""Serves this process's state, and receives a peer's: connects ``state`` and ``http``.
 
-``HTTPTransport`` composes a server and a client of this room; ``checkpoint`` takes its snapshots here, too.
+``HTTPTransport`` composes a server and a client of this package; ``checkpoint`` takes its snapshots here, too.
 """

@@ -28,7 +28,7 @@ _MAX_SLICES_PER_FRAME: Final = MAX_SLICES_PER_REQUEST // _MAX_FRAMES_PER_REQUEST
 def fetch_ranges(
     peer: PeerAddress, manifest: Manifest, ranges: Sequence[Range], restore: Restore, settings: FetchSettings
 ) -> None:
-    """Fetches byte ranges of the data, many in one request; what is between them is left as it is.
+    """Fetch byte ranges of the data, many in one request; bytes between them stay unchanged.
 
     Raises:
         FetchFailedError: The peer could not deliver the rest; carries each failure.
@@ -50,7 +50,7 @@ def fetch_ranges(
 
 
 def frames_of(ranges: Sequence[Range]) -> list[SliceFrame]:
-    """The same bytes in frames, each full or the last one, or of as many ranges as go into one."""
+    """Return the same bytes in frames, each full or the last one, or of as many ranges as fit in one."""
     frames: list[SliceFrame] = []
     frame: list[Slice] = []
     left_bytes = CHUNK_BYTES
@@ -69,7 +69,7 @@ def frames_of(ranges: Sequence[Range]) -> list[SliceFrame]:
 
 
 class _FrameWire:
-    """Requests for frames, as many as a request may have. Each is answered with its digest behind it."""
+    """Requests for frames, as many as a request may have. A digest follows each frame of the answer."""
 
     def __init__(
         self, manifest: Manifest, frames: Sequence[SliceFrame], restore: Restore, *, is_verified: bool

@@ -1,4 +1,4 @@
-"""The client half of a transport: it receives one peer's state, or in another layout that of all ranks of a group."""
+"""The client half of a transport: receives the state of one peer or, in another layout, of all ranks of a group."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ _MAX_SHOWN_PATHS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
-    """What to receive from peers with the same state, and how; ``HTTPTransport.fetch`` says what each means.
+    """The parameters of a fetch from peers with the same state; ``HTTPTransport.fetch`` explains them.
 
     Attributes:
-        peers: Who has it, and who receives it now.
+        peers: The peers that have the state, and its receivers.
         step: A step, or ``latest``.
         settings: Connections, deadlines and the like.
         into: The receiver's own state.
-        check: Called with what will come, before any of it does.
+        check: Called with the manifest's data before any data comes.
         is_comparable: Whether the caller compares the state, so that late digests need no comparison here.
-        known: What need not be fetched.
+        known: Data that need not be fetched.
     """
 
     peers: FetchPeers
@@ -68,19 +68,19 @@ class FetchRequest:
 
 
 class StateClient(Generic[T]):
-    """Receives what others serve. Thread-safe.
+    """Receives the states of peers. Thread-safe.
 
     Args:
-        settings: How to fetch, and what is accepted.
+        settings: How to fetch, and which states are accepted.
         timeout: The default deadline.
         num_connections: Parallel connections.
-        keys: Those of the job, if it has any.
-        certificates: This side's, if it has any.
-        relays: Where others are served what has been received; ``None`` where there is no server.
-        recorder: Is told of each fetch.
+        keys: The job's keys, if it has any.
+        certificates: This side's certificates, if it has any.
+        relays: Serves received chunks to other receivers; ``None`` without a server.
+        recorder: Records each fetch.
 
     Attributes:
-        spare: Memory for the next state, perhaps.
+        spare: Memory that the next state may use.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class StateClient(Generic[T]):
         self._warned_mutex = threading.Lock()
 
     def fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
-        """How one fetch goes about it; the deadlines begin now.
+        """Return the settings of one fetch; the deadlines begin now.
 
         Args:
-            timeout: The transport's own where it is ``None``.
+            timeout: The deadline; ``None`` for the transport's own.
 
         Raises:
             ConfigurationError: ``timeout`` is no duration.
@@ -124,22 +124,22 @@ class StateClient(Generic[T]):
         )
 
     def group_fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
-        """As `fetch_settings`, but with less patience with a source out of reach, because others may replace it."""
+        """Return `fetch_settings` that give up sooner on an unreachable source, because others may replace it."""
         settings = self.fetch_settings(timeout)
         if isinstance(timeout, FetchTimeout) and timeout.unreachable is not None:
             return settings
         return dataclasses.replace(settings, unreachable_s=min(settings.unreachable_s / 4, _GROUP_UNREACHABLE_S))
 
     def check_own_address(self, address: str, server_id: str, timeout: timedelta) -> None:
-        """Makes sure that the address which peers are told leads to a server of this process.
+        """Check that the advertised address leads to a server of this process.
 
         Args:
             address: The URL.
-            server_id: What the server calls itself.
+            server_id: The server's id.
             timeout: For all of it.
 
         Raises:
-            ConfigurationError: It leads nowhere, or to somebody else.
+            ConfigurationError: The address leads nowhere, or to another server.
         """
         try:
             settings = self.fetch_settings(timeout)
@@ -157,7 +157,7 @@ class StateClient(Generic[T]):
             )
 
     def fetch(self, request: FetchRequest) -> Received[T]:
-        """Receives a state; see ``HTTPTransport.fetch``."""
+        """Receive a state; see ``HTTPTransport.fetch``."""
         known = request.known
         part = known if isinstance(known, PartialState) else PartialState(known)
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
@@ -170,7 +170,7 @@ class StateClient(Generic[T]):
     def fetch_deltas(
         self, source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
     ) -> list[Delta]:
-        """Receives what leads from one version to another; see ``HTTPTransport.fetch_deltas``."""
+        """Receive the deltas between two versions; see ``HTTPTransport.fetch_deltas``."""
         deltas: list[Delta] = []
         max_memory_bytes = max_bytes
         with settings.connection_to(source) as connection:
@@ -188,7 +188,7 @@ class StateClient(Generic[T]):
         return deltas
 
     def fetch_sharded(self, request: ShardedRequest) -> Received[T]:
-        """Receives this rank's part of a state; see ``HTTPTransport.fetch_sharded``."""
+        """Receive this rank's part of a state; see ``HTTPTransport.fetch_sharded``."""
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
             return with_restarts(request.settings, lambda: self._receive_sharded(request))
 
@@ -223,7 +223,7 @@ class StateClient(Generic[T]):
             return received
 
     def _restore(self, agreed: AgreedSources, request: FetchRequest) -> Restore:
-        """Makes the memory for the state, after the caller has agreed to what comes; earlier relays end."""
+        """Allocate memory for the state, after the caller has accepted it; earlier relays end."""
         manifest = agreed.manifest
         recording = current()
         if recording is not None:
@@ -240,14 +240,14 @@ class StateClient(Generic[T]):
             request.check(restore.incoming)
         self._warn_of_new_tensors(restore.incoming, str(agreed.connection.peer))
         if self._relays is not None:
-            # Relays of an earlier state may read the tensors that this one is received into.
+            # Relays of an earlier state may read the tensors that receive this one.
             self._relays.end_all()
         return restore
 
     def _fetch(
         self, agreed: AgreedSources, plan: Plan, part: PartialState, restore: Restore, request: FetchRequest
     ) -> Received[T]:
-        """Fetches what the plan says, verifies what came without digests, and builds the state."""
+        """Fetch the plan's data, verify data that came without digests, and build the state."""
         settings, relays = request.settings, self._relays
         if plan.ranges is not None:
             phase("transfer")
@@ -293,7 +293,7 @@ class StateClient(Generic[T]):
     def _copy(
         self, agreed: AgreedSources, plan: Plan, part: PartialState, restore: Restore, settings: FetchSettings
     ) -> Sequence[int]:
-        """Copies chunks out of the memory of a source on this host, and returns those that are left to fetch."""
+        """Copy chunks out of the memory of a source on this host, and return the chunks that are left to fetch."""
         if not self._settings.same_host:
             return plan.chunks
         began_s = time.monotonic()
@@ -321,7 +321,7 @@ class StateClient(Generic[T]):
         return left
 
     def _warn_of_new_tensors(self, incoming: Incoming, source: str) -> None:
-        """Names the receiver's tensors that stay as they are because what comes does not fit them; each path once."""
+        """Log the receiver's tensors that stay unchanged because the incoming state does not fit; each path once."""
         with self._warned_mutex:
             new = [mismatch for mismatch in incoming.mismatches if mismatch.path not in self._warned_paths]
             self._warned_paths.update(mismatch.path for mismatch in new)
@@ -359,7 +359,7 @@ class StateClient(Generic[T]):
 def _pass_on(
     relays: Relays, agreed: AgreedSources, peers: FetchPeers, restore: Restore, missing: Sequence[int]
 ) -> Receivers:
-    """Begins to serve to the other receivers what is here and verified."""
+    """Begin to serve verified chunks to the other receivers."""
     assert agreed.content is not None, "several have agreed on it"
     manifest = agreed.manifest
     relay = Relay(agreed.content, step=manifest.step, chunks=manifest.chunks, views=restore.present, missing=missing)

@@ -1,4 +1,4 @@
-"""Receives a snapshot into a file, or only to compare it with its digests; needs no torch."""
+"""Receives a snapshot into a file, or only compares it with its digests; needs no torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ft_transport.wire.routes import LATEST, StepSelector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """What will be fetched.
+    """The plan of a fetch into a file.
 
     Attributes:
-        step: Of the snapshot.
-        sources: Who serve it.
-        data_bytes: Of all chunks.
-        kept_bytes: Of those that are in the file already.
+        step: Step of the snapshot.
+        sources: The peers that serve it.
+        data_bytes: Size of all chunks.
+        kept_bytes: Size of the chunks that are already in the file.
     """
 
     step: int
@@ -38,12 +38,12 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedFile:
-    """What was fetched.
+    """The result of a fetch into a file.
 
     Attributes:
-        manifest: Of it, with digests.
-        plan: What was in the file before, and who served the rest.
-        record: How it went.
+        manifest: Manifest of the snapshot, with digests.
+        plan: The chunks that the file had before, and the sources of the rest.
+        record: Record of the fetch.
     """
 
     manifest: Manifest
@@ -61,18 +61,18 @@ def fetch_to_file(
     on_plan: Callable[[FilePlan], None],
     wanted: Callable[[Manifest], Collection[int]] | None = None,
 ) -> FetchedFile:
-    """Receives a snapshot into a safetensors file, which has its name only when it is whole, verified and durable.
+    """Receive a snapshot into a safetensors file, which gets its name only once it is whole, verified and durable.
 
-    What was received is kept in ``PATH.part`` if this fails, and another call goes on with it, from whichever source.
+    If this fails, the received data stays in ``PATH.part``, and another call resumes from it, from any source.
 
     Args:
         sources: One or several peers that serve the same state.
         step: A step, or ``latest``.
-        path: Of the file.
-        settings: How to fetch; chunks are verified in any case.
-        recorder: Is told of it.
-        on_plan: Called before the first byte; again where a newer snapshot takes the place of the one before.
-        wanted: Which chunks of a manifest with digests are enough; the file has holes for the others.
+        path: Path of the file.
+        settings: How to fetch; chunks are always verified.
+        recorder: Records the fetch.
+        on_plan: Called before the first byte; again if a newer snapshot replaces the one being fetched.
+        wanted: Selects the chunks to fetch from a manifest with digests; the file has holes for the others.
 
     Raises:
         ConfigurationError: The file cannot be written to, or has no room.
@@ -102,14 +102,14 @@ def fetch_to_file(
 
 
 def check_data(peer: PeerAddress, settings: FetchSettings) -> Manifest:
-    """Receives each chunk of a peer's newest snapshot, and compares it with its digest.
+    """Receive each chunk of a peer's newest snapshot, and compare it with its digest.
 
     Args:
-        peer: It takes one now if it has none.
+        peer: The peer; it takes a snapshot if it has none.
         settings: How to fetch.
 
     Returns:
-        What it consists of.
+        Manifest of the snapshot.
 
     Raises:
         FetchFailedError: Chunks differ from their digests each time.

@@ -1,4 +1,4 @@
-"""What a receiver has of a state: what a fetch returned or left behind, and the plan for the rest."""
+"""The parts of a state that a receiver already has, from earlier fetches, and the plan for the rest."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from ft_transport.wire.manifest import Manifest
 T = TypeVar("T")
 
 _MOST_CHANGING: Final = 0.5
-"""The share of the data above which a fetch takes all of it rather than the ranges that may have changed."""
+"""Fraction of the data above which a fetch takes all of it rather than the ranges that may have changed."""
 
 
 def _nothing_changes(own: torch.Tensor) -> bool:
-    """No tensor has changed since an earlier fetch."""
+    """Report that no tensor has changed since an earlier fetch."""
     del own
     return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[T]):
-    """A state that arrived whole and verified, and the committed step that it shows.
+    """A state that arrived whole and verified, and its committed step.
 
     Attributes:
         step: The step.
         state: The state.
-        num_bytes_fetched: How many bytes of data came from peers, over the network or out of the memory of one on this
-            host; ``None`` if they were not counted.
+        num_bytes_fetched: Bytes of data from peers, over the network or out of the memory of a peer on this host;
+            ``None`` if they were not counted.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Received(Generic[T]):
     _is_changing: Callable[[torch.Tensor], bool] = _nothing_changes
 
     def differences(self, state: object) -> tuple[str, ...]:
-        """Where ``state`` is not, bit for bit, what was sent; whatever load functions have made of it.
+        """Return where ``state`` differs, bit for bit, from what was sent, whatever load functions have made of it.
 
         Reads every byte of it once, and sends nothing.
 
@@ -57,7 +57,7 @@ class Received(Generic[T]):
             state: The receiver's state after loading. Nothing may change it meanwhile.
 
         Returns:
-            Paths, each with what differs; empty if nothing does.
+            Paths, each with its difference; empty if nothing differs.
 
         Raises:
             UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
@@ -68,7 +68,7 @@ class Received(Generic[T]):
         return find_differences(self._manifest, state, num_threads=default_num_threads())
 
     def but_for(self, is_changing: Callable[[torch.Tensor], bool]) -> Received[T]:
-        """The same state for the ``known=`` of a later fetch, without tensors that have changed since this one.
+        """Return this state for the ``known=`` of a later fetch, without tensors that have changed since this one.
 
         Args:
             is_changing: Returns whether one of the receiver's tensors may have changed, here or at the source.
@@ -76,10 +76,10 @@ class Received(Generic[T]):
         return dataclasses.replace(self, _is_changing=is_changing)
 
     def changed_ranges(self, manifest: Manifest, restore: Restore) -> list[Range] | None:
-        """The bytes of a later state that may differ from this one; ``None`` where a fetch of everything costs less.
+        """Return the bytes of a later state that may differ; ``None`` if a fetch of everything costs less.
 
         Args:
-            manifest: Of the later state.
+            manifest: Manifest of the later state.
             restore: Has the receiver's tensors.
         """
         base = self._manifest
@@ -100,10 +100,10 @@ class Received(Generic[T]):
         return ranges if num_bytes <= _MOST_CHANGING * manifest.data_bytes else None
 
     def differing_chunks(self, manifest: Manifest, ranges: Sequence[Range]) -> list[int]:
-        """The chunks outside of ``ranges`` whose digests differ from those of this state.
+        """Return the chunks outside of ``ranges`` whose digests differ from those of this state.
 
         Args:
-            manifest: Of the later state, with digests.
+            manifest: Manifest of the later state, with digests.
             ranges: The bytes that have been fetched.
         """
         before, now = self._manifest.digests, manifest.digests
@@ -120,12 +120,12 @@ class Received(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a fetch asks the sources for.
+    """The requests of a fetch.
 
     Attributes:
-        manifest: Of the state; with digests where the plan needed them.
+        manifest: Manifest of the state; with digests if the plan needed them.
         chunks: The missing chunks, ascending.
-        ranges: Bytes that come before the chunks; ``None`` where own memory, or nothing, says what is missing.
+        ranges: Bytes to fetch before the chunks; ``None`` unless an earlier fetch determines them.
     """
 
     manifest: Manifest
@@ -134,21 +134,21 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of data that the plan fetches."""
+        """Bytes of data that the plan fetches."""
         num_bytes = sum(end - start for start, end in self.ranges or ())
         return num_bytes + sum(map(self.manifest.chunks.length_of, self.chunks))
 
 
 class PartialState:
-    """What fetches have received of a state that did not arrive whole; ``known=`` of ``HTTPTransport.fetch`` fills it.
+    """The data of states that did not arrive whole; ``known=`` of ``HTTPTransport.fetch`` fills it.
 
-    A fetch that fails leaves here what has landed. The next one, from any source, digests it again and fetches the
+    A fetch that fails leaves here what has landed. The next fetch, from any source, digests it again and fetches the
     rest. Meanwhile the receiver's tensors hold a mixture of two states: use them for nothing until a fetch succeeds or
     `discard` has overwritten them. A fetch that succeeds empties it. It owns the memory that was received into, and one
     thread at a time uses it.
 
     Args:
-        known: What the receiver has before the first of these fetches; see ``HTTPTransport.fetch``.
+        known: The receiver's data before the first of these fetches; see ``HTTPTransport.fetch``.
 
     Raises:
         ConfigurationError: ``known`` is no such value.
@@ -167,30 +167,30 @@ class PartialState:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes have landed."""
+        """Number of bytes that have landed."""
         return sum(map(self._chunks.length_of, self.landed()))
 
     def landed(self) -> list[int]:
-        """The chunks that have landed, ascending."""
+        """Return the chunks that have landed, ascending."""
         return [chunk for chunk, has_landed in enumerate(self._has_landed) if has_landed]
 
     def discard(self) -> None:
-        """Empties it, and overwrites the receiver's own tensors with NaN patterns if bytes have landed there."""
+        """Empty it, and overwrite the receiver's own tensors with NaN patterns if bytes have landed there."""
         restore = self._restore
         self.complete()
         if restore is not None and restore.destination_touched:
             restore.poison()
 
     def plan(self, agreed: AgreedSources, restore: Restore, settings: FetchSettings) -> Plan:
-        """Compares what is known with what the sources have, and takes over ``restore`` for what lands from now on.
+        """Compare the known data with the sources' manifest, and own the memory of ``restore`` from now on.
 
         Raises:
-            TransportError: The sources did not say the digests.
+            TransportError: The sources did not send the digests.
         """
         manifest, known = agreed.manifest, self._known
         every = range(manifest.chunks.num_chunks)
         present: Sequence[int] = self._move_to(manifest, restore)
-        # An attempt that failed may have overwritten a part of what an earlier fetch brought.
+        # A failed attempt may have overwritten a part of what an earlier fetch brought.
         if known == "into" or (known is not None and self._was_touched and not present):
             present = every
         elif isinstance(known, Received) and not present:
@@ -209,7 +209,7 @@ class PartialState:
         return Plan(manifest=manifest, chunks=missing)
 
     def plan_rest(self, plan: Plan, agreed: AgreedSources, restore: Restore, settings: FetchSettings) -> Plan:
-        """The plan for the rest, when the ranges have landed: the chunks that the source has otherwise than before."""
+        """Return the plan for the rest, once the ranges have landed: the chunks that differ at the source."""
         assert isinstance(self._known, Received), "it said the ranges"
         assert plan.ranges is not None, "they have landed"
         manifest = agreed.manifest_with_digests(settings)
@@ -220,25 +220,25 @@ class PartialState:
         return Plan(manifest=manifest, chunks=chunks, ranges=plan.ranges)
 
     def note(self, chunk: int) -> None:
-        """A chunk has landed. Called by any thread."""
+        """Note that a chunk has landed. Called by any thread."""
         self._has_landed[chunk] = 1
 
     def complete(self) -> None:
-        """Empties it: the state is whole."""
+        """Empty it: the state is whole."""
         self._known = self._restore = None
         self._has_landed = bytearray()
         self._was_touched = False
 
     def failed(self, error: BaseException, *, is_kept: bool) -> None:
-        """Marks the error of a fetch whose bytes may have landed in the receiver's own tensors.
+        """Mark the error of a fetch whose bytes may have landed in the receiver's own tensors.
 
         Args:
             error: The error.
-            is_kept: Whether this stays as it is for the next fetch; else it is discarded.
+            is_kept: Whether this data stays for the next fetch; else it is discarded.
         """
         is_touched = self._was_touched or (self._restore is not None and self._restore.destination_touched)
         if is_touched:
-            # Errors that are not of this package, such as those of a device, have to say so as well.
+            # Errors of other packages, such as those of a device, need these attributes as well.
             error.destination_touched = True  # type: ignore[attr-defined]
         if is_kept:
             error.destination_kept = is_touched  # type: ignore[attr-defined]
@@ -250,7 +250,7 @@ class PartialState:
             raise
 
     def _move_to(self, manifest: Manifest, restore: Restore) -> list[int]:
-        """Hands what has landed to a new restore, unless its tensors are others; returns its chunks, to be verified."""
+        """Move landed data to a new restore, unless its tensors differ; return its chunks, to be verified."""
         earlier, landed = self._restore, self.landed()
         num_chunks = manifest.chunks.num_chunks
         if earlier is not None:
@@ -278,7 +278,7 @@ class PartialState:
 
 
 Known: TypeAlias = Received[Any] | PartialState | Literal["into"] | None
-"""What a fetch need not fetch: what an earlier one brought, what failed ones left, or most of ``into``."""
+"""Data that a fetch may skip: that of an earlier fetch, of failed ones, or most of ``into``."""
 
 
 def _merged(ranges: Iterator[Range]) -> list[Range]:

@@ -1,8 +1,8 @@
-"""A snapshot that is on its way into a safetensors file: ``FILE.part``, which becomes ``FILE`` when it is whole.
+"""An incomplete safetensors file, ``FILE.part``, which becomes ``FILE`` when it is whole.
 
-Chunks are received into one buffer for each thread and written from there when they are verified, so that a full disk
-is an error and not a signal, and the memory that it takes is that of a few chunks. The file is sparse until it is
-whole. What is in it is only a hint: a fetch that goes on with it compares each chunk with its digest from a source.
+Chunks are received into one buffer for each thread and written from there once they are verified, so that a full disk
+is an error and not a signal, and memory is that of a few chunks. The file is sparse until it is whole. Its content is
+only a hint: a fetch that resumes it compares each chunk with its digest from a source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ft_transport.wire.manifest import DATA_ALIGN_BYTES, Manifest, encode_header
 
 _MODE: Final = 0o666
 _LOCK_S: Final = 0.5
-"""How long a process that is ending may hold the lock of the part."""
+"""How long an ending process may hold the lock of the part."""
 _PAUSE_S: Final = 0.02
 _PIECE_BYTES: Final = 1 << 20
 _MAX_CHUNK_BYTES: Final = 256 << 20
@@ -40,7 +40,7 @@ class ThreadBuffers:
         self._own = threading.local()
 
     def buffers(self, start: int, end: int) -> Sequence[memoryview]:
-        """The calling thread's buffer, in which it has to receive the whole of a chunk; see ``wire.strided.Memory``."""
+        """Return the calling thread's buffer, which has to receive a whole chunk; see ``wire.strided.Memory``."""
         num_bytes = end - start
         buffer: memoryview | None = getattr(self._own, "buffer", None)
         if buffer is None or len(buffer) < num_bytes:
@@ -49,19 +49,19 @@ class ThreadBuffers:
 
 
 class PartFile:
-    """Where the data of one snapshot goes. `buffers` and `write` are called by any thread, the rest by one.
+    """The file that receives the data of one snapshot. Any thread calls `buffers` and `write`, one thread the rest.
 
     Args:
-        path: Of the file that it becomes; a regular file there is replaced in the end.
+        path: Path of the final file; a regular file there is replaced in the end.
 
     Attributes:
-        path: As above.
-        part: Where the data is until then.
+        path: See the argument.
+        part: Path of the file until then.
         buffers: Has the buffer of the calling thread, which `write` writes.
-        error: What the disk said when it refused a chunk.
+        error: The disk's error when it refused a chunk.
 
     Raises:
-        ConfigurationError: There is something else, the part cannot be made, or another process writes to it.
+        ConfigurationError: The path is no regular file, the part cannot be made, or another process writes to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,24 +87,24 @@ class PartFile:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been written to it."""
+        """Whether nothing has been written to the part."""
         return not self.kept_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """About how many bytes it takes on the disk."""
+        """Approximate number of bytes that it takes on the disk."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def begin(self, manifest: Manifest) -> None:
-        """Makes room for a snapshot.
+        """Allocate room for a snapshot.
 
         Raises:
             FileWriteError: The file system has no room for it.
-            ConfigurationError: Its chunks are too large to be held in memory.
+            ConfigurationError: Its chunks are too large for memory.
         """
         check_chunk_size(manifest)
         table = manifest.chunks
-        # As long as with the digests, which may come later.
+        # Its length with the digests, which may come later.
         self._header_bytes = len(_header_of(manifest, [0] * table.num_chunks))
         self._table = table
         total_bytes = self._header_bytes + table.data_bytes
@@ -119,11 +119,11 @@ class PartFile:
         os.ftruncate(self._descriptor, total_bytes)
 
     def missing(self, manifest: Manifest, *, all_written: bool) -> list[int]:
-        """The chunks that are not in the file, ascending.
+        """Return the chunks that are not in the file, ascending.
 
         Args:
             manifest: With digests.
-            all_written: Whether all of them should be; else those in holes are not looked at.
+            all_written: Whether all chunks should be in it; otherwise chunks in holes are not read.
         """
         chunks = range(self._table.num_chunks)
         there = set(chunks) if all_written else self._written()
@@ -133,7 +133,7 @@ class PartFile:
         return [chunk for chunk in chunks if chunk not in there]
 
     def write(self, chunk: int) -> None:
-        """Writes what the calling thread has received, which is this chunk.
+        """Write this chunk, which the calling thread has received.
 
         Raises:
             OSError: It cannot be written.
@@ -149,13 +149,13 @@ class PartFile:
             raise
 
     def finish(self, manifest: Manifest) -> None:
-        """Writes what stands before the data, makes all of it durable, and gives the file its name.
+        """Write the header, make the file durable, and give it its name.
 
         Args:
-            manifest: With digests, which all chunks have been compared with.
+            manifest: With digests, which match all chunks.
 
         Raises:
-            OSError: It cannot be written, or not be named; somebody else may have taken its part away.
+            OSError: The file cannot be written or renamed; another process may have moved its part.
         """
         assert manifest.digests is not None, "they have been asked for"
         header = _header_of(manifest, manifest.digests)
@@ -171,7 +171,7 @@ class PartFile:
         sync_directory(self.path.absolute().parent)
 
     def _written(self) -> set[int]:
-        """The chunks that do not lie in holes of the file."""
+        """Return the chunks that do not lie in holes of the file."""
         written: set[int] = set()
         table, starts_at = self._table, self._header_bytes
         end = min(os.fstat(self._descriptor).st_size, starts_at + table.data_bytes)
@@ -191,7 +191,7 @@ class PartFile:
 
 
 def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
-    """Reads a file piece by piece into one buffer, which the next piece overwrites; yields less where the file ends."""
+    """Read a file piece by piece into one buffer, which each piece overwrites; yield less at the end of the file."""
     piece = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
     while start < end and (count := os.preadv(descriptor, [piece[: end - start]], start)):
         yield piece[:count]
@@ -199,10 +199,10 @@ def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
 
 
 def check_chunk_size(manifest: Manifest) -> None:
-    """A chunk is received into memory.
+    """Check that chunks fit in memory.
 
     Raises:
-        ConfigurationError: They are too large for that.
+        ConfigurationError: They are too large.
     """
     table = manifest.chunks
     if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
@@ -228,7 +228,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """Opens or makes a file of this user and locks it, until the descriptor is closed or the process ends.
+    """Open or make a file of this user and lock it, until the descriptor is closed or the process ends.
 
     Raises:
         ConfigurationError: The file cannot be made, is another user's, a link, no regular file or has other names, or

@@ -1,4 +1,4 @@
-"""The server half of a transport: snapshots of this replica's own state are taken, kept and served."""
+"""The server half of a transport: takes, stores and serves snapshots of this replica's own state."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class _Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotLease:
-    """A snapshot that is not replaced before ``release`` was called, once.
+    """A snapshot that is not replaced until ``release`` is called, once.
 
     Attributes:
-        step: The committed step that it shows.
-        descriptor: Of the memory file that it lies in; it belongs to the transport.
-        start: Where in that the safetensors file begins.
+        step: The committed step of the state.
+        descriptor: Descriptor of the memory file that contains it; the transport owns it.
+        start: Where in the memory file the safetensors file begins.
         num_bytes: Its length.
-        release: Lets the snapshot go.
+        release: Ends the lease.
     """
 
     step: int
@@ -74,7 +74,7 @@ class SnapshotInProgress:
         self._sharing = sharing
 
     def copy_deferred(self) -> None:
-        """Copies what was deferred; the read lock may be released afterwards."""
+        """Copy the deferred tensors; the read lock may be released afterwards."""
         try:
             self._pending.copy_deferred()
         except BaseException:
@@ -82,7 +82,7 @@ class SnapshotInProgress:
             raise
 
     def publish(self) -> None:
-        """Digests the state and serves it. Needs no lock."""
+        """Digest the state and serve it. Needs no lock."""
         try:
             snapshot = self._pending.finish()
         except BaseException:
@@ -98,20 +98,20 @@ class SnapshotInProgress:
             raise SnapshotError("expected memory for a copy of what has changed meanwhile, and there is none")
 
     def abandon(self) -> None:
-        """Gives everything back without a snapshot."""
+        """Free everything without a snapshot."""
         self._pending.abandon()
         self._place.give_back()
 
 
 class StateServer:
-    """Takes snapshots of one replica's state and serves them. Thread-safe where nothing else is said.
+    """Takes snapshots of one replica's state and serves them. Thread-safe unless stated otherwise.
 
     Args:
         settings: How many snapshots, where to listen, and so on.
-        keys: Those of the job, if it has any; every request is asked for a proof of them.
-        certificates: This side's, if it has any; TLS alone is spoken then.
-        max_wait_s: Longest time that a request is held, in seconds.
-        watch: What this process tells to who watches it.
+        keys: The job's keys, if it has any; then every request requires a proof of them.
+        certificates: This side's certificates, if it has any; then the server speaks only TLS.
+        max_wait_s: Longest time that a request waits, in seconds.
+        watch: Status and metrics of this process.
 
     Attributes:
         http: The HTTP server.
@@ -170,21 +170,21 @@ class StateServer:
         self._end = SafeEnd()
 
     def prefault(self, state: object) -> None:
-        """Makes memory for snapshots of ``state`` ready; see ``HTTPTransport.prefault``."""
+        """Make memory for snapshots of ``state`` ready; see ``HTTPTransport.prefault``."""
         self._stager.prefault(state)
 
     def take(self, wanted: Taking | HeldState, *, share: bool = False) -> SnapshotInProgress:
-        """Begins a snapshot of a state, under the read lock on the thread that owns it; or, once, of a held state.
+        """Begin a snapshot of a state, under the read lock on the thread that owns it; or, once, of a held state.
 
         Args:
             wanted: A held state may come from any thread.
-            share: Serves a held state that ``is_shareable`` from where it lies, without a copy. The owner calls
-                `materialize` before anything of it changes, an optimizer's step included. The read lock may be
-                released as soon as this has returned.
+            share: Serves a held state that ``is_shareable`` from live memory, without a copy. The owner calls
+                `materialize` before anything of it changes, an optimizer's step included. The read lock may be released
+                as soon as this has returned.
 
         Raises:
-            SnapshotError: The state cannot be captured, memory for it is missing, or receivers still fetch as many
-                snapshots as may be alive.
+            SnapshotError: The state cannot be captured, memory for it is missing, or receivers still fetch the maximum
+                number of snapshots.
         """
         try:
             place = self._cache.reserve()
@@ -206,11 +206,11 @@ class StateServer:
             raise
 
     def hold(self, taking: Taking) -> HeldState | None:
-        """Copies what is not deferrable, so that `take` can begin a snapshot of this step later.
+        """Copy everything that is not deferrable, so that `take` can begin a snapshot of this step later.
 
-        For an owner who learns only after the step boundary that somebody needs a snapshot. Takes no memory but for
-        the copies, and no place among ``max_snapshots``. Called on the thread that owns the state; the caller holds
-        the read lock from here until ``SnapshotInProgress.copy_deferred`` has returned.
+        For an owner that learns only after the step boundary that a snapshot is needed. Takes no memory but for the
+        copies, and no place among ``max_snapshots``. Called on the thread that owns the state; the caller holds the
+        read lock from here until ``SnapshotInProgress.copy_deferred`` has returned.
 
         Returns:
             The held state; ``None`` if more than ``max_held_bytes`` would have to be copied.
@@ -221,9 +221,10 @@ class StateServer:
         return self._stager.hold(taking)
 
     def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
-        """Ends the sharing of live memory that the caller is about to change.
+        """End the sharing of live memory that the caller is about to change.
 
-        Copies a snapshot first that is being read or was asked for; retires any other. Relays stop serving that memory.
+        Copies a snapshot first if it is being read or was requested; retires any other. Relays stop serving that
+        memory.
 
         Args:
             changing: Returns the addresses of the storages that will change; called only while memory is shared.
@@ -238,7 +239,7 @@ class StateServer:
             sharings = list(self._sharings)
         changed: Set[int] | None = None
         for sharing in sharings:
-            # What is not shared any more may still be read where it lies: another thread materializes it, and waits.
+            # Memory that is not shared any more may still be read live: another thread materializes it, and waits.
             if changing is not None and sharing.memory.is_shared:
                 changed = changed if changed is not None else changing()
                 if changed.isdisjoint(sharing.memory.storages):
@@ -252,7 +253,7 @@ class StateServer:
                 self._sharings.remove(sharing)
 
     def lease(self, step: int) -> SnapshotLease:
-        """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.
+        """Lease the newest snapshot of a step to a reader on this host, until the lease is released.
 
         Raises:
             SnapshotError: There is none, or it is served from live memory.
@@ -280,7 +281,7 @@ class StateServer:
         )
 
     def newest_sequence(self) -> int:
-        """How many snapshots have been published so far."""
+        """Number of snapshots that have been published so far."""
         return self._cache.newest_sequence()
 
     def newest_step(self) -> int | None:
@@ -288,10 +289,10 @@ class StateServer:
         return self._cache.newest_step()
 
     def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
-        """Tells receivers that wait for a snapshot why none has come, until the next one is served.
+        """Report to waiting receivers why no snapshot has come, until the next one is served.
 
         Args:
-            step: The step that it would have shown.
+            step: The step that the snapshot would have shown.
             error: Its type and message are sent to the receivers.
             is_final: Whether the next attempt will fail as well: receivers that wait are refused at once.
         """
@@ -299,7 +300,7 @@ class StateServer:
         self._cache.note_failure(reason, is_final=is_final)
 
     def close(self, *, wait: bool) -> None:
-        """Stops serving and frees the snapshots. May be called twice.
+        """Stop serving and free the snapshots. Idempotent.
 
         Args:
             wait: Whether to return only when the server's thread has ended.

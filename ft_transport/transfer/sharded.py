@@ -1,4 +1,4 @@
-"""Receiving a state whose parts are spread over the ranks of a group, in whatever layout this rank has."""
+"""Receives a state that is sharded over the ranks of a group, in any layout of this rank."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ from ft_transport.wire.routes import LATEST, StepSelector
 _MAX_ASKED_AT_ONCE: Final = 16
 _LARGEST_LEAD: Final = 1 << 16
 _TICK_S: Final = 2.0
-"""Once a source has answered, the others are asked so often whether they are alive, and have so long to say so."""
+"""Interval, once a source has answered, at which the others have to show that they are alive, and their time to
+answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedRequest:
-    """What to receive, and how.
+    """The parameters of a fetch in another layout.
 
     Attributes:
-        sources: Who has it; what is not sharded comes from the first that has it.
+        sources: The peers that have the state; unsharded tensors come from the first that has them.
         step: A step, or ``latest``.
         settings: Connections, deadlines and the like.
         into: The receiver's own state.
         like: See `reshard`.
-        check: Called with what will come, before any of it does.
-        is_comparable: Whether digests of what was received are computed.
+        check: Called with the manifest's data before any data comes.
+        is_comparable: Whether digests of the received data are computed.
     """
 
     sources: Sequence[PeerAddress]
@@ -65,18 +66,19 @@ class ShardedRequest:
 def receive_sharded(
     request: ShardedRequest, *, meshes: Sequence[DeviceMesh], max_bytes: int
 ) -> tuple[Manifest, Restore]:
-    """Receives what this rank needs; see ``HTTPTransport.fetch_sharded``.
+    """Receive this rank's part of a state; see ``HTTPTransport.fetch_sharded``.
 
     Args:
-        request: What, from whom, and how.
+        request: The parameters.
         meshes: For DTensors that the receiver does not have.
-        max_bytes: More than this is refused.
+        max_bytes: Maximum size; more is refused.
 
     Returns:
-        What a peer of this rank's layout would have served, without digests, and the memory that holds it.
+        The manifest that a peer of this rank's layout would serve, without digests, and the memory that holds the
+        state.
 
     Raises:
-        TransportError: What had landed in ``into`` was overwritten with NaN patterns then.
+        TransportError: The fetch failed; data that had landed in ``into`` was overwritten with NaN patterns.
     """
     with _asked(request.sources, request.step, request.settings) as (sources, unreachable):
         try:
@@ -103,15 +105,15 @@ def receive_sharded(
 
 
 def common_step(sources: Sequence[PeerAddress], settings: FetchSettings) -> int:
-    """The step that all sources show when they are asked for their latest state, as one."""
+    """Return the common step of all sources that are asked for their latest state."""
     with _asked(sources, LATEST, settings) as (answers, _):
         return answers[0].manifest.step
 
 
 def poison(restore: Restore, error: BaseException) -> None:
-    """Makes sure that nobody trains on what has landed before ``error``."""
+    """Overwrite the data that landed before ``error``, so that no trainer uses it."""
     if restore.destination_touched:
-        # Errors that are not of this package, such as those of a device, have to say so as well.
+        # Errors of other packages, such as those of a device, need these attributes as well.
         error.destination_touched = True  # type: ignore[attr-defined]
         try:
             restore.poison()
@@ -124,7 +126,7 @@ def poison(restore: Restore, error: BaseException) -> None:
 def _asked(
     peers: Sequence[PeerAddress], step: StepSelector, settings: FetchSettings
 ) -> Iterator[tuple[list[Source], list[TransportError]]]:
-    """All sources that answer, with their manifests of one step; and why the others did not.
+    """Yield all sources that answer, with their manifests of one step, and the errors of the others.
 
     As long as this is open, the sources keep their snapshots, for the time of a lease at least.
     """
@@ -134,7 +136,7 @@ def _asked(
         gone: dict[PeerAddress, TransportError] = {}
 
         def ask(step: StepSelector) -> list[Source]:
-            # What was asked for before is not needed, and must not keep its place.
+            # The snapshot of the earlier request is not needed, and must not occupy its place.
             _close_all(connections)
             for peer in peers:
                 if peer in gone:
@@ -148,7 +150,7 @@ def _asked(
                 try:
                     _wait_for(asking, settings)
                 except BaseException:
-                    # Nobody waits for the others' answers, and the pool ends when they do.
+                    # No thread waits for the others' answers, and the pool ends when they come.
                     for peer, each in asking.items():
                         each.cancel()
                         connections[peer].interrupt()
@@ -159,7 +161,7 @@ def _asked(
             for peer, each in asking.items():
                 error = each.exception()
                 if isinstance(error, TransportError):
-                    # It is not asked again: the others have answered.
+                    # It gets no second request: the others have answered.
                     gone[peer] = error
             if all(peer in gone for peer in asking):
                 raise next(iter(gone.values()))
@@ -175,10 +177,10 @@ def _close_all(connections: dict[PeerAddress, Connection]) -> None:
 
 
 def _wait_for(asking: Mapping[PeerAddress, Future[Manifest]], settings: FetchSettings) -> None:
-    """Returns when all have an answer, but for those that are out of reach, or that do not answer anything any more.
+    """Wait until all sources have answered, but for those that are unreachable, or that stop responding.
 
     Raises:
-        TransportError: The first error that is another.
+        TransportError: The first error of another kind.
     """
     answered: SimpleQueue[Future[Manifest]] = SimpleQueue()
     for each in asking.values():
@@ -189,7 +191,7 @@ def _wait_for(asking: Mapping[PeerAddress, Future[Manifest]], settings: FetchSet
         try:
             done = answered.get(timeout=_TICK_S if has_answer else None)
         except Empty:
-            # One that waits for its trainer's step boundary answers meanwhile; one that hangs does not.
+            # A source that waits for its trainer's step boundary responds meanwhile; one that hangs does not.
             left = {peer: each for peer, each in left.items() if _answers(peer, settings)}
             continue
         error = done.exception()
@@ -215,9 +217,9 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
 
 
 def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector) -> list[Source]:
-    """Asks until all sources show one step.
+    """Ask until all sources show one step.
 
-    Each rank begins a snapshot at its own next step boundary, so those that are asked for their latest state may show
+    Each rank begins a snapshot at its own next step boundary, so sources that are asked for their latest state may show
     neighbouring steps. Then all are asked for a step to come, ever further ahead, until none of them is past it.
     """
     sources = ask(step)

@@ -1,4 +1,4 @@
-"""The peers of a fetch: which of them serve the same content, and a new start where they replace it."""
+"""The peers of a fetch: finds peers that serve the same content, and restarts if a peer replaces its snapshot."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 1.0
 _MORE_PATIENCE: Final = 1.0
-"""How much longer the other manifests are waited for once one is there: so many times as long as that one took."""
+"""Longest wait for the other manifests once the first has come, as a multiple of the time that the first took."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPeers:
-    """Who has a state, and who receives it now.
+    """The peers that have a state, and the receivers that fetch it at the same time.
 
     Attributes:
         sources: The peers that have it.
-        receivers: Who receives it now, this one too, in an order that is the same for all; empty where nobody else.
-        own: Which of these this one is.
+        receivers: All receivers, this one included, in an order that is the same for all; empty without others.
+        own: This receiver's index in ``receivers``.
     """
 
     sources: Sequence[PeerAddress]
@@ -60,15 +60,15 @@ class FetchPeers:
 
     @classmethod
     def of(cls, sources: str | Sequence[str], *, relays: Sequence[str], own: str) -> FetchPeers:
-        """From URLs, as ``HTTPTransport.fetch`` takes them.
+        """Parse URLs, as ``HTTPTransport.fetch`` takes them.
 
         Args:
-            sources: Of one peer, or of several.
-            relays: Of all receivers, in any order.
-            own: Of this one, which need not be among them.
+            sources: URL of one peer, or of several.
+            relays: URLs of all receivers, in any order.
+            own: URL of this receiver, which ``relays`` need not contain.
 
         Raises:
-            ConfigurationError: One of them is none.
+            ConfigurationError: A URL is invalid.
         """
         having = [PeerAddress.from_url(sources)] if isinstance(sources, str) else peer_addresses(sources)
         if isinstance(relays, str) or not isinstance(relays, Collection):
@@ -86,10 +86,11 @@ class AgreedSources:
     """Peers that serve the same content.
 
     Attributes:
-        manifest: Of the first of them.
-        files: Where each has the content.
-        connection: To the first. While it is open, that peer keeps its snapshot for its lease after each request.
-        content: What it is; ``None`` where nobody had to agree on it.
+        manifest: Manifest of the first peer.
+        files: Location of the content at each peer.
+        connection: Connection to the first peer. While it is open, that peer keeps its snapshot for its lease after
+            each request.
+        content: Identifies the content; ``None`` if no agreement was needed.
     """
 
     manifest: Manifest
@@ -98,17 +99,17 @@ class AgreedSources:
     content: ContentId | None = None
 
     def manifest_with_digests(self, settings: FetchSettings) -> Manifest:
-        """The manifest, with digests that are asked for if they come after the data.
+        """Return the manifest with digests; requests them if they come after the data.
 
         Raises:
-            TransportError: The source did not say them.
+            TransportError: The source did not send them.
         """
         return _with_digests(self.connection, self.manifest, settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """What one peer serves."""
+    """The snapshot that one peer serves."""
 
     connection: Connection
     manifest: Manifest
@@ -117,7 +118,7 @@ class _Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Silent:
-    """Why it is not known what one peer serves."""
+    """The reason why one peer's snapshot is unknown."""
 
     connection: Connection
     error: BaseException
@@ -135,24 +136,25 @@ def ask_sources(
     is_relayed: bool = False,
     is_this_host_first: bool = False,
 ) -> AgreedSources:
-    """What peers serve: those of the newest step that agree with most others of it.
+    """Return the peers that serve the newest step and agree with most others on its content.
 
-    Of contents that as many have, all receivers take the same one, in whichever order they are told the peers.
+    If as many peers have one content as another, all receivers choose the same content, whatever the order of the
+    peers.
 
-    Who says nothing for long after the first one has answered is left out, and so is who serves something else; the
+    Peers that do not answer long after the first answer are left out, and so are peers that serve another content; the
     log names them.
 
     Args:
         peers: The peers.
         step: A step or ``latest``.
         settings: How to fetch.
-        held: Takes their connections.
+        held: Owns their connections.
         is_relayed: Whether other receivers have to agree as well, also on the content of one peer.
-        is_this_host_first: Whether one that lends its memory on this host comes first, wherever it stands.
+        is_this_host_first: Whether a peer on this host that lends its memory comes first, wherever it is listed.
 
     Raises:
-        FetchFailedError: None of them says what it serves; carries why.
-        TransportError: What the only peer said.
+        FetchFailedError: No peer answered; carries the reasons.
+        TransportError: The error of the only peer.
     """
     if len(peers) == 1 and not is_relayed:
         connection = held.enter_context(settings.connection_to(peers[0]))
@@ -175,7 +177,7 @@ def ask_sources(
     digest_name = agreed[0].manifest.digester.name
     for each in served:
         if each.content != content:
-            # Each token digests in its own way: those that are served while a token is replaced cannot be compared.
+            # Each token has its own digests: snapshots that are served while a token is replaced cannot be compared.
             is_other_way = each.manifest.step == newest and each.manifest.digester.name != digest_name
             logger.warning(
                 "source %s is left out: expected the state of step %d as %d of %d have it (content %s), it has step "
@@ -199,7 +201,7 @@ def ask_sources(
 
 
 def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
-    """Begins again where a newer snapshot has taken the place of the one that a fetch was bound to."""
+    """Restart ``receive`` if a newer snapshot replaces the snapshot of the fetch."""
     touched = False
     pause_s = 0.0
     while True:
@@ -210,7 +212,7 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
                 if touched:
                     error.destination_touched = True  # type: ignore[attr-defined]
                 raise
-            # What an earlier attempt did to the receiver's tensors holds for the last one as well.
+            # Writes of an earlier attempt to the receiver's tensors count for the last attempt as well.
             error.destination_touched = touched = touched or error.destination_touched
             last = error.failures[-1] if isinstance(error, FetchFailedError) else error
             if isinstance(last, MessageDamagedError) and last.refusal is not None:
@@ -220,13 +222,13 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
             recording = current()
             if recording is not None:
                 recording.retry(last, peer=last.peer or "")
-        # At once the first time, and then ever later, in case the peer says so of all that it serves.
+        # Immediately the first time, then ever later, in case the peer reports this for all that it serves.
         time.sleep(max(0.0, min(pause_s, settings.timeouts.end_s() - time.monotonic())))
         pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
 
 
 def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: FetchSettings) -> list[_Answer]:
-    """The answers, in the order of the connections."""
+    """Return the answers, in the order of the connections."""
     answered: SimpleQueue[tuple[int, _Answer]] = SimpleQueue()
 
     def ask(index: int) -> None:
@@ -245,7 +247,7 @@ def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: Fe
             start(thread)
         began_s = time.monotonic()
         until_s: float | None = None
-        # Each connection has the deadline of the fetch: without a first answer all of them end with that.
+        # Each connection has the deadline of the fetch: without a first answer all of them end at that deadline.
         while len(answers) < len(connections):
             try:
                 index, answer = answered.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
@@ -269,12 +271,12 @@ def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: Fe
 
 
 def _late(answer: _Answer) -> _Silent:
-    """The answer of a source that was given up as late, with the reason if no connection was made."""
+    """Return the answer of a source that was too late, with the reason if no connection was made."""
     why = "expected to hear what it serves about when the others said so"
     if isinstance(answer, _Silent):
         if not isinstance(answer.error, TransportError):
             return answer
-        # What ends a connection at which somebody listens is that it is not waited for.
+        # A connection to a listening peer ended because this side stopped waiting.
         if not answer.connection.num_opened:
             why = f"{why}; {answer.error.message}"
     return _Silent(connection=answer.connection, error=PeerUnreachableError(why, peer=str(answer.connection.peer)))
@@ -293,13 +295,13 @@ def _with_digests(connection: Connection, manifest: Manifest, settings: FetchSet
 
 
 def _patient_until_s(began_s: float) -> float:
-    """How long others are waited for when the first one has just answered."""
+    """Return until when to wait for the others, if the first peer has just answered."""
     now_s = time.monotonic()
     return now_s + max(_LEAST_PATIENCE_S, _MORE_PATIENCE * (now_s - began_s))
 
 
 def _failure(silent: Sequence[_Silent]) -> BaseException:
-    """Why nobody serves anything."""
+    """Return the error if no peer serves anything."""
     errors = [each.error for each in silent]
     unexpected = next((error for error in errors if not isinstance(error, TransportError)), None)
     if unexpected is not None or len(errors) == 1:

@@ -1,9 +1,9 @@
-"""A delta: which elements differ between two versions of the same weights, for where few of them do, everywhere.
+"""A delta: the elements that differ between two versions of the same weights, if few differ, in all tensors.
 
 Between two steps of reinforcement learning about one bfloat16 element in a hundred changes, all over the model, so that
-every chunk differs. A delta says how far it is from each changed element to the next, and which of its bits changed:
-1.5 % of the bytes for 1 % of the elements, and less where only low bits change. It is made and applied without loss.
-Applied to what it leads to, it leads back.
+every chunk differs. A delta encodes the distance from each changed element to the next, and which of its bits changed:
+1.5 % of the bytes for 1 % of the elements, and less if only low bits change. Encoding and applying are lossless.
+Applied to the newer version, a delta restores the older one.
 
 Layout: the length of the header (8 bytes, little-endian), the header (msgpack), and as many zstandard frames as the
 header has lengths (RFC 8878), each with a checksum: near distances, a byte each; far distances, 8 bytes each, one for
@@ -29,16 +29,16 @@ from ft_transport.wire.chunks import digest
 _FORMAT: Final = 1
 _FAR: Final = 255
 _BLOCK_BYTES: Final = 1 << 20
-"""What is compared at once: it stays in the cache of a core."""
+"""Bytes that are compared at once: they stay in the cache of a core."""
 _LEVEL: Final = 1
-"""Of zstandard: what is left are nearly random distances, which the levels above make slower and no smaller."""
+"""Level of zstandard: the distances are nearly random, and higher levels are slower without smaller output."""
 _MAX_HEADER_BYTES: Final = 64 << 20
 _MAX_SHARE: Final = 8
-"""One in so many of the bytes is the most that a delta may take, before it is compressed. It bounds what the publisher
-needs of memory; where more has changed, chunks cost little more."""
+"""Uncompressed, a delta may take at most one in this many of the bytes. This bounds the publisher's memory; if more has
+changed, chunks cost little more."""
 _LENGTH_BYTES: Final = 8
 _HEADER_COST: Final = 32
-"""Memory that a byte of a header takes, decoded; 16 were measured."""
+"""Memory per byte of a header, decoded; 16 were measured."""
 _POSITION_BYTES: Final = 8
 _WORD: Final = np.dtype("<u8")
 _ITEM_BYTES: Final = (1, 2, 4, 8)
@@ -48,14 +48,14 @@ Elements = npt.NDArray[Any]
 
 
 class DeltaTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of the version that a delta leads to.
+    """One tensor of the newer version.
 
     Attributes:
         name: Its name.
         num_bytes: Its size.
         item_bytes: The size of an element: 1, 2, 4 or 8.
-        num_changed: How many elements differ from those of the base.
-        digest: Of its bytes (`ft_transport.wire.chunks.digest`).
+        num_changed: Number of elements that differ from the base.
+        digest: Digest of its bytes (`ft_transport.wire.chunks.digest`).
     """
 
     name: str
@@ -66,7 +66,7 @@ class DeltaTensor(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_items(self) -> int:
-        """How many elements it has."""
+        """Number of its elements."""
         return self.num_bytes // self.item_bytes
 
 
@@ -84,7 +84,7 @@ _header_decoder: Final = msgspec.msgpack.Decoder(_Header)
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """What a tensor was and what it is, row-major.
+    """A tensor in both versions, row-major.
 
     Attributes:
         name: Its name.
@@ -104,9 +104,9 @@ class TensorChanges:
     """The elements of one tensor that differ.
 
     Attributes:
-        tensor: Which one.
-        positions: Of these elements, int64, ascending.
-        bits: What to combine each of them with by exclusive or, unsigned, of the element's size.
+        tensor: The tensor.
+        positions: Positions of these elements, int64, ascending.
+        bits: Values to combine with these elements by exclusive or, unsigned, of the element's size.
     """
 
     tensor: DeltaTensor
@@ -119,11 +119,11 @@ class Delta:
     """A decoded delta, whose header has been checked.
 
     Attributes:
-        version: The version that it leads to.
+        version: The newer version.
         base: The version that it is applied to.
         tensors: All tensors of the version.
         num_bytes: Its size, encoded.
-        memory_bytes: What it takes decoded, with its changes.
+        memory_bytes: Memory that it takes decoded, with its changes.
     """
 
     version: int
@@ -136,7 +136,7 @@ class Delta:
     _planes: tuple[Bytes, ...]
 
     def changes(self) -> Iterator[TensorChanges]:
-        """The changes of each tensor that has any.
+        """Yield the changes of each tensor that has any.
 
         Raises:
             ManifestError: A position lies outside of its tensor.
@@ -169,16 +169,16 @@ class Delta:
 
 
 def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes | None:
-    """Makes the delta between two versions.
+    """Encode the delta between two versions.
 
     Args:
-        version: The version that it leads to.
+        version: The newer version.
         base: The version that it is applied to.
         pairs: All tensors.
 
     Returns:
-        The delta; ``None`` if it would not be smaller than the blocks of 1 MiB in which something changed, or take more
-        than an eighth of the weights before it is compressed.
+        The delta; ``None`` if it would not be smaller than the changed blocks of 1 MiB, or take more than an eighth of
+        the weights before it is compressed.
     """
     tensors: list[DeltaTensor] = []
     near: list[Bytes] = []
@@ -212,14 +212,14 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
 
 
 def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> Delta:
-    """Reads a delta and decompresses it; whatever it says, no more memory is taken than for its changed elements.
+    """Decode and decompress a delta; its claims bound no memory beyond that of its changed elements.
 
     Args:
         data: The delta, encoded.
-        max_bytes: Of memory for it and its `changes`; what would take more is not decompressed. ``None``: any.
+        max_bytes: Maximum memory for it and its `changes`; a larger delta is not decompressed. ``None`` for no limit.
 
     Raises:
-        ManifestError: It is none, is damaged, or would take more.
+        ManifestError: The data is no delta, is damaged, or would take more memory.
     """
     view = memoryview(data)
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")
@@ -267,10 +267,10 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> De
 
 
 def apply_changes(changes: TensorChanges, target: Bytes) -> None:
-    """Changes a tensor in place.
+    """Change a tensor in place.
 
     Args:
-        changes: What changes.
+        changes: The changes.
         target: All of its bytes, contiguous and writable.
     """
     elements = target.view(changes.bits.dtype)
@@ -278,13 +278,13 @@ def apply_changes(changes: TensorChanges, target: Bytes) -> None:
 
 
 def _decoded_bytes(tensors: Iterable[DeltaTensor], num_far: int) -> int:
-    # The bits are in the streams, and once more in the changes.
+    # The bits exist in the streams and in the changes.
     of_changes = sum(each.num_changed * (1 + _POSITION_BYTES + 2 * each.item_bytes) for each in tensors)
     return of_changes + num_far * _WORD.itemsize
 
 
 def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int]:
-    """Positions and bits of the elements that differ, and the size of the blocks that they are in."""
+    """Return positions and bits of the elements that differ, and the size of the blocks that contain them."""
     if len(pair.base) != len(pair.new) or pair.item_bytes not in _ITEM_BYTES or len(pair.new) % pair.item_bytes:
         raise ValueError(f"expected two versions of elements of 1, 2, 4 or 8 bytes, got {pair!r:.200}")
     kind = f"<u{pair.item_bytes}"
@@ -316,7 +316,7 @@ def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int
 
 
 def _decompressed(frame: memoryview, size: int) -> Bytes:
-    """One stream, whose size is known: a frame that announces more is not even begun."""
+    """Decompress one stream of known size; refuse at once a frame that announces more."""
     try:
         announced = zstandard.frame_content_size(frame)
         if announced != size:

@@ -1,10 +1,10 @@
-"""A digest of a request and of the head of its answer: whether what was asked is what was answered.
+"""A digest of a request and of the head of its answer, which shows whether the server answered the intended request.
 
-The data of a fetch has digests of its own. What asks for it has none: a damaged path is a 404, a damaged header a 400,
-and a damaged number in a request for slices brings bytes of another place, with the right digest. So the server says
-in each answer, as `EXCHANGE_DIGEST_HEADER`, the digest of the request as it has read it and of the status and headers
-that it answers with. The client compares: if they differ, or the answer has none, the request was damaged on its way,
-or the answer was, and asking again may help; if they are equal, a refusal is meant.
+The data of a fetch has digests of its own. Its requests have none: a damaged path is a 404, a damaged header a 400, and
+a damaged number in a request for slices brings bytes of another place, with the right digest. So each answer carries,
+as `EXCHANGE_DIGEST_HEADER`, the digest of the request as the server has read it and of the status and headers of the
+answer. The client compares: if they differ, or the answer has none, the request or the answer was damaged on its way,
+and a retry may help; if they are equal, a refusal is genuine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ft_transport.wire.routes import AFTER_HEADER, MANIFEST_DIGEST_HEADER, SERVE
 EXCHANGE_DIGEST_HEADER: Final = "FT-Exchange-Digest"
 
 _REQUEST_HEADERS: Final = ("Range", "Authorization")
-"""Those that change what the server does. A proxy may add or change others."""
+"""Headers that change what the server does. A proxy may add or change others."""
 _ANSWER_HEADERS: Final = ("Content-Range", MANIFEST_DIGEST_HEADER, SERVED_STEPS_HEADER, AFTER_HEADER)
 
 
@@ -26,7 +26,7 @@ class HeadersOf(Protocol):
     """Headers, found by their names in upper or lower case."""
 
     def get(self, name: str, default: str, /) -> str:
-        """The value of one; ``default`` if it is not there."""
+        """Returns the value of a header; ``default`` without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class RequestRead:
     Attributes:
         method: Its method.
         target: Path and query, as they were sent.
-        headers: All of them, or those that count.
-        body: What was sent, or read, behind them; ``None`` if nothing was, which is not the same as a body of no bytes.
+        headers: All headers, or those that count.
+        body: The body that was sent, or read; ``None`` without a body, which differs from an empty one.
     """
 
     method: str
@@ -47,11 +47,11 @@ class RequestRead:
 
 
 def exchange_digest(request: RequestRead, status: int, answered: HeadersOf) -> str:
-    """The value of the header.
+    """Return the value of the header.
 
     Args:
         request: The request.
-        status: Of the answer.
+        status: Status of the answer.
         answered: The answer's headers.
     """
     values = [
@@ -61,7 +61,7 @@ def exchange_digest(request: RequestRead, status: int, answered: HeadersOf) -> s
         str(status),
         *(answered.get(name, "") for name in _ANSWER_HEADERS),
     ]
-    # A line cannot hold a line end, so no two requests read the same.
+    # No line contains a line end, so no two requests have the same text.
     text = "\n".join(values).encode("utf-8", "surrogateescape")
     read = text if request.body is None else b"%b|%b" % (text, request.body)
     return f"{digest(read):0{DIGEST_HEX_DIGITS}x}"

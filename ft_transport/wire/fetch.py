@@ -1,17 +1,17 @@
-"""The fetch machine: what each connection does next, decided without any input or output.
+"""The fetch machine: decides what each connection does next, without any input or output.
 
-Workers (one connection each) ask ``next`` for an instruction, perform it, and report what came of it. What is
-fetched consists of units, which land, or fail, one by one: chunks of a file (``wire.fleet_work``) or frames of planned
-reads (``wire.read_work``). The work knows which units are missing and who may deliver them. The machine knows the
-workers and the sources: it drops sources that keep failing, lets others pause before they are asked again, and says
-when all is done or nothing can be.
+Workers (one connection each) ask ``next`` for an instruction, perform it, and report the result. A fetch consists of
+units, which land, or fail, one by one: chunks of a file (``wire.fleet_work``) or frames of planned reads
+(``wire.read_work``). The work knows which units are missing and which sources may deliver them. The machine knows the
+workers and the sources: it drops sources that keep failing, delays retries, and stops when all units have landed or
+none can.
 
              ┌── request_failed, request_cut: the rest returns ──┐
              ▼                                                   │
     the work's units ── Request ──► assigned to a worker ── unit_landed ──► landed
 
-The machine has no clock. How fast a source is shows in how many units it has delivered since all of them began; where
-that does not tell, the work is told how much time has passed.
+The machine has no clock. The number of units that each source has delivered since the common start shows its speed; if
+that is not enough, the work gets the elapsed time.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Request(Generic[Unit]):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do until another worker reports; everything missing is on its way."""
+    """Do nothing until another worker reports; everything missing is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """End what ``worker`` receives: its source is so slow that what is left of it comes sooner from another one."""
+    """End what ``worker`` receives: its source is so slow that another one delivers the rest sooner."""
 
     worker: WorkerIndex
 
@@ -64,18 +64,18 @@ Instruction: TypeAlias = Request[Unit] | Wait | Interrupt | Stop
 
 @dataclass(slots=True)
 class SourceState:
-    """What is known of one source.
+    """The state of one source.
 
     Attributes:
-        name: For messages.
-        failures: Those since the last unit that it delivered.
-        num_dry: Requests since then to which it had nothing yet.
-        pause_s: How long it wants to be left alone after the last one of these, in seconds.
+        name: Its name in messages.
+        failures: Failures since the last unit that it delivered.
+        num_dry: Empty answers since then.
+        pause_s: Pause that it asked for after the last failure or empty answer, in seconds.
         num_active: Requests under way.
         num_landed: Units that it has delivered.
-        num_silent: Requests in which nothing came from it for too long.
+        num_silent: Requests during which it sent nothing for too long.
         num_interrupted: Requests to it that were ended because others were faster.
-        dropped: Whether it is not asked any more.
+        dropped: Whether it gets no more requests.
     """
 
     name: str
@@ -91,9 +91,9 @@ class SourceState:
 
 @dataclass(slots=True)
 class Assignment(Generic[Unit]):
-    """The request that a worker is at: ``units[next:end]`` have not landed, but for those that came ``early``.
+    """The request of a worker: ``units[next:end]`` have not landed, but for the ``early`` ones.
 
-    Others may take over units at its end, where all land in order.
+    Other workers may take over units at its end, if all land in order.
     """
 
     source: SourceIndex
@@ -105,16 +105,16 @@ class Assignment(Generic[Unit]):
 
     @property
     def num_left(self) -> int:
-        """How many units have not landed."""
+        """Number of units that have not landed."""
         return self.end - self.next - len(self.early)
 
     def left(self) -> Sequence[Unit]:
-        """Those that have not landed."""
+        """Return the units that have not landed."""
         rest = self.units[self.next : self.end]
         return [unit for unit in rest if unit not in self.early] if self.early else rest
 
     def land(self, unit: Unit | None) -> Unit:
-        """Takes note of one that landed, the next one if none is named; returns it."""
+        """Note that a unit, by default the next one, has landed; return it."""
         following = self.units[self.next]
         if unit is not None and unit != following:
             self.early.add(unit)
@@ -128,7 +128,7 @@ class Assignment(Generic[Unit]):
 
 @dataclass(frozen=True, slots=True)
 class Undeliverable:
-    """Why no source can deliver something, and its path where it has one."""
+    """The reason why no source can deliver something, and its path if it has one."""
 
     reason: str
     path: str | None = None
@@ -139,30 +139,30 @@ MayTake: TypeAlias = Literal["may take"]
 
 
 class Work(Protocol[Unit]):
-    """What is to be fetched. Only its machine calls it, and hands it what is known of the sources each time."""
+    """The units to fetch. Only its machine calls it, and passes the state of the sources each time."""
 
     @property
     def num_left(self) -> int:
-        """How many units have not landed yet."""
+        """Number of units that have not landed yet."""
 
     def take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[Unit]]
     ) -> tuple[SourceIndex, Sequence[Unit]] | Assignment[Unit] | None:
-        """The next request of an idle worker: whom it asks, and for what.
+        """Returns the source and the units of an idle worker's next request.
 
-        Or a request under way that is better ended, and made elsewhere; ``None`` if the worker has nothing to do.
+        Or a request under way that should end and be made elsewhere; ``None`` if the worker has nothing to do.
         """
 
     def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | MayTake | None:
-        """Takes note of a unit that landed; says what can never land, or that others may take something now."""
+        """Notes a unit that landed; returns what can never land, or that waiting workers have something to do now."""
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
-        """Takes note of the time since the beginning, in seconds; says that others may take something now."""
+        """Notes the seconds since the beginning; returns whether waiting workers have something to do now."""
 
     def put_back(
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Takes back what ``source`` has failed to deliver; says what can never land, if anything."""
+        """Takes back the units that ``source`` failed to deliver; returns what can never land, if anything."""
 
 
 class FetchMachine(Generic[Unit]):
@@ -186,7 +186,7 @@ class FetchMachine(Generic[Unit]):
 
     @property
     def stopped(self) -> Stop | None:
-        """The outcome, once there is one."""
+        """The outcome, once the fetch has stopped."""
         return self._stop
 
     @property
@@ -195,11 +195,11 @@ class FetchMachine(Generic[Unit]):
         return self._failures[-1] if self._failures else None
 
     def has_request(self, worker: WorkerIndex) -> bool:
-        """Whether units of the worker's request are still its own; the rest may have been taken over by others."""
+        """Whether the worker's request still has units; other workers may have taken over all of them."""
         return worker in self._assignments
 
     def next(self, worker: WorkerIndex) -> Instruction[Unit]:
-        """What ``worker``, which has no request under way, does now."""
+        """Return the next instruction for ``worker``, which has no request under way."""
         if self._stop is not None:
             return self._stop
         assert worker not in self._assignments, "a worker reports the end of its request before it asks again"
@@ -217,11 +217,11 @@ class FetchMachine(Generic[Unit]):
         return Request(source, units, max(_retry_delay_s(state.failures), state.pause_s))
 
     def unit_landed(self, worker: WorkerIndex, unit: Unit | None = None) -> bool:
-        """A unit of the worker's request landed, and its digest is right (or was not asked for).
+        """Note that a unit of the worker's request landed, with the right digest (or unverified).
 
         Args:
-            worker: Whose request.
-            unit: Which one; the next one in the order of the request by default.
+            worker: The worker.
+            unit: The unit; by default the next one in the order of the request.
 
         Returns:
             Whether workers that wait have something to do now.
@@ -245,7 +245,7 @@ class FetchMachine(Generic[Unit]):
         return self._stop is not None or told is not None
 
     def time_passed(self, elapsed_s: float) -> bool:
-        """Takes note of the time since the beginning, in seconds. Called now and then while workers wait.
+        """Note the time since the beginning, in seconds. Called now and then while workers wait.
 
         Returns:
             Whether workers that wait have something to do now.
@@ -256,14 +256,14 @@ class FetchMachine(Generic[Unit]):
         return True
 
     def request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
-        """The worker's request ended early; the unit it was at, and those behind it, did not land."""
-        # Where all its units had landed, what broke behind them costs nothing.
+        """Note that the worker's request failed; its current unit and those behind it did not land."""
+        # A failure after the last unit has no consequence.
         if self._stop is not None or worker not in self._assignments:
             return
         assignment = self._release(worker)
         source = self._sources[assignment.source]
         if assignment.is_interrupted:
-            # No failure: it is slow, and may be all that is left in the end.
+            # Not a failure: the source is slow, and may be the only one left in the end.
             source.num_interrupted += 1
         elif isinstance(error, PeerNotReadyError):
             source.num_dry += 1
@@ -278,12 +278,12 @@ class FetchMachine(Generic[Unit]):
         self._put_back(assignment)
 
     def request_cut(self, worker: WorkerIndex) -> None:
-        """The answer to the worker's request was whole, and shorter than asked for: its source has no more yet."""
+        """Note that the answer was complete but shorter than requested: the source has no more yet."""
         if self._stop is None and worker in self._assignments:
             self._put_back(self._release(worker))
 
     def abort(self, error: TransportError) -> None:
-        """The whole fetch has to end: its deadline passed, or the receiver itself failed."""
+        """End the whole fetch: its deadline passed, or the receiver itself failed."""
         if self._stop is None:
             self._stop = Stop(error)
 
@@ -299,11 +299,11 @@ class FetchMachine(Generic[Unit]):
         return assignment
 
     def _outcome(self, undeliverable: Undeliverable) -> Stop:
-        # Of very many failures the last ones: about as many as it takes to drop every source, twice.
+        # Only the last failures: about as many as it takes to drop every source, twice.
         last = self._failures[-2 * len(self._sources) * self._max_failures :]
         return Stop(FetchFailedError(undeliverable.reason, failures=tuple(last), path=undeliverable.path))
 
 
 def _retry_delay_s(num_failures: int) -> float:
-    """How long to wait before a source is asked again that has failed so often in a row, in seconds."""
+    """Return the delay before the next request to a source after this many failures in a row, in seconds."""
     return min(_FIRST_RETRY_S * 2 ** (num_failures - 1), _LONGEST_RETRY_S) if num_failures else 0.0

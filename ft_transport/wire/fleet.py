@@ -1,4 +1,4 @@
-"""The sources and receivers of a fetch: what one receiver expects of each other one, and which one stands in for it.
+"""The sources and receivers of a fetch: the chunks expected of each receiver, and the substitutes of failed ones.
 
 ``wire.fleet_work`` decides with these what the receiver asks for.
 """
@@ -13,17 +13,18 @@ from typing import Final
 from ft_transport.wire.fetch import SourceIndex
 
 _RUNS_PER_RECEIVER: Final = 2
-"""Into how many runs of chunks a block is divided for each that may stand in for its owner."""
+"""Number of runs of chunks that a block is divided into for each possible substitute of its owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Who takes part.
+    """The participants of a fetch.
 
     Attributes:
-        num_sources: How many sources there are; they have the first indices.
-        num_receivers: How many receive the state now, this one too. The others follow the sources, in their order.
-        own: The number of this one among them.
+        num_sources: Number of sources; they have the first indices.
+        num_receivers: Number of receivers of the state, this one included. The others follow the sources, in their
+            order.
+        own: The number of this receiver.
     """
 
     num_sources: int = 1
@@ -31,29 +32,29 @@ class Fleet:
     own: int = 0
 
     def relay_of(self, receiver: int) -> SourceIndex:
-        """The index of another receiver among those that are asked."""
+        """Return the index of another receiver among the sources and relays."""
         return SourceIndex(self.num_sources + receiver - (receiver > self.own))
 
     def receiver_of(self, relay: SourceIndex) -> int:
-        """Which receiver it is that has this index."""
+        """Return the number of the receiver with this index."""
         number = relay - self.num_sources
         return number + (number >= self.own)
 
 
 @dataclass(slots=True, eq=False)
 class BlockQueue:
-    """Chunks that one receiver is asked for, in this order; this one's own are asked of the sources.
+    """Chunks to request from one receiver, in this order; the own ones are requested from the sources.
 
     Attributes:
-        receiver: Which one.
-        block: Its own ones.
-        missing: Those that nobody is asked for at the moment.
-        num_missing: How many these are.
-        num_left: How many have not landed, with those that are asked for.
-        num_lacking: How many of its own ones have not landed, wherever they come from.
-        num_landed: How many the receiver has delivered, or the sources of this one's own; the ring's do not count.
-        is_out: Whether the receiver is not waited for any more; it has no missing ones then.
-        is_slow: Whether the sources would deliver sooner what is left of it.
+        receiver: Number of the receiver.
+        block: Chunks of its block.
+        missing: Chunks that are in no request at the moment.
+        num_missing: Number of these.
+        num_left: Chunks that have not landed, requested ones included.
+        num_lacking: Chunks of its block that have not landed, wherever they come from.
+        num_landed: Chunks that the receiver has delivered, or the sources for the own queue; without those of the ring.
+        is_out: Whether the receiver is not waited for any more; it has no missing chunks then.
+        is_slow: Whether the sources would deliver the rest sooner.
     """
 
     receiver: int
@@ -67,17 +68,17 @@ class BlockQueue:
     is_slow: bool = False
 
     def add(self, chunks: range) -> None:
-        """In the order in which all fetch: a block's own chunks, and then those that were dealt, by their numbers."""
+        """Add chunks in the order of fetching: a block's own chunks, then those dealt to it, by number."""
         insort(self.missing, chunks, key=self._place)
         self.num_missing += len(chunks)
 
     def add_last(self, chunks: range) -> None:
-        """Behind all that is missing."""
+        """Add chunks behind all missing ones."""
         self.missing.append(chunks)
         self.num_missing += len(chunks)
 
     def take(self, num_chunks: int) -> range:
-        """At most so many of what comes next."""
+        """Take the next chunks, at most this many."""
         first = self.missing[0]
         taken = first[:num_chunks]
         if len(taken) < len(first):
@@ -92,11 +93,11 @@ class BlockQueue:
 
 
 class StandIns:
-    """Which receiver stands in for one that is gone or too slow: every receiver that notices chooses the same.
+    """Chooses the substitute of a failed or slow receiver: every receiver that notices chooses the same.
 
     Args:
-        queues: What is expected of each receiver, by its number; those that are out stand in for nobody.
-        own: The number of this one.
+        queues: The queue of each receiver, by its number; receivers that are out substitute for no other.
+        own: The number of this receiver.
         is_ring: Whether all began as a ring.
     """
 
@@ -109,9 +110,9 @@ class StandIns:
         self._chunks_per_run = max(1, chunks_per_block // (_RUNS_PER_RECEIVER * most_others))
 
     def of(self, owner: int, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
-        """Those who stand in for the owner of a block, each with its part of some of its chunks.
+        """Yield the substitutes of a block's owner, each with its part of some of its chunks.
 
-        This receiver itself where no other is left.
+        This receiver itself if no other is left.
         """
         if self._is_ring:
             yield self._nearest_behind(owner), chunks
@@ -123,7 +124,7 @@ class StandIns:
             chunks = chunks[num_in_run:]
 
     def _nearest_behind(self, owner: int) -> BlockQueue:
-        """Of those between the owner and this one in the ring."""
+        """Return the nearest working receiver behind the owner, up to this one, in the ring."""
         number = len(self._queues)
         between = (self._queues[(self._own - far) % number] for far in range(1, (self._own - owner) % number))
         return next((queue for queue in between if not queue.is_out), self._queues[self._own])
@@ -133,12 +134,12 @@ class StandIns:
         first = self._queues[(owner + 1 + run % (number - 1)) % number]
         if not first.is_out:
             return first
-        # Not simply the next one, who would get the runs of all that are out before it.
+        # Not simply the next receiver, which would get the runs of all failed receivers before it.
         others = [queue for queue in self._queues if queue.receiver != owner and not queue.is_out]
         return max(others, key=lambda queue: _mixed(run, queue.receiver), default=self._queues[self._own])
 
 
 def _mixed(run: int, receiver: int) -> int:
-    """Differs from run to run as if at random, and is the same everywhere."""
+    """Return a number that varies between runs as if at random, and is the same for all receivers."""
     mixed = (run * 0x9E3779B1 + receiver * 0x85EBCA77) & 0xFFFFFFFF
     return (mixed ^ mixed >> 15) * 0xC2B2AE3D & 0xFFFFFFFF

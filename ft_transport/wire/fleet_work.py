@@ -1,20 +1,20 @@
-"""The chunks of a state, for one receiver of it: which source or which other receiver it asks for which chunk.
+"""Work of ``wire.fetch``: divides the chunks of a state among the receivers that fetch it at the same time.
 
-The chunks are divided into as many blocks as there are receivers. The owner of a block takes it from the sources; the
-others take it from its owner, which passes on what it has verified, or from the receiver before them, where all stand
-in a ring (``wire.ring``). So each byte leaves the sources once, and all receivers together once for each other one.
-Every receiver decides alone, by this rule, and tells nobody.
+The chunks are divided into as many blocks as there are receivers. The owner of a block fetches it from the sources. The
+other receivers fetch it from its owner, which relays verified chunks, or, if all receivers form a ring (``wire.ring``),
+from the receiver before them. So each byte leaves the sources once, and the receivers together once for each other
+receiver. Every receiver decides alone by this rule, without messages.
 
-Where an owner has gone, or keeps the others waiting, its chunks are dealt to the other receivers, each run of them to
-the next in a line that is the same for all. Whoever sees itself next takes the run from the sources, behind its own
-block; the others ask it. So what a dead owner had to fetch leaves the sources about once all the same, and whoever
-finds nobody else in a line is left with the sources. Not all have to agree who keeps them waiting: somebody who is
-asked too early waits in turn for one who is before it in the line, so no two wait for each other. In a ring each asks
-the next before it, and who stands behind the owner the sources: it is the first to see that the owner has gone.
+If an owner fails or is too slow, its chunks are dealt to the other receivers: each run of chunks to the next receiver
+in a line that is the same for all. A receiver that is next in its own line fetches the run from the sources, after its
+own block; the others ask that receiver. So the block of a dead owner also leaves the sources about once, and a receiver
+that finds no other receiver in a line uses the sources. Receivers need not agree which owner is too slow: a receiver
+that is asked too early waits for one before it in the line, so no two wait for each other. In a ring each receiver asks
+the next one before it, and the receiver behind the failed owner asks the sources: it sees the failure first.
 
-A receiver without others owns the only block, and takes it from all sources at once, faster ones doing more. With one
-source its requests are large at first and small at the end, and a worker without work takes over half of what the
-slowest connection has not begun to receive.
+A receiver without others owns the only block, and fetches it from all sources at once, more from faster ones. With one
+source its requests are large at first and small at the end, and an idle worker takes over half of what the slowest
+connection has not begun to receive.
 """
 
 from __future__ import annotations
@@ -32,46 +32,48 @@ from ft_transport.wire.slow_peers import Delivery, RelayPace, slowest_to_end
 
 MAX_CHUNKS_PER_REQUEST: Final = 64
 _MAX_WORKERS: Final = 16
-"""Requests of one receiver at one time; most of them wait for a relay most of the time."""
+"""Maximum concurrent requests of one receiver; most of them wait for a relay most of the time."""
 _LEAST_AT_THE_END: Final = 4
-"""Chunks of one request to the only source, where there are many chunks: a request costs both sides about as much as
+"""Minimum chunks of a request to the only source, if there are many chunks: a request costs both sides about as much as
 half a megabyte."""
 _DRY_ENOUGH: Final = 2
-"""Answers without anything, one after the other, after which a relay is not waited for..."""
+"""Consecutive empty answers after which a relay is not waited for..."""
 _DRY_AT_FIRST: Final = 6
 """...or, in a ring, while few chunks have come from the sources..."""
 _FAILED_ENOUGH: Final = 2
-"""...and failures, which are no accident any more."""
+"""...and the number of failures with the same effect."""
 _HOPELESSLY_DRY: Final = 8
-"""Answers without anything, of all relays together, after which nobody expects anything where no source is left..."""
+"""Empty answers of all relays together after which the fetch gives up if no source is left..."""
 _LEAST_HOPELESSLY_DRY: Final = 3
-"""...and of each of them."""
+"""...and the minimum from each relay."""
 _MUCH_SLOWER: Final = 2
 """A receiver stops waiting for a relay that has delivered less than the best relay by this factor."""
 _MUCH_LEFT: Final = 8
-"""Where nothing but a relay's block is missing, the relay is not waited for if one chunk in so many of it is."""
+"""If only chunks of one relay's block are missing, the relay is not waited for once they exceed one in this many of
+it."""
 _LEAST_REQUESTS_PER_BLOCK: Final = 32
-"""By so many requests at least does a receiver fetch its block, where it has as many chunks."""
+"""Minimum number of requests for the own block, if it has as many chunks."""
 _LEAST_REQUESTS_PER_RELAY: Final = 8
-"""By so many requests at least does it fetch another's block, where there are more relays than it asks at once."""
+"""Minimum number of requests for another receiver's block, if there are more relays than concurrent requests."""
 _MOST_TAKEN_OVER: Final = 4
-"""So many chunks at most, and of what is left a small part, does it fetch that lacks nothing of its own block."""
+"""Maximum chunks, and at most a small part of the missing ones, that a receiver with a complete own block takes
+over."""
 
 
 class FleetWork:
     """Chunks by number, for ``wire.fetch``.
 
     Args:
-        ranges: Chunks to fetch, half-open and ascending; the others are here already.
-        num_chunks: How many the state has.
+        ranges: Chunks to fetch, half-open and ascending; the receiver has the others.
+        num_chunks: Number of chunks of the state.
         fleet: The sources and the receivers.
-        num_connections: Connections that the receiver may have to one source.
-        num_in_flight: Chunks that the buffers of a connection may hold. They are lost where a worker takes over the
-            rest of another one's request, so a worker takes over no fewer.
+        num_connections: Maximum connections of the receiver to one source.
+        num_in_flight: Chunks that fit in the buffers of a connection. They are lost if a worker takes over the rest of
+            another worker's request, so a worker takes over no fewer.
 
     Attributes:
         num_left: Chunks that have not landed.
-        num_workers: Workers to ask with: as many requests as are useful at one time.
+        num_workers: Number of workers: as many as there are useful concurrent requests.
     """
 
     def __init__(
@@ -93,14 +95,14 @@ class FleetWork:
         self._starts = [index * num_chunks // number for index in range(number)]
         ends = [*self._starts[1:], num_chunks]
         self._chunks_per_block = max(1, num_chunks // number)
-        # Then a request to each relay may last for as long as that takes to get its block.
+        # Then a request to each relay may last until the relay has its block.
         self._is_one_each = self._num_own_requests + number - 1 <= _MAX_WORKERS
         self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
         blocks = [range(first, end) for first, end in zip(self._starts, ends, strict=True)]
         self._queues = [BlockQueue(receiver, block) for receiver, block in enumerate(blocks)]
         self._own = self._queues[fleet.own]
         before, after = self._queues[: fleet.own], self._queues[fleet.own + 1 :]
-        # Another one first for each receiver.
+        # Each receiver begins with a different relay.
         self._others = [(fleet.relay_of(queue.receiver), queue) for queue in (*after, *before)]
         self._by_source = [*[self._own] * fleet.num_sources, *before, *after]
         self._num_from_sources = 0
@@ -129,7 +131,7 @@ class FleetWork:
         self._least_per_request = max(1, min(_LEAST_AT_THE_END, self.num_left // (16 * self.num_workers)))
 
     def heard(self, num_landed: int) -> None:
-        """Another receiver has so many chunks. Called by any thread."""
+        """Note that another receiver has this many chunks. Called by any thread."""
         if self._ring is not None:
             self._ring.heard(num_landed)
 
@@ -142,13 +144,13 @@ class FleetWork:
     def _take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> tuple[SourceIndex, Sequence[int]] | None:
-        """The next request to a source or a relay."""
+        """Return the next request to a source or a relay."""
         ring = self._ring
         if ring is not None and ring.is_used:
             taken = self._take_own(sources, under_way) or self._take_from_ring(sources[self._before])
             if taken is not None or ring.num_asked or self._expects_own(sources):
                 return taken
-            # What the sources have not sent is to be had from whoever has got it.
+            # Receivers that have chunks which the sources have not sent can deliver them.
             self._leave_ring()
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
@@ -160,7 +162,7 @@ class FleetWork:
         return taken
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
-        """See ``wire.fetch.Work``. A relay, or the ring, that has become slow is not waited for."""
+        """See ``wire.fetch.Work``. Stops waiting for a relay, or the ring, that has become slow."""
         if self._own.num_left or not self._has_source_at_hand(sources):
             self._pace.restart()
             return None
@@ -184,7 +186,7 @@ class FleetWork:
         unit: int,
         sources: Sequence[SourceState],  # noqa: ARG002
     ) -> MayTake | None:
-        """A chunk is a chunk, whichever it is and wherever it came from."""
+        """Take note of a chunk; its number and its source make no difference."""
         self.num_left -= 1
         queue, ring = self._by_source[source], self._ring
         owner = queue if unit in queue.block else self._queues[self._owner_of(unit)]
@@ -202,7 +204,7 @@ class FleetWork:
     def put_back(
         self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """The rest of a request comes next; but last where a relay may not know that it is to stand in for another."""
+        """Put the rest of a request first, but last if the relay may not know that it stands in for another relay."""
         queue, state = self._by_source[source], sources[source]
         if self._is_of_ring(source):
             self._ring_has_ended(units, sources)
@@ -216,7 +218,7 @@ class FleetWork:
             self._deal(queue)
         if any(not each.dropped for each in sources[: self._fleet.num_sources]):
             return None
-        # Nobody waits for each of them for as long as for one: nothing that is missing lands anywhere.
+        # The limit of a single relay does not apply to each of them: no missing chunk lands anywhere.
         relays = [each.num_dry for each in sources[self._fleet.num_sources :] if not each.dropped]
         if relays and (min(relays) < _LEAST_HOPELESSLY_DRY or sum(relays) < _HOPELESSLY_DRY):
             return None
@@ -226,14 +228,14 @@ class FleetWork:
     def _find_hopeless(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> Assignment[int] | None:
-        """A request to a relay that is not waited for, or to a source much slower than another one."""
+        """Return a request to a relay that is not waited for, or to a source much slower than another one."""
         if self._ring is not None and self._ring.is_left_open:
             return next((each for each in under_way if each.source == self._before and not each.is_interrupted), None)
         if self._own.missing:
             return None
         number = self._fleet.num_sources
         if all(state.dropped for state in sources[:number]):
-            # Its chunks would come back here, and be asked of it again.
+            # The chunks would return to the queue, and be requested from the same relay again.
             return None
         for each in under_way:
             if each.source >= number and not each.is_interrupted and self._by_source[each.source].is_out:
@@ -242,7 +244,7 @@ class FleetWork:
         return slowest_to_end([each for each in under_way if each.source < number], sources, usable)
 
     def _take_over_some(self) -> None:
-        """A receiver whose block is complete takes a few chunks of another one, to measure the rate of the sources."""
+        """Take over a few chunks of another block, if the own one is complete, to measure the rate of the sources."""
         fullest = max(self._queues, key=lambda queue: queue.num_missing)
         if self._own.num_left or not fullest.num_missing:
             return
@@ -263,7 +265,7 @@ class FleetWork:
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
 
     def _take_over(self, under_way: Collection[Assignment[int]]) -> tuple[SourceIndex, range] | None:
-        """Half of what the worker with the most left has not begun to receive; ``None`` where it may be on its way."""
+        """Return the unreceived half of the largest request under way; ``None`` if it may be on its way."""
         slowest = max(under_way, key=lambda each: each.end - each.next, default=None)
         num_taken = (slowest.end - slowest.next - 1) // 2 if slowest is not None else 0
         if slowest is None or num_taken < self._num_in_flight:
@@ -273,20 +275,20 @@ class FleetWork:
         return slowest.source, range(slowest.units[slowest.end], slowest.units[end - 1] + 1)
 
     def _expects_own(self, sources: Sequence[SourceState]) -> bool:
-        """Whether chunks are still to come from the sources, and there is one that can send them."""
+        """Whether the sources still have to send chunks, and one of them can."""
         return self._own.num_left > 0 and any(not each.dropped for each in sources[: self._fleet.num_sources])
 
     def _has_source_at_hand(self, sources: Sequence[SourceState]) -> bool:
         return any(not each.dropped and not each.num_dry for each in sources[: self._fleet.num_sources])
 
     def _is_of_ring(self, source: SourceIndex) -> bool:
-        """Whether what comes from there was asked for as the ring's; nothing else is at that time."""
+        """Whether requests to this source are the ring's; it gets no others at that time."""
         return self._ring is not None and source == self._before and self._ring.num_asked > 0
 
     def _take_from_ring(self, before: SourceState) -> tuple[SourceIndex, Sequence[int]] | None:
-        """All that is missing of all blocks but this receiver's own, as it lands there.
+        """Return the missing chunks of all blocks but this receiver's own, in the order in which they land there.
 
-        What has the longest way round to go comes first: the last one is done the sooner.
+        Chunks with the longest way round the ring come first, so that the last receiver finishes sooner.
         """
         if self._ring is None or self._ring.num_asked or before.num_active:
             return None
@@ -304,7 +306,7 @@ class FleetWork:
         return (self._before, units) if units else None
 
     def _ring_has_ended(self, units: Sequence[int], sources: Sequence[SourceState]) -> None:
-        """The one before has not passed on these: asks it again, or the next one before it, or leaves the ring."""
+        """Handle chunks that the predecessor did not relay: ask again, switch to the next upstream, or leave."""
         assert self._ring is not None
         self._ring.num_asked = 0
         for run in runs_of(units):
@@ -314,17 +316,17 @@ class FleetWork:
         if state.failures:
             self._pass_over(sources)
         elif state.num_dry and not self._ring.is_settled and self._expects_own(sources):
-            # Where the sources are slow, or many ask them, the first chunk takes its time.
+            # If the sources are slow, or have many clients, the first chunk takes long.
             if state.num_dry >= _DRY_AT_FIRST:
                 self._leave_ring()
         elif state.num_dry or state.num_interrupted or self._ring.was_cut:
             self._leave_ring()
         else:
-            # It had no more of them in time, or has gone; the next request tells which.
+            # The predecessor had no more of them in time, or failed; the next request shows which.
             self._ring.was_cut = True
 
     def _pass_over(self, sources: Sequence[SourceState]) -> None:
-        """The one before has gone: the next one before it is asked from now on, if there is one."""
+        """Switch to the next receiver upstream, if there is one, because the predecessor failed."""
         assert self._ring is not None
         number = self._fleet.num_receivers
         gone = self._fleet.receiver_of(self._before)
@@ -333,7 +335,7 @@ class FleetWork:
             self._leave_ring()
             return
         self._before = self._fleet.relay_of(following)
-        # Whoever stands behind one that has gone takes its block from the sources.
+        # The receiver behind a failed one fetches its block from the sources.
         self._queues[gone].is_out = True
         self._deal(self._queues[gone])
         self._others = [other for other in self._others if not other[1].is_out]
@@ -341,18 +343,18 @@ class FleetWork:
         self._ring = self._ring.joined_again(num_own=self._own.num_left, num_relayed=self.num_left - self._own.num_left)
 
     def _leave_ring(self) -> None:
-        """From now on each is asked for its own block."""
+        """Ask each relay for its own block from now on."""
         assert self._ring is not None
         self._ring.has_left = True
 
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
-        """From the relay of which most is missing; of equals another one for each receiver."""
+        """Return a request to the relay with most missing chunks; among equals each receiver takes a different one."""
         best, most = None, 0
         is_dry_left_out = not self._expects_own(sources)
         for relay, queue in self._others:
             if queue.num_missing > most:
                 state = sources[relay]
-                # With fewer workers than relays, two that wait for each other would else ask again for ever.
+                # With fewer workers than relays, two relays that wait for each other would ask again for ever.
                 if is_dry_left_out and state.num_dry >= _DRY_ENOUGH:
                     continue
                 if not state.num_active and not _is_gone(state):
@@ -362,11 +364,12 @@ class FleetWork:
         relay, queue = best
         if self._is_one_each:
             return relay, queue.take(MAX_CHUNKS_PER_REQUEST)
-        # All begin with the same, where some have more than others: large requests would keep all at those.
+        # All receivers begin with the same relays if some relays have more chunks: large requests would keep them all
+        # there.
         return relay, queue.take(min(self._most_of_relay, 2 * queue.num_landed + 1))
 
     def _take_from_anybody(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
-        """Where nobody has anything under way: whoever has not gone, and has been dry for the shortest time."""
+        """Return a request, if none is under way, to the working source or relay with the fewest empty answers."""
         queue = next((queue for queue in self._queues if queue.missing), None)
         there = [index for index, state in enumerate(sources) if self._may_deliver(index, state)]
         if queue is None or not there:
@@ -378,7 +381,7 @@ class FleetWork:
         return asked, chunks
 
     def _deal_what_keeps_waiting(self, sources: Sequence[SourceState]) -> bool:
-        """Leaves out who has gone, and, once this receiver's own chunks are there, who keeps it waiting."""
+        """Deal out the blocks of failed relays and, once this receiver's own block is complete, of slow ones."""
         is_any = False
         expects_own = self._expects_own(sources)
         for relay, queue in self._others:
@@ -392,23 +395,23 @@ class FleetWork:
         return is_any
 
     def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
-        """Whether it had nothing for long, or delivers much less than others have in the same time."""
+        """Whether the relay has had nothing for long, or delivers much less than others have in the same time."""
         if relay.num_dry >= _DRY_ENOUGH or queue.is_slow:
             return True
         if not queue.num_lacking:
-            # It stands in for others, and may wait for one itself.
+            # This relay substitutes for others, and may wait for one itself.
             return False
-        # One whose whole block is there: before that, a few chunks more or less say nothing.
+        # Compare only with relays whose whole block is here: before that, a few chunks more or less mean nothing.
         of_best_relay = max((other.num_landed for _, other in self._others if not other.num_lacking), default=0)
         is_much_slower = of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1)
         return is_much_slower or (self._ring is not None and self._is_alone_behind(queue))
 
     def _is_alone_behind(self, queue: BlockQueue) -> bool:
-        """Whether nothing but much of a relay's block is missing: it is the one who has kept up the ring."""
+        """Whether only chunks of one relay's block are missing, but many: that relay delays the ring."""
         return self.num_left == queue.num_lacking and queue.num_lacking * _MUCH_LEFT > len(queue.block)
 
     def _deal(self, queue: BlockQueue) -> None:
-        """Gives each run of what a receiver was to deliver to the next in its line."""
+        """Deal each run of chunks that a receiver was to deliver to the next receiver in its line."""
         missing, queue.missing, queue.num_missing = queue.missing, [], 0
         for chunks in missing:
             for block, part in self._by_block(chunks):
@@ -418,12 +421,12 @@ class FleetWork:
                     to.num_left += len(dealt)
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
-        """The least busy source; of equals another one for each receiver."""
+        """Return the least busy source; among equals each receiver takes a different one."""
         usable = [index for index in self._in_turn if not sources[index].dropped]
         return SourceIndex(min(usable, key=lambda index: _busy(sources[index]))) if usable else None
 
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
-        """Of several sources few chunks at first, until each shows how fast it is; few at the end."""
+        """Return few chunks at first for several sources, until each shows how fast it is, and few at the end."""
         if self._is_only_source:
             share = self._own.num_missing // self._num_own_requests
             return max(self._least_per_request, min(MAX_CHUNKS_PER_REQUEST, share))
@@ -441,7 +444,7 @@ class FleetWork:
         return not state.dropped and (index < self._fleet.num_sources or state.num_dry < _HOPELESSLY_DRY)
 
     def _by_block(self, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
-        """The parts of a run of chunks, with the block of each."""
+        """Yield the parts of a run of chunks, with the block of each."""
         while chunks:
             queue = self._queues[self._owner_of(chunks.start)]
             num_chunks = queue.block.stop - chunks.start
@@ -457,5 +460,5 @@ def _is_gone(relay: SourceState) -> bool:
 
 
 def _busy(state: SourceState) -> tuple[int, int, int, int]:
-    """The less, the sooner it delivers."""
+    """Return a sort key: the lower, the sooner the source delivers."""
     return state.num_interrupted, state.num_dry, state.num_active, state.failures

@@ -1,7 +1,8 @@
-"""One tree of the trees that the ranks of a group send.
+"""Merges the trees that the ranks of a group send into one.
 
-Each rank sends the same state, but for its own parts of what is sharded, and, where ranks hold different stages of a
-model, for entries that only some have. The path is a tensor's name: the same path on two ranks is the same tensor.
+Each rank sends the same state, except for its own parts of sharded tensors, and, if ranks hold different stages of a
+model, for entries that only some ranks have. The path is a tensor's name: the same path on two ranks is the same
+tensor.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ _TENSORS: Final[frozenset[type]] = frozenset({TensorNode, LayoutNode, ViewNode, 
 
 
 class LeafVisitor(Protocol):
-    """Says what becomes of the leaves that have data."""
+    """Makes the nodes of leaves that have data."""
 
     def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
-        """The node for a tensor that ``sources`` have as ``nodes``."""
+        """Returns the node for a tensor that ``sources`` have as ``nodes``."""
 
     def stored(self, path: Path, source: int, node: StoredLeaf) -> Node:
-        """The node for a leaf whose bytes ``source`` has."""
+        """Returns the node for a leaf whose bytes ``source`` has."""
 
 
 def merge_trees(
@@ -66,12 +67,12 @@ def merge_trees(
     names: Sequence[str] | None = None,
     check_time: CheckTime = unbounded,
 ) -> Node:
-    """One tree that has all that any of ``trees`` has.
+    """Return one tree with all entries of ``trees``.
 
     Args:
         trees: By source.
         visitor: Makes the nodes for the leaves that have data.
-        names: What the sources are called in errors.
+        names: Names of the sources in errors.
         check_time: Called now and then.
 
     Raises:
@@ -85,7 +86,7 @@ def merge_trees(
 
 
 def path_name(path: Path) -> str:
-    """A path in words."""
+    """Format a path in words."""
     return ".".join(step if isinstance(step, str) else repr(step) for step in path)[:400] or "(root)"
 
 
@@ -103,7 +104,7 @@ class _Merge:
         first = nodes[0]
         kind = type(first)
         if kind is LeafNode:
-            # Whether it is a parameter, or wants a gradient, is the receiver's own affair.
+            # The receiver decides whether it is a parameter, or wants a gradient.
             values = tuple([node.value if type(node) is LeafNode else node for node in nodes])
             return LeafNode(self.merge(path, sources, values), first.parameter, first.requires_grad)
         kinds = set(map(type, nodes))
@@ -146,7 +147,7 @@ class _Merge:
                 items += (key, self.merge((*path, key), sources, values))
             return _with_items(first, items)
         for key in itertools.chain.from_iterable(node.items[::2] for node in nodes):
-            # Other nodes cannot be compared by a dict, or hash as whoever sends them likes.
+            # Other nodes cannot be compared by a dict, or have hashes that the sender chooses.
             if not (key is None or isinstance(key, _KEYS)):
                 raise RestoreError(
                     f"expected the same keys from every source, or keys of str and int, got {repr(key)[:100]}",
@@ -169,7 +170,7 @@ class _Merge:
         return _with_items(first, items)
 
     def _check_equal(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...], but_for: str) -> None:
-        """Refuses nodes that differ in anything but one field."""
+        """Refuse nodes that differ in anything but one field."""
         fields = [name for name in nodes[0].__struct_fields__ if name != but_for]
         for node in nodes[1:]:
             if any(getattr(node, name) != getattr(nodes[0], name) for name in fields):

@@ -1,7 +1,7 @@
-"""The planned reads of a fetch in another layout: who is asked for which, and who stands in for a source that fails.
+"""The planned reads of a fetch in another layout: their sources, and the substitutes of sources that fail.
 
-Each read has its source by the plan (``wire.reshard``). If that one is dropped, another holder of the same bytes takes
-over what it has not delivered; a source that has nothing to do relieves one that has much.
+The plan (``wire.reshard``) gives each read its source. If that source is dropped, another holder of the same bytes
+takes over what it has not delivered; an idle source relieves a busy one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FrameOfReads: TypeAlias = tuple[Read, ...]
 
 @dataclass(slots=True)
 class _Queue:
-    """What one source is to deliver.
+    """The reads of one source.
 
     Attributes:
-        frames: What it is still to be asked for.
-        num_bytes: Size of that.
-        whole: Its reads, by their ids, of tensors that are not sharded. They need not be equal everywhere: unless all
-            have landed, all of them come from the one source that stands in for it.
-        whole_left: The ids of those that have not landed.
-        stand_in: That source, once this one was dropped.
+        frames: Frames that are not requested yet.
+        num_bytes: Size of these.
+        whole: Its reads, by their ids, of tensors that are not sharded. They may differ between sources: unless all
+            have landed, all of them come from one substitute.
+        whole_left: The ids of the whole reads that have not landed.
+        stand_in: The substitute, once this source was dropped.
     """
 
     frames: deque[FrameOfReads] = field(default_factory=deque)
@@ -46,8 +46,8 @@ class ReadWork:
     """Planned reads in frames, for ``wire.fetch``.
 
     Args:
-        reads: By source.
-        num_workers: How many workers will ask.
+        reads: Reads by source.
+        num_workers: Number of workers.
     """
 
     def __init__(self, reads: Sequence[Iterable[Read]], *, num_workers: int) -> None:
@@ -62,7 +62,7 @@ class ReadWork:
         sources: Sequence[SourceState],
         under_way: Collection[Assignment[FrameOfReads]],  # noqa: ARG002
     ) -> tuple[SourceIndex, tuple[FrameOfReads, ...]] | None:
-        """The next frames of the least busy source; of equals of that which has most to deliver."""
+        """Return the next frames of the least busy source; among equals of the source with the most to deliver."""
         waiting = [index for index, queue in enumerate(self._queues) if queue.frames]
         if not waiting:
             return None
@@ -72,11 +72,11 @@ class ReadWork:
         return SourceIndex(chosen), self._take_frames(self._queues[chosen])
 
     def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> Undeliverable | None:
-        """A frame that was on its way when another source took over may be needed once more."""
+        """Note a frame; one that was on its way when another source took over may be needed again."""
         queue = self._queues[source]
         undeliverable = None
         if sources[source].dropped and queue.stand_in is not None:
-            # What the stand-in has sent by now may have been overwritten.
+            # The data of the substitute may have been overwritten.
             undeliverable = self._hand_over(source, [read for read in unit if read.is_whole], sources)
         if queue.whole_left:
             queue.whole_left.difference_update(map(id, unit))
@@ -86,7 +86,7 @@ class ReadWork:
     def put_back(
         self, source: SourceIndex, units: Sequence[FrameOfReads], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Gives all that a dropped source was to deliver to others, or what others with fewer failures have as well."""
+        """Give the reads of a dropped source to others, or those that sources with fewer failures have as well."""
         queue = self._queues[source]
         frames = [*units, *queue.frames]
         self.num_left -= len(frames)
@@ -100,10 +100,10 @@ class ReadWork:
         return None
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> None:
-        """Time changes nothing here: the layout says which source has which part."""
+        """Do nothing: the layout says which source has which part."""
 
     def _enqueue(self, index: int, reads: Iterable[Read]) -> None:
-        """Puts reads into frames, each full or the last of them."""
+        """Put reads into frames, each full or the last of them."""
         queue = self._queues[index]
         num_before = len(queue.frames)
         frame: list[Read] = []
@@ -126,7 +126,7 @@ class ReadWork:
         self.num_left += len(queue.frames) - num_before
 
     def _take_frames(self, queue: _Queue) -> tuple[FrameOfReads, ...]:
-        """Much while much is left, little towards the end, so that all workers end together."""
+        """Take many frames while many are left, few towards the end, so that all workers end together."""
         wanted_bytes = min(MAX_REQUEST_BYTES, max(_LEAST_REQUEST_BYTES, queue.num_bytes // self._num_workers))
         frames: list[FrameOfReads] = []
         num_reads = num_bytes = 0
@@ -143,7 +143,7 @@ class ReadWork:
         return tuple(frames)
 
     def _relieve(self, busy: int, sources: Sequence[SourceState]) -> None:
-        """Gives half of what a source has yet to be asked for to others that have nothing to do."""
+        """Give half of a source's unrequested reads to idle sources."""
 
         def is_idle(index: int) -> bool:
             source = sources[index]
@@ -164,7 +164,7 @@ class ReadWork:
         sources: Sequence[SourceState],
         is_better: Callable[[int], bool],
     ) -> None:
-        """Gives what sources that are better have as well to them, and the rest back."""
+        """Give reads that better sources have as well to them, and the rest back."""
         taken: dict[int, list[Read]] = {}
         for frame in frames:
             for read in frame:
@@ -176,7 +176,7 @@ class ReadWork:
             self._enqueue(index, reads)
 
     def _hand_over(self, dropped: int, orphans: Sequence[Read], sources: Sequence[SourceState]) -> Undeliverable | None:
-        """Gives what a source has not delivered to others that hold the same."""
+        """Give a source's undelivered reads to other holders of the same bytes."""
         taken: dict[int, list[Read]] = {}
         loads = {index: queue.num_bytes for index, queue in enumerate(self._queues)}
         for read in orphans:
@@ -200,7 +200,7 @@ class ReadWork:
         return None
 
     def _stand_in(self, dropped: int, sources: Sequence[SourceState]) -> int | None:
-        """The source that has all that is not sharded and that ``dropped`` was to send."""
+        """Return the source that has all unsharded data that ``dropped`` was to send."""
         queue = self._queues[dropped]
         if queue.stand_in is None or sources[queue.stand_in].dropped:
             everywhere = [set(read.sources) for read in queue.whole.values()]

@@ -1,10 +1,10 @@
-"""What one receiver asks another one for, and how that answers: chunks, each as soon as it has landed there.
+"""A receiver's request to another receiver, and its answer: chunks, each sent as soon as it has landed there.
 
 The request names half-open ranges of the data's bytes, each of whole chunks: ``?ranges=4194304-8388608,0-1048576``. The
-answer has all these chunks as they land, and of those that are there the first one first; each behind a header: where
-it begins in the data, 8 bytes, and how many chunks the furthest receiver has received of which the answerer has heard,
-not counting what it had before, 4 bytes, both big-endian (see ``wire.ring``). It is as long as all of them are, and
-ends early where the rest does not land in time.
+answer has all these chunks as they land, beginning with the first of those that have landed; each behind a header: its
+position in the data, 8 bytes, and the number of chunks that the furthest receiver known to the sender has received,
+without those it had before, 4 bytes, both big-endian (see ``wire.ring``). The answer is as long as all chunks together,
+and ends early if the rest does not land in time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ft_transport.wire.chunks import ChunkTable, runs_of
 
 HEADER: Final = struct.Struct(">QI")
 MAX_RANGES: Final = 64
-"""In one request."""
+"""Maximum ranges in one request."""
 _MAX_DIGITS: Final = 18
 
 
 def answer_bytes(table: ChunkTable, chunks: Iterable[int]) -> int:
-    """How long an answer with these chunks is."""
+    """Return the length of an answer with these chunks."""
     return sum(HEADER.size + table.length_of(chunk) for chunk in chunks)
 
 
 def format_ranges(table: ChunkTable, chunks: Sequence[int]) -> str:
-    """The value of the parameter that asks for chunks, in their order."""
+    """Return the value of the parameter that requests chunks, in their order."""
     ranges = (table.range_of(run.start, run.stop) for run in runs_of(chunks))
     return ",".join(f"{start}-{end}" for start, end in ranges)
 
 
 def parse_ranges(text: str) -> Sequence[tuple[int, int]] | None:
-    """The ranges that a parameter names, or ``None`` if it names none, or some byte twice."""
+    """Return the ranges of a parameter, or ``None`` if it names none, or some byte twice."""
     parts = text.split(",", MAX_RANGES)
     if len(parts) > MAX_RANGES:
         return None
@@ -52,7 +52,7 @@ def parse_ranges(text: str) -> Sequence[tuple[int, int]] | None:
 
 
 def chunks_of(table: ChunkTable, ranges: Sequence[tuple[int, int]]) -> Sequence[int] | None:
-    """The chunks of which ranges of bytes consist, or ``None`` if there are others among them, or parts of some."""
+    """Return the chunks that make up ranges of bytes, or ``None`` if a range holds parts of chunks, or other bytes."""
     chunks: list[int] = []
     for start, end in ranges:
         first, last = start // table.chunk_bytes, -(-end // table.chunk_bytes)

@@ -50,12 +50,12 @@ WAIT_PARAMETER: Final = "wait"
 AFTER_PARAMETER: Final = "after"
 RANGES_PARAMETER: Final = "ranges"
 FOLLOW_PARAMETER: Final = "follow"
-"""A relay begins an answer with what it has, and sends the rest as it lands; so many seconds may it pause. If that is
-not enough it closes the connection."""
+"""Longest pause, in seconds, of a relay that sends the chunks it has, and the rest as it lands. A longer pause closes
+the connection."""
 AFTER_HEADER: Final = "FT-After"
 MANIFEST_DIGEST_HEADER: Final = "FT-Manifest-Digest"
 REPLICA_HEADER: Final = "FT-Replica"
-"""A receiver may say which replica it is, for the audit alone."""
+"""The receiver's replica name, used for the audit alone."""
 SAME_HOST_HEADER: Final = "FT-Same-Host"
 """Names the socket where a receiver on the same host gets the snapshot's memory: see ``wire.same_host``."""
 SERVED_STEPS_HEADER: Final = "FT-Served-Steps"
@@ -64,7 +64,7 @@ _MAX_STEP_DIGITS: Final = 18
 
 
 def parse_step(text: str) -> StepSelector | None:
-    """The step that a path names, or ``None`` if it names none."""
+    """Return the step of a path, or ``None`` without one."""
     if text == LATEST:
         return "latest"
     if text.isascii() and text.isdigit() and len(text) <= _MAX_STEP_DIGITS:
@@ -73,7 +73,7 @@ def parse_step(text: str) -> StepSelector | None:
 
 
 def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None) -> str:
-    """Path and query that ask for the manifest and let the server wait ``wait_s`` seconds for the step."""
+    """Return path and query of a request for the manifest, which may wait ``wait_s`` seconds for the step."""
     query = {WAIT_PARAMETER: f"{wait_s:.3f}"}
     if after is not None:
         query[AFTER_PARAMETER] = str(after)
@@ -81,24 +81,24 @@ def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None
 
 
 def relay_path(content: ContentId, ranges: str, *, wait_s: float, follow_s: float) -> str:
-    """Path and query that ask a receiver for chunks, and let it wait so long for the first one and for each other."""
+    """Return path and query of a request for chunks, and the longest waits for the first and each other one."""
     query = {RANGES_PARAMETER: ranges, WAIT_PARAMETER: f"{wait_s:.3f}", FOLLOW_PARAMETER: f"{follow_s:.3f}"}
     return f"{RELAY_ROUTE.format(content=content)}?{urlencode(query, safe=',')}"
 
 
 def parse_after(text: str | None) -> int | None:
-    """The number in an ``FT-After`` header or an ``after`` parameter; ``None`` if there is none."""
+    """Return the number in an ``FT-After`` header or an ``after`` parameter; ``None`` without one."""
     number = parse_step(text) if text is not None else None
     return number if isinstance(number, int) else None
 
 
 def bound_path(route: str, step: int, snapshot_id: SnapshotId) -> str:
-    """Path and query of a route, bound to one snapshot."""
+    """Return path and query of a route, bound to one snapshot."""
     return f"{route.format(step=step)}?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
 
 
 def parse_served_steps(text: str | None) -> tuple[int, ...]:
-    """The steps that a ``FT-Served-Steps`` header lists; what is no number is left out."""
+    """Return the steps of a ``FT-Served-Steps`` header; anything but numbers is left out."""
     if not text:
         return ()
     steps = (parse_step(item.strip()) for item in text[:4096].split(","))

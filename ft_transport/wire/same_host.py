@@ -1,10 +1,10 @@
-"""What a source and a receiver on one host say to each other, so that memory is copied once and crosses no network.
+"""The protocol between a source and a receiver on one host: memory is copied once and crosses no network.
 
 The answer with the manifest names a socket of the source (``FT-Same-Host``). A receiver that reaches it is on the same
-host, whatever either side is called. It asks the source for a ticket, by HTTP, so that this request is proved as any
-other, and sends the ticket through the socket; with `LENT` comes a descriptor of the memory that the snapshot lies in.
-The source keeps that memory as it is while the socket is open, or until a newer snapshot has waited for it for long
-enough. After `DONE` it says `HELD` if it has been kept up to now.
+host, whatever the names of both. It asks the source for a ticket, by HTTP, so that this request is authenticated like
+any other, and sends the ticket through the socket; with `LENT` comes a descriptor of the snapshot's memory. The source
+leaves that memory unchanged while the socket is open, or until a newer snapshot has waited for it for long enough.
+After `DONE` it sends `HELD` if the memory is unchanged up to now.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME: Final = re.compile("[0-9a-f]{16}", re.ASCII)
 
 
 class MemoryTicket(Struct, frozen=True):
-    """Counts once, for a moment.
+    """A ticket, valid once and for a moment.
 
     Attributes:
         ticket: Hexadecimal digits, drawn at random.
@@ -45,15 +45,15 @@ _decoder: Final = msgspec.json.Decoder(MemoryTicket)
 
 
 def encode_ticket(ticket: MemoryTicket) -> bytes:
-    """The body of an answer."""
+    """Encode a ticket as the body of an answer."""
     return msgspec.json.encode(ticket)
 
 
 def decode_ticket(body: bytes | bytearray, *, peer: str) -> MemoryTicket:
-    """What `encode_ticket` was given.
+    """Decode a body of `encode_ticket`.
 
     Raises:
-        PeerProtocolError: It is something else.
+        PeerProtocolError: The body is no ticket.
     """
     try:
         return _decoder.decode(body)
@@ -62,8 +62,8 @@ def decode_ticket(body: bytes | bytearray, *, peer: str) -> MemoryTicket:
 
 
 def socket_name(name: str) -> bytes | None:
-    """The abstract address of the socket that a server calls ``name``; ``None`` if it is no such name.
+    """Return the abstract address of the socket that a server calls ``name``; ``None`` for an invalid name.
 
-    There is a set of abstract addresses for each network namespace (``man 7 unix``), so nobody elsewhere reaches it.
+    Each network namespace has its own abstract addresses (``man 7 unix``), so other hosts cannot reach it.
     """
     return b"\0ft-transport/" + name.encode() if _NAME.fullmatch(name) else None

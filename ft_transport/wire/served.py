@@ -1,4 +1,4 @@
-"""A snapshot as it is served, and where its bytes are found; ``state`` makes it, ``http`` sends it."""
+"""A served snapshot, and the location of its bytes; ``state`` makes it, ``http`` sends it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ft_transport.wire.manifest import SnapshotId
 
 @dataclass(frozen=True, slots=True)
 class MemoryFile:
-    """A safetensors file that lies in a memory file from position ``start`` on, and never changes.
+    """A safetensors file inside a memory file, from position ``start`` on, which never changes.
 
     Attributes:
-        descriptor: Of the memory file.
+        descriptor: Descriptor of the memory file.
         start: Where the safetensors file begins.
         data_start: Where its data begins.
         data: The data, mapped.
@@ -29,7 +29,7 @@ class MemoryFile:
 
     @contextmanager
     def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """Bytes ``[start, end)`` of the data; they never change, so nothing waits for the pin."""
+        """Yield bytes ``[start, end)`` of the data; they never change, so no thread waits for the pin."""
         yield [self.data[start:end]]
 
 
@@ -37,7 +37,7 @@ class SharedFile(Protocol):
     """A safetensors file whose data is live memory, which its owner materializes before changing it."""
 
     def pin(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
+        """Returns bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
 
         They do not change while they are pinned, because the owner waits: do not wait for a receiver inside.
 
@@ -46,14 +46,14 @@ class SharedFile(Protocol):
         """
 
     def pin_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Bytes ``[start, end)`` of the data, in order, pinned as by `pin`. A tensor lies within one view.
+        """Returns bytes ``[start, end)`` of the data, in order, pinned as by `pin`. A tensor lies within one view.
 
         Raises:
             SnapshotError: They are lost.
         """
 
     def encoded_digests(self) -> str:
-        """The digests of all chunks (``wire.manifest.encode_digests``); computes those that are missing.
+        """Returns the digests of all chunks (``wire.manifest.encode_digests``); computes missing ones.
 
         Raises:
             SnapshotError: The data is lost.
@@ -68,13 +68,13 @@ class Snapshot:
     """A state at a step, as one safetensors file; a copy, or live memory that is copied before it changes.
 
     Attributes:
-        step: The committed step that it shows.
-        snapshot_id: Tells it from every other snapshot.
+        step: The committed step of the state.
+        snapshot_id: Unique id.
         header: The file's first bytes: length prefix, JSON header, padding.
-        memory: Where it lies until `close`: in a memory file, or in part in live memory that is shared.
+        memory: The memory until `close`: a memory file, or partly live memory that is shared.
         total_bytes: Length of the safetensors file.
-        close: Gives the memory back. Called exactly once, when nobody reads any more.
-        digester: How its digests are made.
+        close: Gives the memory back. Called exactly once, when no reader is left.
+        digester: Makes its digests.
     """
 
     step: int

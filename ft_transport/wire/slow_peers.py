@@ -1,11 +1,11 @@
-"""Peers that are so slow that a receiver does better with other ones: a relay by its pace, a source by its rate.
+"""Detects peers that slow a receiver down: a relay by its pace, a source by its rate.
 
-While a receiver takes its own block, relays and sources share its link, and others may not have begun: how much of each
-has come by then says little of how fast a relay is. Afterwards the relays have the link for themselves, and what they
-deliver is compared with what the sources have delivered in the time before.
+While a receiver takes its own block, relays and sources share its link, and other receivers may not have begun: the
+chunks that have come by then say little about a relay's speed. Afterwards the relays have the link to themselves, and
+their chunks are compared with what the sources delivered in the time before.
 
-All sources begin at one moment, so the chunks that each has delivered stand for its rate, and the time that has passed
-is the unit of time.
+All sources begin at one moment, so the chunks that each has delivered represent its rate, and the elapsed time is the
+unit of time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Final
 from ft_transport.wire.fetch import Assignment, SourceState
 
 _LEAST_WAITED_S: Final = 0.5
-"""Shorter pauses are those of a machine, or of a connection that has lost a packet (RFC 6298)."""
+"""Shorter pauses are normal for a machine, or for a connection that has lost a packet (RFC 6298)."""
 _LEAST_WAITED_PART: Final = 4
-"""Of the time until the own block was there, one part in so many is waited at least."""
+"""Minimum wait, as one part in this many of the time until the own block was complete."""
 _NOTHING_YET: Final = 0.5
-"""What a source that has delivered nothing counts as having delivered."""
+"""Assumed number of chunks from a source that has delivered none."""
 _LEAST_KNOWN: Final = 2
-"""Chunks for each source that have to land before anything is known of rates."""
+"""Chunks per source that have to land before rates are known."""
 _MUCH_SLOWER: Final = 4.0
-"""By so much sooner has a chunk to come from another source to make up for the part of it that is lost."""
+"""Another source has to deliver a chunk sooner by this factor to make up for the lost part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one relay has delivered, and what it has yet to.
+    """The chunks of one relay.
 
     Attributes:
         num_left: Chunks that it is expected to deliver.
@@ -51,16 +51,16 @@ class RelayPace:
         self._then: Mapping[int, Delivery] = {}
 
     def restart(self) -> None:
-        """Begins a new window: chunks come from other relays now, or from the sources as well."""
+        """Begin a new window, because chunks now come from other relays, or from the sources as well."""
         self._then = {}
 
     def too_slow(self, elapsed_s: float, *, num_from_sources: int, relays: Mapping[int, Delivery]) -> int | None:
-        """The slowest relay, if waiting costs more than the sources would take, by as much as the own block has taken.
+        """Return the slowest relay if waiting costs more than the sources would take, by the time of the own block.
 
         Args:
-            elapsed_s: Since the fetch began. The own block is there.
+            elapsed_s: Seconds since the fetch began. The own block is complete.
             num_from_sources: Chunks that have come from sources.
-            relays: All that is missing is expected of them.
+            relays: The relays that are to deliver all missing chunks.
         """
         if not self._num_own:
             self._own_s, self._num_own = elapsed_s, num_from_sources
@@ -71,14 +71,14 @@ class RelayPace:
             return None
         landed = {relay: each.num_landed - self._then[relay].num_landed for relay, each in relays.items()}
         num_left, num_landed = sum(each.num_left for each in relays.values()), sum(landed.values())
-        # One more is under way.
+        # One more chunk is under way.
         from_relays_s = waited_s * num_left / (num_landed + 1)
         from_sources_s = self._own_s * num_left / self._num_own
         if from_relays_s > from_sources_s + self._own_s:
             self.restart()
             return max(relays, key=lambda relay: relays[relay].num_left / (landed[relay] + 1))
         if num_landed:
-            # What has come by now excuses nobody who stops from here on.
+            # Chunks so far do not excuse a relay that stops from here on.
             self._since_s, self._then = elapsed_s, relays
         return None
 
@@ -86,12 +86,12 @@ class RelayPace:
 def slowest_to_end(
     under_way: Sequence[Assignment[int]], sources: Sequence[SourceState], usable: Sequence[SourceState]
 ) -> Assignment[int] | None:
-    """The request whose rest comes much sooner if the best source is asked for it from the beginning, if there is one.
+    """Return the request whose rest would come much sooner if the best source began it again, if there is one.
 
     Args:
         under_way: All requests.
         sources: All sources, by their index.
-        usable: Those that might be asked instead.
+        usable: Sources that may be asked instead.
     """
     if sum(source.num_landed for source in usable) < max(1, _LEAST_KNOWN * len(usable)):
         return None

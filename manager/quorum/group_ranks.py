@@ -1,7 +1,7 @@
-"""What the ranks of one replica agree on, through the store that their launcher gave them (torch's TCPStore).
+"""Exchanges between the ranks of one replica, through their launcher's store (torch's TCPStore).
 
-Group rank 0 speaks for the replica: it asks the Lighthouse, and passes the answer on. A step is committed by all ranks
-or by none. Each exchange has its own number, and its keys are removed once all ranks have come to a later one.
+Group rank 0 represents the replica: it asks the Lighthouse, and passes the answer on. A step is committed by all ranks
+or by none. Each exchange has its own number, and its keys are removed once all ranks have reached a later one.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _NO_NAME: Final = ""
 _LONGEST: Final = timedelta(days=1)
 _LOOK_AGAIN_S: Final = 0.02
 _PARTING: Final = timedelta(milliseconds=200)
-"""For what is said after a timeout is over, or to a rank that may be gone."""
+"""Timeout of messages after the actual timeout, or to a rank that may have exited."""
 
 
 class Incarnation:
-    """What the ranks of one replica share from when rank 0 makes its manager until it closes it.
+    """The shared identity of a replica's ranks while one manager of rank 0 exists.
 
-    A launcher's store outlives its workers, and a process may make one manager after the other: what an earlier one
-    left in the store must not be taken for an answer of this one. So rank 0 publishes a new name for itself, and each
-    other rank claims a name that this rank, in whichever process, has not claimed before.
+    A launcher's store outlives its workers, and a process may make several managers in turn: entries of an earlier
+    manager must not be mistaken for answers of this one. So rank 0 publishes a new name for itself, and each other rank
+    claims a name that this rank, in any process, has not claimed before.
 
     Args:
         store: Shared by the ranks.
         rank: Rank within the replica.
-        replica_id: Of this start of the replica, as rank 0 says; the others learn it.
-        timeout: For rank 0 to publish its name.
+        replica_id: Id of this start of the replica, on rank 0; the others receive it.
+        timeout: Longest wait for rank 0's name.
 
     Attributes:
-        prefix: Of all keys that the ranks exchange.
-        replica_id: As rank 0 said.
+        prefix: Prefix of all keys that the ranks exchange.
+        replica_id: The id that rank 0 published.
 
     Raises:
         QuorumError: Rank 0 did not come in time, or the store does not answer.
@@ -74,7 +74,7 @@ class Incarnation:
         self.prefix = f"{self._base}/{unique}"
 
     def close(self) -> None:
-        """Let no rank take this incarnation for a living one. Rank 0 does it, where the store still answers."""
+        """Mark this incarnation as ended. Called by rank 0, if the store still answers."""
         if self._published:
             with contextlib.suppress(TransportError):
                 self._store.replace(self._key, self._published, _NO_NAME, _PARTING)
@@ -98,20 +98,20 @@ class Incarnation:
 
 
 class Exchange(Enum):
-    """The kinds of exchange between the ranks of a replica, and what each means for ranks that came for another."""
+    """The kinds of exchange between the ranks of a replica, and their meaning for ranks that came for another kind."""
 
     QUORUM = "quorum"
-    """Before a step. Ranks that are not there yet give their step up, and then come; so this asks again."""
+    """Before a step. Absent ranks give their step up, and then come; so this exchange is repeated."""
     HEAL = "heal"
-    """After receiving a state: a vote. A rank that is elsewhere has not healed."""
+    """After receiving a state: a vote. A rank that comes for another exchange has not healed."""
     COMMIT = "commit"
-    """After a step: a vote. A rank that is elsewhere has given the step up."""
+    """After a step: a vote. A rank that comes for another exchange has given the step up."""
 
 
 class _Sent(msgspec.Struct, frozen=True):
-    """A rank's report, what it came for, which attempt of it at this exchange this is, and what names this rank.
+    """A rank's report, the kind of exchange, the number of its attempt at this exchange, and its nonce.
 
-    The nonce is drawn by the rank's process, so that no signed answer of another run is one to this rank.
+    The rank's process draws the nonce, so that no signed answer of another run applies to this rank.
     """
 
     kind: Exchange
@@ -124,13 +124,13 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's answer to all ranks, published once for each exchange.
 
     Attributes:
-        kind: What all ranks came for; ``None`` if they came for different things, or one did not come.
-        result: For ranks that came for it.
-        attempts: To which attempts of each rank.
-        nonces: And of which ranks.
+        kind: The common kind of all ranks; ``None`` if kinds differ, or a rank is missing.
+        result: The result, for ranks that came for this kind.
+        attempts: The answered attempt of each rank.
+        nonces: The nonces of the ranks.
         error: Why there is no result.
-        is_at_odds: They came for different things.
-        is_timeout: A rank did not come in time.
+        is_at_odds: Whether the ranks came for different kinds.
+        is_timeout: Whether a rank did not come in time.
     """
 
     kind: Exchange | None = None
@@ -148,22 +148,22 @@ _refusals_decoder: Final = msgspec.json.Decoder(list[str])
 
 
 class _AtOddsError(QuorumError):
-    """Ranks of one replica came for different things."""
+    """Ranks of one replica came for different exchanges."""
 
 
 class GroupRanks:
     """The ranks of one replica. Every rank makes the same exchanges in the same order; none from two threads at once.
 
     A rank may miss its turn: a signal handler raises while it waits, or it comes too late. So an exchange that a rank
-    has begun stays open until it has the answer; what it does next is done under the same number. Ranks that meet there
-    for different things learn that, and not one of them waits for a timeout.
+    has begun stays open until it has the answer; the rank's next exchange uses the same number. Ranks that meet there
+    for different kinds find that out without waiting for a timeout.
 
     Args:
         store: Shared by the ranks; ``None`` for a replica of one rank, which agrees with itself.
-        prefix: Of the keys in it; never used before.
+        prefix: Prefix of the keys in it; never used before.
         rank: Rank within the replica.
         world_size: Number of ranks.
-        keys: Of the job token: what ranks tell each other is signed with them.
+        keys: Keys of the job token, which sign the messages between ranks.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class GroupRanks:
         self._prefix = prefix
         self.rank = rank
         self.world_size = world_size
-        # Number of the exchange that is open or comes next, and how often this rank has begun it. One value, so that a
-        # handler that raises leaves both of one exchange.
+        # Number of the open or next exchange, and how often this rank has begun it. One value, so that a handler that
+        # raises leaves both of one exchange.
         self._current = (1, 0)
         self._old_keys: list[str] = []
 
@@ -190,10 +190,10 @@ class GroupRanks:
         gathering: timedelta,
         answering: timedelta,
     ) -> bytes:
-        """Bring every rank's report to group rank 0, and its answer to every rank.
+        """Send every rank's report to group rank 0, and its answer to every rank.
 
         Args:
-            kind: What for.
+            kind: The kind of exchange.
             report: This rank's.
             answer: Makes the answer, in JSON, from all reports in the order of ranks. Called on group rank 0 alone.
             gathering: How long rank 0 waits for the others.
@@ -218,7 +218,7 @@ class GroupRanks:
     def agree(
         self, kind: Exchange, report: RankReport, *, gathering: timedelta, answering: timedelta
     ) -> tuple[str, ...]:
-        """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
+        """Return every rank's reasons not to commit, the same for all ranks. Empty if the replica commits.
 
         Args:
             kind: ``HEAL`` or ``COMMIT``.
@@ -240,7 +240,7 @@ class GroupRanks:
         return tuple(refusals)
 
     def close(self) -> None:
-        """Let no other rank wait for this one, as far as the store still answers."""
+        """End the waits of other ranks for this one, if the store still answers."""
         if self._messages is not None:
             with contextlib.suppress(TransportError):
                 self._messages.channel.set(self._left_key(self.rank), "", _PARTING)
@@ -255,13 +255,13 @@ class GroupRanks:
         deadline: Deadline,
         publishing: timedelta,
     ) -> bytes:
-        """Group rank 0's part of one exchange."""
+        """Run group rank 0's part of one exchange."""
         number, num_begun = self._current
         with quorum_errors():
             key = self._key(number, "answer")
             is_answered = bool(num_begun) and not messages.channel.missing([key], deadline.cap(_LONGEST))
         if is_answered:
-            # It was interrupted after it had answered: the others have that answer.
+            # Rank 0 was interrupted after it had answered: the others have that answer.
             answered = self._answer(messages, number, deadline)
             self._current = number, num_begun = number + 1, 0
             if answered.kind is kind is not Exchange.QUORUM:
@@ -282,7 +282,7 @@ class GroupRanks:
                 self._publish(messages, number, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
-        # A rank that is here has the answers of all exchanges before.
+        # A rank that comes to this exchange has the answers of all earlier ones.
         old, self._old_keys = self._old_keys, []
         nonces = tuple(each.nonce for each in all_sent)
         answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts, nonces=nonces)
@@ -293,7 +293,7 @@ class GroupRanks:
         return bytes(published.result)
 
     def _follow(self, messages: RankMessages, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
-        """Another rank's part of one exchange."""
+        """Run another rank's part of one exchange."""
         number, num_begun = self._current
         sent = _Sent(kind, report, num_begun + 1, messages.nonce)
         self._current = (number, sent.attempt)
@@ -307,7 +307,7 @@ class GroupRanks:
             raise error_type(f"rank 0 of this replica: {answer.error}")
         self._refuse_foreign(messages, answer)
         is_to_this = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
-        # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
+        # A vote counts as it was cast, even if this rank has decided otherwise meanwhile.
         if is_to_this or answer.kind is kind is not Exchange.QUORUM:
             return bytes(answer.result)
         raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
@@ -326,7 +326,7 @@ class GroupRanks:
     def _publish(
         self, messages: RankMessages, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
     ) -> _Answer:
-        """Answer the exchange. Returns what the others read: an earlier answer, if there is one."""
+        """Publish the answer. Returns the answer that the others read: an earlier one, if it exists."""
         key = self._key(number, "answer")
         with quorum_errors():
             signed = messages.signed(key, msgspec.json.encode(answer)).decode()
@@ -337,7 +337,7 @@ class GroupRanks:
             return from_json(messages.opened(key, stored), _answer_decoder)
 
     def _await(self, messages: RankMessages, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
-        """Wait for what others write; ``keys`` says which key comes from which rank."""
+        """Wait for the values of other ranks; ``keys`` maps each key to its rank."""
         store = messages.channel
         missing, reason = list(keys), ""
         left = {self._left_key(rank): rank for rank in keys.values()}

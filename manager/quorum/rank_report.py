@@ -1,4 +1,4 @@
-"""What a rank says of itself before the replica asks for a quorum, and what the replica says as a whole; pure."""
+"""The report of a rank before the replica asks for a quorum, and the report of the whole replica; pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from manager.quorum.structure import UNKNOWN, Structure
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says before the replica asks for a quorum, or after a step.
+    """The report of one rank before the replica asks for a quorum, or after a step.
 
     Attributes:
-        step: The committed step that it holds, or ``quorum.decision.NO_WHOLE_STATE``.
+        step: The committed step of its state, or ``quorum.decision.NO_WHOLE_STATE``.
         lineage: The lineage of that step.
-        group: Key of the process group that it holds and that works; empty if there is none.
-        num_groups: How many process groups it has begun to set up.
-        address: Where it serves its state.
-        can_serve: Whether it can take a snapshot of the step boundary that it is at.
+        group: Key of its working process group; empty if it has none.
+        num_groups: Number of process groups that it has begun to set up.
+        address: Address at which it serves its state.
+        can_serve: Whether it can take a snapshot of its present step boundary.
         may_heal: Whether it waits for the quorum, and heals if the replica is behind.
-        is_irregular: Its optimizers did not each make one step for the last commit.
-        claim: What it says of the last state that was to be compared.
-        reductions: What it says of the reductions of its last step.
-        hyperparameters: What it says of its optimizers' hyperparameters.
-        refusals: Why it does not want to commit.
-        structure: What its part of the state looks like.
+        is_irregular: Whether its optimizers did not each make one step for the last commit.
+        claim: Its report on the last state that was to be compared.
+        reductions: Its report on the reductions of its last step.
+        hyperparameters: Its report on its optimizers' hyperparameters.
+        refusals: Its reasons not to commit.
+        structure: Structure of its part of the state.
     """
 
     step: int
@@ -54,11 +54,11 @@ def member_of(
     announced_to: frozenset[str],
     rules: tuple[str, ...],
 ) -> Member:
-    """Return what the replica as a whole says: ranks that hold different states hold no whole one together.
+    """Return the report of the whole replica: ranks with different states have no whole state together.
 
     Args:
-        reports: Of all its ranks, in their order.
-        replica_id: See `Member`, as for what follows.
+        reports: Reports of all its ranks, in their order.
+        replica_id: See `Member`; the same holds for the rest.
         store_address: See above.
         announced_to: See above.
         rules: See above.
@@ -66,7 +66,7 @@ def member_of(
     states = {(report.step, report.lineage, report.is_irregular) for report in reports}
     step, lineage, is_irregular = states.pop()
     if states and step == 0 and all(other == 0 for other, _, _ in states):
-        # One rank was given the state of another replica, one was not: both begin again.
+        # Only some ranks received the state of another replica: all begin again.
         lineage, is_irregular = "", False
     elif states:
         step, lineage, is_irregular = NO_WHOLE_STATE, "", False
@@ -92,7 +92,10 @@ def member_of(
 
 
 def _structure_of_group(structures: Sequence[Structure]) -> Structure:
-    """Ranks hold parts of different shapes. What one of them does not compare, or does not have, none compares."""
+    """Return one structure for ranks with parts of different shapes.
+
+    Entries that one rank does not compare, or does not have, are compared by none.
+    """
     parts = [dict(each) for each in structures]
     keys = dict.fromkeys(key for each in parts for key in each)
     joined = {key: [each.get(key, UNKNOWN) for each in parts] for key in keys}

@@ -1,14 +1,14 @@
-"""What is copied at every step boundary, so that its state can still be taken when a need for it shows later.
+"""Copies at every step boundary what would otherwise be lost, so that a later request can still snapshot the boundary.
 
 With an asynchronous quorum a replica learns during ``forward`` that a newcomer needs the state of the boundary before
-it. Parameters and optimizer states wait for the optimizer; all else may have changed by then. A plan, made once, says
-which tensors something besides an attached optimizer may change: buffers as a rule, and few. A boundary copies these,
-notes the values in parameter groups, and calls the functions that cannot be seen through. Everything else is looked at
-only if the need shows: a tensor that then turns out to be neither guarded nor copied refuses the snapshot.
+it. Parameters and optimizer states wait for the optimizer; all else may have changed by then. A plan, made once, lists
+the tensors that something besides an attached optimizer may change: buffers as a rule, and few. A boundary copies
+these, notes the values in parameter groups, and calls the functions whose results are unknown. Everything else is
+checked only when a request comes: a tensor that then turns out to be neither guarded nor copied refuses the snapshot.
 
 So a boundary costs the same whatever the number of parameters, but for 0.1 to 0.5 µs a parameter for its version
-(`manager.state.guarded_memory.VersionWatch`). Where steps replace the tensors of optimizer states, a boundary also
-takes references to them: 0.2 µs a parameter.
+(`manager.state.guarded_memory.VersionWatch`). If steps replace the tensors of optimizer states, a boundary also takes
+references to them: 0.2 µs a parameter.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from manager.state.registry import StateEntry, StateRegistry
 logger = logging.getLogger(__name__)
 
 _NUM_LEARNING_STEPS: Final = 3
-"""Steps of a plan after which the parameters that ``forward`` changes are known, before anybody has asked for them."""
+"""Steps of a plan after which the parameters that ``forward`` changes are known, before any request."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Plan:
-    """What a boundary takes.
+    """The plan of a boundary.
 
     Attributes:
-        signature: Of what it was made for.
-        parts: Of the state, in the order of registration.
+        signature: Signature of the state that the plan was made for.
+        parts: Parts of the state, in the order of registration.
         guarded: Memory that waits for an optimizer's step or a write section.
         watched: Tensors in it that count their changes.
         refusal: Why no boundary can be kept; empty if one can.
-        spare: Buffers of the last boundary, if nobody took them.
+        spare: Buffers of the last boundary, if no snapshot took them.
     """
 
     signature: tuple[object, ...]
@@ -84,11 +84,11 @@ class KeptBoundary:
     """The copies and notes of one boundary. One thread at a time owns it: first the trainer's, then the snapshot's.
 
     Attributes:
-        keeper: Made it.
-        plan: Which the boundary followed.
-        optimizers: The attached ones.
-        copies: Of the tensors that something besides the optimizers may change.
-        values: Of parameter groups, and of the functions that were called, by key.
+        keeper: The keeper that made it.
+        plan: The plan that the boundary followed.
+        optimizers: The attached optimizers.
+        copies: Copies of the tensors that something besides the optimizers may change.
+        values: Values of parameter groups, and results of the called functions, by key.
         references: The tensors of optimizer states that steps replace, by key.
         counters: The manager's own part of the state.
         check: Raises if a tensor that was not copied has changed since, outside of an optimizer's step.
@@ -107,7 +107,7 @@ class KeptBoundary:
         """Return the replica's state at the boundary. Called once; the read section of the boundary is still open.
 
         Raises:
-            SnapshotError: Something has been replaced since, or changed without the optimizer.
+            SnapshotError: A tensor has been replaced since, or changed without the optimizer.
         """
         try:
             user = self._user_part()
@@ -118,7 +118,7 @@ class KeptBoundary:
         return {USER_KEY: user, MANAGER_KEY: own_part(self.counters, self.keeper.registry)}
 
     def let_go(self) -> None:
-        """Give the buffers to the next boundary."""
+        """Return the buffers for the next boundary."""
         self.plan.spare = self.copies
 
     def _user_part(self) -> dict[str, object]:
@@ -163,20 +163,20 @@ class KeptBoundary:
         known = set(map(id, references))
         for tensor in tensors_in(live):
             if id(tensor) not in known and memory_at(tensor) not in self.plan.guarded:
-                # The next boundary is prepared for steps that replace tensors.
+                # The next boundary expects steps that replace tensors.
                 self.keeper.replaced.found(key)
                 raise NotKeepableError(f"{key!r} has a tensor {list(tensor.shape)} that it did not have there")
 
 
 class BoundaryKeeper:
-    """Knows which memory of a replica's state is guarded, and keeps what is not. Belongs to the training thread.
+    """Knows which memory of a replica's state is guarded, and copies the rest. Owned by the training thread.
 
     Args:
         registry: The replica's state functions.
         counters: Returns the manager's own part of the state.
 
     Attributes:
-        registry: See above.
+        registry: See the argument.
         replaced: Knows the parts whose tensors steps replace.
     """
 
@@ -190,11 +190,11 @@ class BoundaryKeeper:
         self.replaced = ReplacedTensors()
 
     def guarded(self, optimizers: Iterable[Optimizer]) -> set[Memory]:
-        """Memory that waits for a step of the optimizers: theirs, but for what is known to change without one."""
+        """Return the memory that waits for the optimizers' steps, without what is known to change otherwise."""
         return memory_of_optimizers(optimizers) - self._unguarded()
 
     def stable(self, state: object) -> set[Memory]:
-        """Memory of a replica's state that waits for a write section."""
+        """Return the memory of a replica's state that only write sections change."""
         whole = cast("Mapping[str, Mapping[str, object]]", state)
         parts = [whole[USER_KEY][entry.key] for entry in self.registry.entries("replicated") if entry.is_stable]
         return memory_of(parts) - self._unguarded() if parts else set()
@@ -214,7 +214,7 @@ class BoundaryKeeper:
     def watch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Return a function that raises ``StateMovedError`` if one of the tensors has changed since this call.
 
-        A tensor that has is copied at the boundary from then on.
+        From then on, boundaries copy the tensors that have changed.
         """
         watch = VersionWatch(tensors)
 
@@ -232,7 +232,7 @@ class BoundaryKeeper:
         return check
 
     def note_moving(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy these tensors at the boundary from now on: something besides their optimizer changes them."""
+        """Copy these tensors at each boundary from now on: something besides their optimizer changes them."""
         self._moving |= memory_of(list(tensors))
         self.forget()
 
@@ -241,13 +241,14 @@ class BoundaryKeeper:
         self._plan = None
 
     def keep(self, optimizers: Sequence[Optimizer]) -> KeptBoundary | None:
-        """Copy what something besides the optimizers' steps may change. The caller holds the read lock.
+        """Copy everything that the optimizers' steps do not guard. The caller holds the read lock.
 
         Args:
-            optimizers: Those that are attached.
+            optimizers: The attached optimizers.
 
         Returns:
-            What the state of this boundary can be taken from; ``None`` if too much would have to be copied.
+            The copies, from which the state of this boundary can be taken; ``None`` if too much would have to be
+            copied.
 
         Raises:
             RegistryError: A state function failed.
@@ -306,7 +307,7 @@ class BoundaryKeeper:
         return self._moving | renormalised_memory(self.registry.entries("replicated"))
 
     def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
-        """What a plan depends on and a glance shows; what a glance misses is found when the state is taken."""
+        """Return the cheap inputs of a plan; other changes are found when the state is taken."""
         found: list[object] = [self.registry.num_changes]
         for optimizer in optimizers:
             found += (id(optimizer), len(optimizer.state))
@@ -392,7 +393,7 @@ def _copied(plan: _Plan) -> list[torch.Tensor]:
                 torch._foreach_copy_(spare, sources)
             return spare
         made: dict[Memory | None, torch.Tensor] = {}
-        # Tensors that are one stay one.
+        # Shared tensors stay shared.
         return [made.setdefault(memory_at(source), source.detach().clone()) for source in sources]
     finally:
         torch._C._set_grad_enabled(had_gradients)
