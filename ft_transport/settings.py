@@ -1,4 +1,4 @@
-"""What a transport may be told, its defaults, and what is refused before anything starts."""
+"""The settings of a transport, their defaults and their checks before anything starts."""
 
 import os
 import socket
@@ -40,9 +40,9 @@ def _environment_allows_anyone() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """How far a fetch is: bytes received so far, bytes in all, seconds since it began.
+    """Progress of a fetch: bytes received so far, bytes in all, seconds since it began.
 
-    They are verified, unless their digests come after the data; what was damaged then is fetched again, counted anew.
+    They are verified, unless their digests come after the data; damaged data is then fetched and counted again.
     """
 
     done_bytes: int
@@ -52,15 +52,15 @@ class FetchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSettings:
-    """What few users change.
+    """Settings that few users change.
 
     Attributes:
         host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off), or without a
             job token for the loopback alone.
         port: Port to bind; 0 for any free one.
-        advertise: Host, address or network interface that peers are told. Default: the environment variable
+        advertise: Host, address or network interface that is advertised to peers. Default: the environment variable
             ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
-        replica: How this replica calls itself in ``/status``.
+        replica: Name of this replica in ``/status``.
         token: The job token, which peers prove to each other that they know, and never send; two, with a space between
             them, while it is replaced. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or the file that
             ``FT_TRANSPORT_TOKEN_FILE`` names, which is read again when it changes; without any nobody is asked.
@@ -141,7 +141,7 @@ class TransportSettings:
         return Keys.of(self.token) if self.token is not None else Keys.from_environment()
 
     def certificates(self) -> Certificates | None:
-        """What this process proves itself with over TLS; ``None`` without TLS.
+        """The certificates of this process; ``None`` without TLS.
 
         Raises:
             ConfigurationError: The files cannot be read, or do not fit together.
@@ -151,7 +151,7 @@ class TransportSettings:
 
 
 def check_fields(settings: Any) -> None:
-    """Checks each field of a dataclass against its type, and converts the integers of numpy and torch.
+    """Check each field of a dataclass against its type, and converts the integers of numpy and torch.
 
     An ``int`` is at least 1 and a ``timedelta`` positive, unless the type is ``Annotated`` with the least value and the
     greatest. A type in quotes is not checked, and an error does not show a field without ``repr``.
@@ -188,7 +188,7 @@ def _checked(name: str, value: object, kind: Any, *, is_shown: bool) -> object:
 
 
 def check_duration(name: str, value: object, at_least: timedelta = timedelta.resolution) -> timedelta:
-    """Refuses anything but a ``timedelta`` of at least ``at_least``.
+    """Refuse anything but a ``timedelta`` of at least ``at_least``.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
@@ -202,13 +202,13 @@ def check_duration(name: str, value: object, at_least: timedelta = timedelta.res
 
 
 def check_number(name: str, value: object, at_least: int = 1, at_most: int | None = None) -> int:
-    """Refuses anything but a whole number within the bounds, and returns it as an ``int``.
+    """Refuse anything but a whole number within the bounds, and return it as an ``int``.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
     """
     try:
-        # What numpy and torch count with is as good.
+        # Integers of numpy and torch are valid, too.
         number = index(value) if not isinstance(value, bool) else None  # type: ignore[arg-type]
     except TypeError:
         number = None
@@ -222,7 +222,7 @@ def check_number(name: str, value: object, at_least: int = 1, at_most: int | Non
 
 
 def check_rate(name: str, value: object) -> float:
-    """Refuses anything but a positive number; infinity is one.
+    """Refuse anything but a positive number; infinity is one.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
@@ -233,7 +233,7 @@ def check_rate(name: str, value: object) -> float:
 
 
 def check_function(name: str, value: object) -> object:
-    """Refuses anything that cannot be called.
+    """Refuse anything that cannot be called.
 
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.

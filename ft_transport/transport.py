@@ -109,7 +109,7 @@ class HTTPTransport(Generic[T]):
         )
 
     def metadata(self) -> str:
-        """What a receiver needs to find this transport: ``http://host:port/checkpoint/``, or ``https://`` with TLS."""
+        """Address at which receivers find this transport: ``http://host:port/checkpoint/``, with TLS ``https://``."""
         return f"{self.server.http.address}/checkpoint/"
 
     def address(self) -> str:
@@ -117,30 +117,30 @@ class HTTPTransport(Generic[T]):
         return self.metadata()
 
     def check_address(self, timeout: timedelta) -> None:
-        """Makes sure that the address which peers are told leads to this very transport, by asking there.
+        """Check that the advertised address leads to this very transport, by a request to it.
 
-        A name that nobody resolves, an interface that is down or another server on the port is found at the start, and
-        not when a replica has to recover. All of it ends within ``timeout``.
+        Finds an unresolvable name, an interface that is down or another server on the port at the start, and not when a
+        replica has to recover. All of it ends within ``timeout``.
 
         Raises:
-            ConfigurationError: It leads nowhere, or to somebody else.
+            ConfigurationError: The address leads nowhere, or to another server.
         """
         check_duration("timeout", timeout, at_least=timedelta.min)
         self._client.check_own_address(self.metadata(), self.server.http.server_id, timeout)
 
     @property
     def keys(self) -> Keys | None:
-        """The keys of the job token, with which whatever belongs to this transport proves itself."""
+        """The keys of the job token, which authenticate everything that belongs to this transport."""
         return self._keys
 
     def send_checkpoint(
         self, dst_ranks: Sequence[int], step: int, state_dict: T | Callable[[], T], timeout: timedelta
     ) -> None:
-        """Takes a snapshot and serves it from now on; returns when it can be fetched.
+        """Take a snapshot and serve it from now on; return when it can be fetched.
 
         Args:
-            dst_ranks: Who will fetch it; anybody with the job token may.
-            step: The committed step that the state shows.
+            dst_ranks: Ranks that will fetch it; any peer with the job token may.
+            step: The committed step of the state.
             state_dict: The state, or a function that returns it, called under the read lock.
             timeout: For taking the read lock.
 
@@ -156,19 +156,19 @@ class HTTPTransport(Generic[T]):
         in_progress.publish()
 
     def allow_checkpoint(self, step: int) -> None:
-        """Does nothing: a snapshot is served from the moment it is whole, under the step it was taken at."""
+        """Do nothing: a snapshot is served from the moment it is whole, under the step it was taken at."""
 
     def disallow_checkpoint(self) -> None:
-        """Returns at once: no step can change what is served, so nobody has to be waited for."""
+        """Return at once: no step can change a served snapshot, so there is no receiver to wait for."""
 
     def serve_fresh(self, fresh_snapshot: FreshSnapshot | None) -> None:
-        """Lets a request for ``latest`` ask for a new snapshot.
+        """Let requests for ``latest`` request a new snapshot.
 
         Args:
-            fresh_snapshot: Asks the owner of the state for a snapshot, of the step that it is given if that is not
-                ``None``, and returns at once: the number (``server.newest_sequence()``) after which a snapshot is new
-                enough, or ``None`` if that step is past and no snapshot of it is on its way: one that is being taken is
-                still to come until it is published, or has failed. Without such a function, whatever is there is
+            fresh_snapshot: Requests a snapshot from the owner of the state, of the given step if that is not ``None``,
+                and returns at once: the number (``server.newest_sequence()``) after which a snapshot is new enough, or
+                ``None`` if that step is past and no snapshot of it is on its way: one that is being taken is still to
+                come until it is published, or has failed. Without such a function, the newest existing snapshot is
                 served.
 
         Raises:
@@ -180,20 +180,20 @@ class HTTPTransport(Generic[T]):
 
     @property
     def is_owned(self) -> bool:
-        """Whether somebody's state is served (`serve_fresh`)."""
+        """Whether the state of an owner is served (`serve_fresh`)."""
         return self.server.http.requests.fresh_snapshot is not None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """Receives the state of ``step`` from the peer that ``metadata`` names.
+        """Receive the state of ``step`` from the peer that ``metadata`` names.
 
         Args:
-            src_rank: Accepted as torchft has it; the address says which peer.
-            metadata: What its ``metadata()`` returned.
+            src_rank: Accepted as torchft has it; the address identifies the peer.
+            metadata: The result of the peer's ``metadata()``.
             step: The step.
             timeout: For everything, from the first connection to the last byte.
 
         Returns:
-            The state; its tensors are the receiver's own where they were received in place.
+            The state; tensors that were received in place are the receiver's own.
 
         Raises:
             DeadlineExceededError: It took too long.
@@ -217,39 +217,39 @@ class HTTPTransport(Generic[T]):
         known: Known = None,
         max_bytes_per_s: float | None = None,
     ) -> Received[T]:
-        """Receives a state and says which step it shows.
+        """Receive a state and return it with its step.
 
         Args:
-            metadata: What the peer's ``metadata()`` returned; or those of several peers with the same state, which are
-                then read from at once, faster ones more. Who turns out to have another state than most is left out; of
-                states that as many have, all receivers take the same one.
+            metadata: The result of the peer's ``metadata()``; or those of several peers with the same state, which are
+                then read from at once, faster ones more. Peers whose state differs from most are left out; if as many
+                peers have one state as another, all receivers take the same one.
             step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
-            relays: What the ``metadata()`` of each receiver returned that receives this state now, the same list for
-                all of them. Each passes on to the others what it has verified, so that every byte leaves the sources
-                about once. This one goes on with that for seconds after the end, until its memory is about to change
-                (`StateServer.materialize`) or it fetches again; what has changed all the same is found out by its
+            relays: The ``metadata()`` of each receiver that receives this state now, the same list for all of them.
+                Each relays its verified data to the others, so that every byte leaves the sources about once. This one
+                goes on with that for seconds after the end, until its memory is about to change
+                (`StateServer.materialize`) or it fetches again; data that has changed all the same is detected by its
                 digest.
             timeout: For everything; the transport's own by default. A peer may be out of reach for as long, so that a
-                receiver can start before its source; `FetchTimeout` sets a shorter time for that, and for a transfer
-                in which no data arrives.
-            into: The receiver's own state to receive into; its tensors must not be used until this returns, and what is
-                queued for them on a device is on this thread's stream, or has ended. One of another dtype or shape than
-                what comes is left alone, and a warning names it once.
-            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
+                receiver can start before its source; `FetchTimeout` sets a shorter time for that, and for a transfer in
+                which no data arrives.
+            into: The receiver's own state to receive into; its tensors must not be used until this returns, and work
+                that is queued for them on a device is on this thread's stream, or has ended. A tensor of another dtype
+                or shape than the incoming one is left alone, and a warning names it once.
+            check: Called with the incoming manifest before any data; an error of it ends the fetch with ``into``
                 untouched.
             is_comparable: Whether `Received.differences` will be called, which compares digests that come after the
                 data; else the fetch does.
-            known: What the receiver has of the state, so that only the rest is fetched. ``"into"``: every byte of
+            known: The receiver's known parts of the state, so that only the rest is fetched. ``"into"``: every byte of
                 ``into`` is digested first, and chunks whose digests differ are fetched: for weights of which little
-                changes from version to version. A `PartialState`: what has landed where fetches failed. It is digested
-                again, and chunks are fetched that never landed, or that this state has otherwise: it may be a later one
-                of the same tensors. If this fetch fails, whatever raises, it leaves there what has landed and does not
+                changes from version to version. A `PartialState`: data that landed in failed fetches. It is digested
+                again, and chunks are fetched that never landed, or that differ in this state: it may be a later one of
+                the same tensors. If this fetch fails with any error, it leaves the landed data there and does not
                 overwrite ``into``: only for callers that use ``into`` for nothing until another fetch has succeeded. A
-                `Received`: what an earlier fetch brought into ``into``. What may have changed since
+                `Received`: the result of an earlier fetch into ``into``. Data that may have changed since
                 (`Received.but_for`) is fetched, and of the rest chunks whose digests at the source are others than
                 then; ``into`` is not digested. The result is unverified: the caller compares it
-                (`Received.differences`), and fetches all of it where it differs.
-            max_bytes_per_s: Fetch no faster, so that the peer notices little of it.
+                (`Received.differences`), and fetches all of it if it differs.
+            max_bytes_per_s: Throughput limit, so that the peer notices little of the fetch.
 
         Raises:
             ConfigurationError: An argument is not of its kind.
@@ -272,27 +272,27 @@ class HTTPTransport(Generic[T]):
         )
 
     def keep_delta(self, base: int, delta: bytes) -> None:
-        """Serves a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; keeps the latest 4."""
+        """Serve a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; caches the latest 4."""
         self.server.http.deltas.keep(base, delta)
 
     def fetch_deltas(
         self, metadata: str, base: int, step: int, *, max_bytes: int, timeout: timedelta | None = None
     ) -> list[Delta]:
-        """Receives the deltas that lead from one step to another.
+        """Receive the deltas that lead from one step to another.
 
         Args:
-            metadata: What the peer's ``metadata()`` returned.
+            metadata: The result of the peer's ``metadata()``.
             base: The step that the receiver has.
             step: The later one that it wants.
-            max_bytes: For all of them together, as they come and, once more, decoded.
+            max_bytes: Maximum size of all of them together, as they come and, once more, decoded.
             timeout: The transport's own by default.
 
         Returns:
-            In the order in which they are applied; empty if the peer does not keep all that it takes, or they are
-            larger. Their headers are checked; what they lead to has to be compared with the manifest of the step.
+            The deltas in the order in which they are applied; empty if the peer lacks one of them, or they are larger.
+            Their headers are checked; the result has to be compared with the manifest of the step.
 
         Raises:
-            TransportError: The peer cannot be reached or refuses, or what it sent is no delta.
+            TransportError: The peer cannot be reached or refuses, or its answer is no delta.
         """
         settings = self._client.fetch_settings(timeout)
         return self._client.fetch_deltas(
@@ -311,37 +311,37 @@ class HTTPTransport(Generic[T]):
         like: LikeFunction | None = None,
         is_comparable: bool = False,
     ) -> Received[T]:
-        """Receives a state whose parts several ranks have, in the layout that this rank has; any other than theirs.
+        """Receive a state whose parts several ranks have, in the layout of this rank, which may differ from theirs.
 
-        Each DTensor of ``into`` says which part of a tensor is needed here. That part is fetched, from whichever ranks
-        have it, each byte once. Parts that several ranks have (HSDP) are spread over them, and one of them stands in
+        Each DTensor of ``into`` shows which part of a tensor is needed here. That part is fetched, from the ranks that
+        have it, each byte once. Parts that several ranks have (HSDP) are spread over them, and one of them substitutes
         for another that fails. A plain tensor of ``into`` takes a whole one. The same path at two sources is the same
         tensor: states of pipeline stages need names, as ``torch.distributed.checkpoint.state_dict`` makes them.
 
-        No collective runs: each rank of the receiving group calls this for itself. Where they have to end up at one
-        step, they pass one (`common_step`): the latest may be another one for each.
+        No collective runs: each rank of the receiving group calls this for itself. If all ranks need the same step,
+        they pass one (`common_step`): the latest may be another one for each.
 
         Args:
-            sources: What the ``metadata()`` of each rank of the sending group returned; all of them, unless fewer have
-                everything that is needed here.
+            sources: The ``metadata()`` of each rank of the sending group; all of them, unless fewer have everything
+                that is needed here.
             step: A step, or ``latest``: the same for all sources, although they do not reach it at one moment.
             into: This rank's own state. Its tensors must not be used until this returns. Without one, and without
-                ``like``, all tensors come whole: what a consolidated checkpoint or an inference engine needs.
-            group_rank: This rank's number in its group. What is not sharded comes from the source of that number
-                (modulo their number), so that the ranks of a group do not all ask one source for it.
+                ``like``, all tensors come whole: as a consolidated checkpoint or an inference engine needs them.
+            group_rank: This rank's number in its group. Unsharded data comes from the source of that number (modulo
+                their number), so that the ranks of a group do not all ask one source for it.
             timeout: As for `fetch`. A source may be out of reach for 5 seconds, or a quarter of ``timeout`` if that is
-                less, unless `FetchTimeout` says how long. Then the others are asked alone, if they have all that is
+                less, unless `FetchTimeout` sets another time. Then the others are asked alone, if they have all that is
                 needed; so they are if one hangs.
-            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
+            check: Called with the incoming manifest before any data; an error of it ends the fetch with ``into``
                 untouched.
-            like: Returns, for the path of a tensor that ``into`` does not have, one of this rank's that is divided in
-                the same way: for optimizers that have not stepped yet. By default tensors of the same shape and layout
-                at the sources show how.
+            like: Returns, for the path of a tensor that ``into`` does not have, a tensor of this rank that is divided
+                in the same way: for optimizers that have not stepped yet. By default tensors of the same shape and
+                layout at the sources show how.
             is_comparable: Whether `Received.differences` will be called. It costs another look at every byte.
 
         Raises:
             RestoreError: The sources contradict each other, do not have all that is needed, or ``into`` does not show
-                how something is to be divided; the path is named, and nothing was received.
+                how a tensor is to be divided; the path is named, and nothing was received.
             TransportError: As for `fetch`.
         """
         group_rank = check_number("group_rank", group_rank, at_least=0)
@@ -360,10 +360,10 @@ class HTTPTransport(Generic[T]):
         )
 
     def common_step(self, sources: Sequence[str], *, timeout: timedelta | FetchTimeout | None = None) -> int:
-        """Has all sources take a snapshot of one step, and says which; it is served until newer ones take its place.
+        """Have all sources take a snapshot of one step, and return the step; it is served until newer ones replace it.
 
-        For receivers that have to end up at one step: one of them calls this and tells the others, and all of them call
-        `fetch_sharded` with that step.
+        For receivers that need the same step: one of them calls this and passes the step on, and all of them call
+        `fetch_sharded` with it.
 
         The arguments and errors are those of `fetch_sharded`.
         """
@@ -371,10 +371,10 @@ class HTTPTransport(Generic[T]):
         return common_step(peers, self._client.group_fetch_settings(timeout))
 
     def ask_state(self, address: str, timeout: timedelta) -> ToldState:
-        """Asks a peer for its ``/state``; the peer takes no snapshot for that.
+        """Request a peer's ``/state``; the peer takes no snapshot for that.
 
         Args:
-            address: What its ``metadata()`` returned.
+            address: The result of its ``metadata()``.
             timeout: For all of it.
 
         Raises:
@@ -383,22 +383,22 @@ class HTTPTransport(Generic[T]):
         return ask_state(address, self._connect, timeout.total_seconds())
 
     def prefault_receive(self, num_bytes: int) -> None:
-        """Makes so much memory resident for what the next fetch receives that has no place in ``into``. Blocks.
+        """Make memory resident for data of the next fetch that has no place in ``into``. Blocks.
 
-        Nothing happens where it would take half of the memory that is free, or more. What is not needed is given back
-        by the next fetch, or by a call with 0.
+        Does nothing if that would take half of the free memory, or more. The next fetch, or a call with 0, gives unused
+        memory back.
         """
         self._client.spare.prepare(num_bytes)
 
     def prefault(self, state: object) -> None:
-        """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
+        """Make the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
 
         Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
         that has become larger needs another call, or else its next snapshots make room for themselves.
 
         Args:
-            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to
-                be the one that owns it; the memory is made ready on another thread, after this has returned.
+            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to be
+                the one that owns it; the memory is made ready on another thread, after this has returned.
 
         Raises:
             SnapshotError: The state cannot be captured.
@@ -406,7 +406,7 @@ class HTTPTransport(Generic[T]):
         self.server.prefault(state)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stops serving and frees the snapshots; waits for the server's thread if told so. May be called twice."""
+        """Stop serving and free the snapshots; with ``wait``, wait for the server's thread. May be called twice."""
         self.server.close(wait=wait)
 
 

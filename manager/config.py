@@ -1,4 +1,4 @@
-"""What a manager that takes part in a quorum may be told, its defaults, and what is refused before anything starts."""
+"""The settings of a manager in a quorum, their defaults and their checks before anything starts."""
 
 import difflib
 import logging
@@ -83,11 +83,11 @@ class TorchftKeywords(TypedDict, total=False):
 def named_arguments(
     positional: Sequence[Any], keywords: Mapping[str, Any], *, others: Collection[str]
 ) -> dict[str, Any]:
-    """Name the positional arguments of a manager, in torchft's order, and refuse keywords that nobody takes.
+    """Name the positional arguments of a manager, in torchft's order, and refuse unknown keywords.
 
     Args:
-        positional: What followed ``state_dict``.
-        keywords: What was given by name, without the names in ``others`` that were not given.
+        positional: The arguments after ``state_dict``.
+        keywords: The given keywords, without the names in ``others`` that were not given.
         others: Further keywords that the manager takes.
 
     Raises:

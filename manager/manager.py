@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OTHER_KEYWORDS: Final = ("pg", "load_state_dict", "state_dict", "config", "checkpoint_store", "save_every")
-"""For advice where a keyword has a typo: those that are neither torchft's nor settings."""
+"""Keywords that are neither torchft's nor settings, for advice on a typo."""
 _STALL_SHARE: Final = 0.5
-"""Of ``timeout``: a wait that is longer is told in the log."""
+"""Fraction of ``timeout``: longer waits are logged."""
 
 
 class Manager(StateManager):
-    """Keeps a replica and its peers at the same state, whoever of them dies.
+    """Keeps a replica and its peers at the same state, also when one of them dies.
 
     Without a quorum it is a `StateManager`. With one, the training loop is that of torchft::
 
@@ -78,14 +78,14 @@ class Manager(StateManager):
         save_every: int | None = None,
         **keywords: Unpack[TorchftKeywords],
     ) -> None:
-        """Make a manager, and join the job if it is told how.
+        """Make a manager, and join the job if a quorum is configured.
 
         Args:
             pg: Runs the collectives between replicas; a process group of torchft, or one of torch's that can be
                 reconfigured, will do. Default: gloo.
             load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
             state_dict: See ``load_state_dict``.
-            *positional: What follows in torchft's ``Manager``, in its order: ``min_replica_size`` and so on.
+            *positional: The next arguments of torchft's ``Manager``, in its order: ``min_replica_size`` and so on.
             config: How to take part in the quorum.
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
                 it down, also where this constructor raises. For a quorum there is a default one.
@@ -100,7 +100,7 @@ class Manager(StateManager):
         Raises:
             ConfigurationError: The settings cannot work, a keyword is unknown, or ``config`` was given beside them.
             QuorumError: The Lighthouse or the replica's store cannot be reached.
-            TransportError: The address that peers are told does not lead to this transport.
+            TransportError: The advertised address does not lead to this transport.
         """
         also: dict[str, Any] = {"timeout": timeout, "checkpoint_transport": checkpoint_transport}
         also = {name: value for name, value in also.items() if value is not None}
@@ -199,10 +199,10 @@ class Manager(StateManager):
             tensor: Dense; averaged over the participants by default. Of a DTensor the local part, which has to be the
                 same part on all replicas: that is, ranks of one number in replicas of one layout.
             should_quantize: Accepted as torchft does without Triton: the tensor is sent as it is.
-            reduce_op: What to do. ``AVG`` needs a floating-point dtype.
+            reduce_op: The reduction. ``AVG`` needs a floating-point dtype.
 
         Returns:
-            The work; `should_commit` waits for those that nobody has waited for.
+            The work; `should_commit` waits for any that has not been waited for.
 
         Raises:
             QuorumError: There was no quorum.
@@ -229,7 +229,7 @@ class Manager(StateManager):
         sparse if no replica had a dense one; rows whose average is zero are left out.
 
         Args:
-            trained: What gets gradients: the model, its optimizer, or the parameters; the same on all replicas.
+            trained: The object with gradients: the model, its optimizer, or the parameters; the same on all replicas.
 
         Returns:
             Whether they are averaged. If not, that was reported: the gradients mean nothing, and `should_commit` will

@@ -44,8 +44,8 @@ class StateManager:
                 loss(model).backward()
                 optimizer.step()
 
-    `start_step` is the step boundary: what is registered then shows the committed step, and a snapshot that somebody
-    asked for begins there. The thread that calls it is the training thread. Locking methods may be called from any
+    `start_step` is the step boundary: what is registered then shows the committed step, and a requested
+    snapshot begins there. The thread that calls it is the training thread. Locking methods may be called from any
     thread; registering, attaching, `start_step`, `snapshot`, `load` and `recover` belong to the training thread.
     """
 
@@ -212,7 +212,7 @@ class StateManager:
         self._state.registry.replace(key, state_dict, is_stable=is_stable)
 
     def attach(self, *optimizers: Optimizer, every_commit: bool = True) -> OptimizerAttachment:
-        """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
+        """Make every ``step()`` of the optimizers a write section, so that no copy begins in the middle of one.
 
         Their parameters and states are then cloned in the background when a snapshot is taken, from the step boundary
         until the pre-step hook at the latest. Where anything else changes them meanwhile outside a `writing` section,
@@ -243,7 +243,7 @@ class StateManager:
         """Apply a received state inside the write lock.
 
         Args:
-            state: What `replica_state` of a peer returned.
+            state: The result of `replica_state` of a peer.
 
         Raises:
             RegistryError: It does not fit what is registered. If a load function failed midway, this replica refuses
@@ -262,7 +262,7 @@ class StateManager:
         """Set the manager's own counters.
 
         Args:
-            state_dict: What `state_dict` returned. ``step`` alone, as in older checkpoints and torchft's, will do if
+            state_dict: The result of `state_dict`. ``step`` alone, as in older checkpoints and torchft's, will do if
                 all replicas load the same.
 
         Raises:
@@ -277,11 +277,14 @@ class StateManager:
     # ----------------------------------------------------------------------------------------- snapshots and recovery
 
     def start_step(self, step: int, *, hold: bool = False) -> bool:
-        """The step boundary. Call it at the top of every iteration, before data is drawn and ``forward`` runs.
+        """Begin a step. Call it at the top of every iteration, before data is drawn and ``forward`` runs.
+
+        This is the step boundary.
 
         Args:
-            step: How many steps are committed: the state shows exactly these.
-            hold: If none was asked for, keep the state such that one can still be taken (`SnapshotScheduler.settle`).
+            step: The number of committed steps: the state shows exactly these.
+            hold: If no snapshot was requested, keep the state such that one can still be taken
+                (`SnapshotScheduler.settle`).
 
         Returns:
             Whether a snapshot of this step is under way or can still be taken.
@@ -330,12 +333,12 @@ class StateManager:
     ) -> Recovery:
         """Receive the state of a peer into this replica's own tensors, and load it.
 
-        The lock is held for writing meanwhile: nobody is served what is only half there. If the transfer fails after
+        The lock is held for writing meanwhile: no peer is served a partial state. If the transfer fails after
         bytes have landed, this replica refuses to step until a recovery succeeds. With a ``checkpoint_store`` all ranks
         of the store's group call this; where a peer fails one of them, all load the newest good checkpoint instead.
 
         Args:
-            metadata: What ``metadata()`` of a peer's transport returned, of a rank in the same layout; or a list of
+            metadata: The result of ``metadata()`` of a peer's transport, of a rank in the same layout; or a list of
                 those of all ranks of a replica in any layout, of which this rank takes what it needs in its own
                 (``HTTPTransport.fetch_sharded``).
             step: The step to receive, or the peer's latest.
@@ -379,7 +382,7 @@ class StateManager:
         return self._replica.required_checkpoints().save(wait=wait, overwrite=overwrite)
 
     def resume(self, *, keys: ResumeKeys = "same") -> Recovery | None:
-        """Load the newest durable checkpoint that is what was written; all ranks call this, before the first step.
+        """Load the newest intact durable checkpoint; all ranks call this, before the first step.
 
         ``scope="local"`` state comes from a checkpoint of the same ``replica_id`` and number of ranks alone. Otherwise
         the present local state stays, with a warning.
@@ -393,7 +396,7 @@ class StateManager:
                 has alone is left out. In a quorum all replicas then take the state of one of them.
 
         Returns:
-            What was loaded; ``None`` if there is no checkpoint.
+            The recovery; ``None`` if there is no checkpoint.
 
         Raises:
             ConfigError: ``keys`` is neither.

@@ -35,11 +35,11 @@ from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry
 from ft_transport.wire.served import MemoryFile, Snapshot
 
 _CACHE_LINE_BYTES: Final = 64
-"""Of x86 and most others: within one, copies go at full speed."""
+"""Size on x86 and most other processors: within one line, copies go at full speed."""
 
 
 def nothing_moved() -> None:
-    """The check of a state that nobody watches."""
+    """Pass the check of a state whose changes are not watched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +47,19 @@ class Taking:
     """A state to take a snapshot of, and when each of its tensors is copied: at once if no attribute says otherwise.
 
     Attributes:
-        step: The committed step that the state shows.
+        step: The committed step of the state.
         state: Any nesting of supported kinds.
-        deferrable: Says of a live tensor that nothing changes it while the read lock is held: it is copied later, in
+        deferrable: Returns whether a live tensor stays unchanged while the read lock is held: it is copied later, in
             ``copy_deferred``.
-        lasting: Says of a live tensor that its owner seldom changes it, and calls ``StateServer.materialize`` before.
-            It is not copied but served from where it lies, if that is host memory and as the file has it. Later
-            snapshots reuse its digests, until ``Stager.forget_lasting``.
+        lasting: Returns whether a live tensor's owner seldom changes it, and calls ``StateServer.materialize`` before.
+            It is not copied but served from live memory, if that is host memory in the file's layout. Later snapshots
+            reuse its digests, until ``Stager.forget_lasting``.
         check_deferred: Raises a `SnapshotError` if a deferred tensor has changed; called after its copy. The snapshot
             fails then.
         check_shared: Raises one if a shared tensor has changed without ``materialize``; called before a receiver may
             rely on what was sent. The snapshot is lost then.
-        max_held_bytes: ``Stager.hold`` copies no more than this.
-        float_dtype: Of all floating-point tensors in the snapshot; ``None`` leaves each as it is.
+        max_held_bytes: Maximum bytes that ``Stager.hold`` copies.
+        float_dtype: Dtype of all floating-point tensors in the snapshot; ``None`` leaves each as it is.
     """
 
     step: int
@@ -74,13 +74,13 @@ class Taking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldState:
-    """A flattened state at a step. Its snapshot can be begun as long as its deferrable tensors stay as they are.
+    """A flattened state at a step. Its snapshot can be begun as long as its deferrable tensors stay unchanged.
 
     It takes no arena.
 
     Attributes:
         taking: How the snapshot is taken.
-        flat: The state; all that is not deferrable has been copied, unless the snapshot begins at once.
+        flat: The state; everything that is not deferrable has been copied, unless the snapshot begins at once.
         marks: Follow the work that was queued on devices before.
     """
 
@@ -90,7 +90,7 @@ class HeldState:
 
     @property
     def is_shareable(self) -> bool:
-        """Whether all of it lies in host memory, so that it can be served without a copy."""
+        """Whether the whole state lies in host memory, so that it can be served without a copy."""
         blocks = self.flat.blocks
         return all(
             address or not num_bytes for address, num_bytes in zip(blocks.addresses, blocks.num_bytes, strict=True)
@@ -99,16 +99,16 @@ class HeldState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workshop:
-    """What all snapshots of a stager are made with.
+    """The resources that all snapshots of a stager share.
 
     Attributes:
         pool: Has the arenas.
         copier: Copies and digests host memory.
         device_copier: Copies from accelerators.
-        chunk_bytes: The most bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
+        chunk_bytes: Maximum bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
         is_digested: Whether snapshots have digests.
-        digester: Says for each snapshot how they are made.
-        lasting: Keeps those of what seldom changes.
+        digester: Chooses for each snapshot how its digests are made.
+        lasting: Caches the digests of lasting tensors.
         costs: Metrics of all copies.
     """
 
@@ -127,8 +127,8 @@ class PendingSnapshot:
 
     Args:
         held: The state.
-        workshop: What to make the snapshot with.
-        arena: Where copies go; ``None`` if nothing is to be copied.
+        workshop: The shared resources.
+        arena: Destination of copies; ``None`` if nothing is to be copied.
 
     Attributes:
         step: The committed step.
@@ -157,7 +157,7 @@ class PendingSnapshot:
         self._check_deferred, self._check_shared = taking.check_deferred, taking.check_shared
 
     def copy_now(self) -> None:
-        """Copies every block that is neither deferrable nor shared, and notes the others."""
+        """Copy every block that is neither deferrable nor shared, and note the others."""
         is_shared = self._which(self._lasting) & (self._addresses != 0)
         is_deferred = self._which(self._deferrable) & ~is_shared
         self._deferred = np.flatnonzero(is_deferred)
@@ -166,15 +166,15 @@ class PendingSnapshot:
             self._share(np.flatnonzero(is_shared), is_shared)
 
     def defer_all(self) -> None:
-        """Notes every block for ``copy_deferred``."""
+        """Note every block for ``copy_deferred``."""
         self._deferred = np.arange(len(self._flat.blocks.sources))
 
     def share_all(self) -> None:
-        """Leaves every block where it is."""
+        """Share every block in place, without a copy."""
         self._share(np.arange(len(self._flat.blocks.sources)), self._which(self._lasting))
 
     def copy_deferred(self) -> None:
-        """Copies the rest. The caller still holds the read lock and releases it afterwards."""
+        """Copy the rest. The caller still holds the read lock and releases it afterwards."""
         deferred, self._deferred = self._deferred, self._deferred[:0]
         try:
             self._copy(deferred)
@@ -185,7 +185,7 @@ class PendingSnapshot:
             raise
 
     def finish(self) -> Snapshot:
-        """Digests what was copied and encodes the header. The live state is not looked at, but for what is shared."""
+        """Digest the copies and encode the header. Reads no live state but shared memory."""
         assert self._is_held, "nothing follows finish, or a failure"
         assert not len(self._deferred), "copy_deferred comes before finish"
         try:
@@ -229,7 +229,7 @@ class PendingSnapshot:
         )
 
     def abandon(self) -> None:
-        """Gives the arena back without a snapshot. Does nothing after ``finish`` or a failure."""
+        """Give the arena back without a snapshot. Does nothing after ``finish`` or a failure."""
         if self._is_held:
             self._is_held = False
             self._flat.blocks.sources.clear()
@@ -242,7 +242,7 @@ class PendingSnapshot:
         return np.fromiter(map(chosen, sources), dtype=np.bool_, count=len(sources))
 
     def _chunk_keys(self, is_lasting: npt.NDArray[np.bool_]) -> list[ChunkKey | None]:
-        """Where the bytes of each chunk lie that lasts; ``None`` for another."""
+        """Return the location of each lasting chunk's bytes; ``None`` for other chunks."""
         filled = np.flatnonzero(self._num_bytes)
         order = filled[np.argsort(self._starts[filled], kind="stable")].tolist()
         chunk_bytes, sources = self._chunks.chunk_bytes, self._flat.blocks.sources
@@ -300,7 +300,7 @@ class PendingSnapshot:
         return MemoryFile(self._arena.descriptor, start, start + len(header), self._arena.view[: self._data_bytes])
 
     def _closing(self) -> Callable[[], None]:
-        """What gives the memory back; it holds on to nothing else."""
+        """Return a function that gives the memory back and refers to nothing else."""
         if self.shared is not None:
             return self.shared.close
         assert self._arena is not None, "what is not shared is copied"
@@ -342,10 +342,10 @@ class PendingSnapshot:
 
 
 def data_bytes_of(flat: FlatState) -> int:
-    """Size of all blocks together.
+    """Return the size of all blocks together.
 
     Raises:
-        SnapshotError: The format cannot say it.
+        SnapshotError: The format cannot represent it.
     """
     data_bytes = sum(flat.blocks.num_bytes)
     if data_bytes >= 2**62:
@@ -354,7 +354,7 @@ def data_bytes_of(flat: FlatState) -> int:
 
 
 def _lay_out(flat: FlatState) -> Column:
-    """Where each block begins, each aligned without any hole.
+    """Return where each block begins, each aligned without any hole.
 
     First all blocks of whole cache lines: between them the step counters of Adam would shift each weight by 4 bytes
     against the tensor that it is copied from or to. The others follow, larger items first, aligned to their item size.

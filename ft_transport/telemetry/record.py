@@ -27,7 +27,7 @@ Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What the recording thread did for a while. The phases of a record follow each other without gaps.
+    """A phase of the recording thread. The phases of a record follow each other without gaps.
 
     Attributes:
         name: ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``, ``verify``, ``load``, ``compare``,

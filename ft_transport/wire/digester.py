@@ -68,7 +68,7 @@ class Digester:
 
         Args:
             name: The name in the manifest.
-            keys: The job's keys. With keys, plain digests are refused: anybody can make them.
+            keys: The job's keys. With keys, plain digests are refused: they can be forged without one.
         """
         if not keys:
             return PLAIN if name == _PLAIN_NAME else None

@@ -169,9 +169,9 @@ class FetchMachine(Generic[Unit]):
     """The state of one fetch. Not thread-safe: its shell calls it under a lock.
 
     Args:
-        work: What to fetch.
+        work: The units to fetch.
         sources: Names of the sources, for messages.
-        max_failures: A source is dropped after this many failures in a row.
+        max_failures: Number of failures in a row after which a source is dropped.
     """
 
     def __init__(self, work: Work[Unit], *, sources: Sequence[str], max_failures: int) -> None:
@@ -182,7 +182,7 @@ class FetchMachine(Generic[Unit]):
         self._failures: list[TransportError] = []
         self._stop: Stop | None = None if work.num_left else Stop(None)
         self._nothing_to_do = False
-        """Whether nothing has been reported since a worker was told to wait: then all others wait, too."""
+        """Whether a worker has been told to wait and nothing was reported since: then all others wait, too."""
 
     @property
     def stopped(self) -> Stop | None:

@@ -184,15 +184,15 @@ def decode_header(
     peer: str | None = None,
     check_time: CheckTime = unbounded,
 ) -> Manifest:
-    """Decodes the JSON header (without the length prefix) that a peer sent.
+    """Decode the JSON header (without the length prefix) that a peer sent.
 
-    The input is not trusted: whatever the bytes, the outcome is a manifest that is consistent in itself or a
-    ``ManifestError``, and memory grows at most in proportion to the input.
+    The input is not trusted: the outcome is always a consistent manifest or a ``ManifestError``, and memory grows at
+    most in proportion to the input.
 
     Args:
         encoded: The header as it came, padding included.
-        keys: Of the job. With any, digests that everybody could make are refused.
-        peer: Who sent it, for the error.
+        keys: The job's keys. With any, digests that need no key are refused.
+        peer: The sender, for the error.
         check_time: Called now and then.
 
     Raises:

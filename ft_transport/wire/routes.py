@@ -1,23 +1,23 @@
 """Paths, parameters and headers of the HTTP protocol, spelled once for both sides.
 
-GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may be asked for
+GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may be requested
 GET       /checkpoint/{step}/metadata   its JSON header alone
 POST      /checkpoint/{step}/slices     the parts of tensors that the body lists, see ``wire.slices``
-GET       /checkpoint/{step}/digests    where the header says "later" instead of the digests: these, in the same form
-GET       /checkpoint/{step}/memory     a ticket for the memory that it lies in, for receivers on this host
-GET       /checkpoint/{step}/delta      what leads from this step to a later one, if it was kept: see ``wire.delta``
+GET       /checkpoint/{step}/digests    the digests, in the same form, if the header says "later" instead of them
+GET       /checkpoint/{step}/memory     a ticket for the snapshot's memory, for receivers on this host
+GET       /checkpoint/{step}/delta      the delta from this step to a later one, if it is cached: see ``wire.delta``
 GET       /relay/{content}              chunks that a receiver has, or will have, as they land (``wire.relayed``)
-GET       /status                       JSON: what is served, and to how many
+GET       /status                       JSON: the served snapshots, and their numbers of readers
 GET       /state                        JSON: the state of this process, see ``telemetry.told``
 GET       /metrics                      the metrics of this process, as Prometheus reads them
 GET       /                             a page for people, which shows ``/state`` as it changes
 GET       /challenge                    begins a session of peers that know the job token: see ``wire.authentication``
 
-``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
-``?wait=SECONDS`` bounds how long the server may hold the request until the step is there. A request for ``latest``
-that ended without a snapshot (503) says in ``FT-After`` what ``?after=`` repeats when it is made again: any snapshot
-begun since the first request is then new enough, however long it takes. ``FT-Exchange-Digest``, in every answer, says
-which request was understood: see ``wire.exchange_digest``.
+``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 once it was replaced), and
+``?wait=SECONDS`` bounds how long the request may wait for the step. The answer to a request for ``latest`` that ended
+without a snapshot (503) has a number in ``FT-After``, which the next request repeats in ``?after=``: any snapshot begun
+since the first request is then new enough, however long it takes. ``FT-Exchange-Digest``, in every answer, identifies
+the request as the server read it: see ``wire.exchange_digest``.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from manager.demo.replica_process import ENDED, Event, Launch, ReplicaProcess
 _EVENT_TIMEOUT_S: Final = 120.0
 _NUM_RANKS: Final = 2
 _STEPS_TO_STILLNESS: Final = 5
-"""The fastest replica may be so much further by the time that it is told."""
+"""Lead, in steps, that the fastest replica may have by the time it gets the request."""
 _LINE_EVERY_S: Final = 1.0
-"""Of a replica that trains on while another one restarts: its steps would fill the terminal."""
+"""Interval of the lines of a replica that trains on while another one restarts: its steps would fill the terminal."""
 _LEAVE_S: Final = 5.0
 _COLORS: Final = {"A": "cyan", "B": "green", "C": "magenta"}
 
@@ -40,7 +40,7 @@ class Demo:
     """One run of the demo.
 
     Args:
-        console: Where to draw.
+        console: The terminal.
         arguments: Size and length of the run.
     """
 
@@ -58,10 +58,10 @@ class Demo:
         self._shown_s: dict[str, float] = {}
 
     def run(self, at_rest: Callable[[Sequence[ReplicaProcess]], None] | None = None) -> bool:
-        """Runs it. Returns whether all that any replica held at one step was the same.
+        """Run the demo. Return whether all states of one step were equal on all replicas.
 
         Args:
-            at_rest: Called at the end with every process that was started, while those that run stand still.
+            at_rest: Called at the end with every process that was started, while the running ones stand still.
         """
         self._lighthouse = embedded_lighthouse(
             min_replicas=1, heartbeat_timeout=HEARTBEAT_TIMEOUT, join_timeout=2 * TIMEOUT
@@ -81,7 +81,8 @@ class Demo:
                 at_rest(self._all)
             return compare(self._console, self._all, names=self._names, num_ranks=self._num_ranks, num_steps=steps)
         finally:
-            # A request that a SIGKILL cuts off is an error to the Lighthouse, which would be the demo's last line.
+            # A request that a SIGKILL cuts off is an error to the Lighthouse, which would log it as the demo's last
+            # line.
             running = [process for processes in self._running.values() for process in processes]
             deadline_s = time.monotonic() + _LEAVE_S
             for process in running:
@@ -122,7 +123,7 @@ class Demo:
         self._until(lambda: all(self._has_held(name, self._arguments.steps) for name in names))
 
     def _write_targets(self) -> None:
-        """Tells Prometheus whom to scrape, in the form of its ``file_sd_configs``; at once, for it may be reading."""
+        """Write Prometheus's targets, in the form of its ``file_sd_configs``; atomically, because it may be reading."""
         if self._arguments.targets is None:
             return
         targets = [
@@ -139,7 +140,7 @@ class Demo:
         written.replace(self._arguments.targets)
 
     def _stand_still(self) -> None:
-        """Has all replicas stop at one step, so that what they count does not change any more."""
+        """Stop all replicas at one step, so that their metrics do not change any more."""
         running = [process for processes in self._running.values() for process in processes]
         step = max(max(process.digests) for process in running) + _STEPS_TO_STILLNESS
         for process in running:
@@ -155,7 +156,7 @@ class Demo:
                 event = self._events.get(timeout=_EVENT_TIMEOUT_S)
             except queue.Empty:
                 raise SystemExit(f"no replica reported anything for {_EVENT_TIMEOUT_S:.0f} s") from None
-            # What a killed one had still to say is heard, too: it held it.
+            # The last reports of a killed replica count, too: it had that state.
             sender = next(each for each in self._all if each.process.pid == event.process_id)
             if event.name == ENDED and sender in self._running.get(event.replica, ()):
                 raise SystemExit(f"replica {event.replica} ended before the demo did")
@@ -191,7 +192,7 @@ class Demo:
             )
 
     def _was_shown(self, who: str) -> bool:
-        """Whether a step of this replica was shown within the last second; otherwise notes that one is now."""
+        """Return whether a step of this replica was shown within the last second; otherwise note that one is now."""
         now_s = time.monotonic()
         if now_s - self._shown_s.get(who, -_LINE_EVERY_S) < _LINE_EVERY_S:
             return True
@@ -217,7 +218,7 @@ def main(arguments_of_caller: Sequence[str] | None = None, *, program: str = "py
 
 
 def parse(arguments_of_caller: Sequence[str] | None, *, program: str) -> argparse.Namespace:
-    """Size and length of a run, from the command line; see `main`."""
+    """Parse size and length of a run from the command line; see `main`."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument(
         "--steps", type=int, default=8, help="at least so many steps before, between and after the failures"

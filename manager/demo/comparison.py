@@ -1,4 +1,4 @@
-"""Compares what all replicas of the demo held at each step, bit for bit, and shows the last ones."""
+"""Compares the states of all replicas of the demo at each step, bit for bit, and shows the last ones."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from manager.demo.replica_process import ReplicaProcess
 def compare(
     console: Console, started: Sequence[ReplicaProcess], *, names: Sequence[str], num_ranks: int, num_steps: int
 ) -> bool:
-    """Show the last steps of all replicas, and check every step that any start of any of them ever held.
+    """Show the last steps of all replicas, and compare the states of every step over all starts.
 
     Args:
-        console: Where to draw.
+        console: The terminal.
         started: Every process that was started.
-        names: Of the replicas.
-        num_ranks: Of each of them.
-        num_steps: How many steps are shown.
+        names: Names of the replicas.
+        num_ranks: Number of ranks of each replica.
+        num_steps: Number of steps to show.
 
     Returns:
-        Whether all that any replica held at one step was the same, and all of them held one.
+        Whether all states of one step were equal on all replicas, and all replicas had a common step.
     """
     console.rule("what they held, bit for bit")
-    # Ranks of one number hold the same part.
+    # Ranks of the same number have the same part.
     by_step: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
     differing: set[tuple[int, int]] = set()
     for process in started:

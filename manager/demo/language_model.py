@@ -23,13 +23,13 @@ class Text:
 
     @classmethod
     def from_python_documentation(cls) -> Text:
-        """The help topics of the running Python: half a megabyte of English."""
+        """Return the help topics of the running Python: half a megabyte of English."""
         text = "\n".join(topics[name] for name in sorted(topics))
         alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
         return cls(torch.tensor([alphabet[character] for character in text]), len(alphabet))
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of a step, the same in every process: inputs and targets, each ``int64 [BATCH, CONTEXT]``."""
+        """Return a step's batch, the same in every process: inputs and targets, each ``int64 [BATCH, CONTEXT]``."""
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(len(self.tokens) - CONTEXT - 1, (BATCH,), generator=generator)
         windows = torch.stack([self.tokens[start : start + CONTEXT + 1] for start in starts.tolist()])
@@ -54,13 +54,13 @@ class LanguageModel(nn.Module):
         )
         self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        # A tie, as language models have it; a recovered replica must have it too.
+        # Tied weights, as in most language models; a recovered replica must have them too.
         self.head.weight = self.tokens.weight
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats per character; a scalar."""
+        """Return the mean cross entropy in nats per character; a scalar."""
         hidden = self.tokens(inputs) + self.positions.weight
         hidden = self.layers(hidden, mask=self.mask, is_causal=True)
         logits = cast(torch.Tensor, self.head(hidden))

@@ -29,15 +29,15 @@ NAMES: Final = ("A", "B", "C")
 
 
 def report(event: str, **fields: object) -> None:
-    """Sends one event to the parent."""
+    """Send one event to the parent."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
 class RecoveryReporter(logging.Handler):
-    """Tells the parent of each recovery that the manager logs."""
+    """Reports each recovery that the manager logs to the parent."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Report a record that carries a recovery, and no other."""
+        """Report a record if it carries a recovery."""
         recovery = getattr(record, "recovery", None)
         if isinstance(recovery, dict):
             report("healed", **recovery, seconds=getattr(record, "seconds", 0.0))
@@ -53,7 +53,7 @@ def _report_record(record: Record) -> None:
 
 
 class Parent:
-    """What the parent says on standard input: at which step to stand still, and, by its end, to leave."""
+    """The parent's requests on standard input: the step at which to stand still, and, by its end, to exit."""
 
     def __init__(self) -> None:
         self.has_left = SafeEvent()
@@ -61,7 +61,7 @@ class Parent:
         SafeThread(target=self._listen, daemon=True).start()
 
     def wants_stillness(self, step: int) -> bool:
-        """Whether no step is to be made after this one."""
+        """Return whether this is the last step."""
         return self._still_at is not None and step >= self._still_at
 
     def _listen(self) -> None:
@@ -71,14 +71,14 @@ class Parent:
 
 
 class Replica:
-    """Everything that one replica trains with: weights of its own until the quorum has made all alike.
+    """The training objects of one replica: weights of its own until the quorum has made all equal.
 
-    Where torch.distributed runs, this is one rank of the replica, and FSDP2 divides the model among them.
+    If torch.distributed runs, this is one rank of the replica, and FSDP2 divides the model among its ranks.
 
     Args:
         name: One of ``NAMES``.
         width: Hidden size of the model.
-        num_layers: Its layers.
+        num_layers: Number of its layers.
     """
 
     def __init__(self, name: str, *, width: int, num_layers: int) -> None:
@@ -109,7 +109,7 @@ class Replica:
         self.manager.attach(self._optimizer)
 
     def train_step(self) -> None:
-        """One step, reported with its loss and the digest of the state that it began with."""
+        """Make one step, and report its loss and the digest of the state that it began with."""
         manager = self.manager
         started_s = time.perf_counter()
         manager.start_quorum()
@@ -137,13 +137,13 @@ class Replica:
 
 
 def main() -> None:
-    """Trains until standard input ends, or names a step to stand still at."""
+    """Train until standard input ends, or names a step to stand still at."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--num-layers", type=int, required=True)
     arguments = parser.parse_args()
-    # What goes wrong is in the reports.
+    # The reports contain all errors.
     logger = logging.getLogger("manager")
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -1,4 +1,4 @@
-"""The demo's replicas as processes: started, killed, and listened to."""
+"""The demo's replicas as processes: starts them, kills them, and reads their reports."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What torchrun would tell a rank of a replica: who it is, and where the replica's store is."""
+    """Values that torchrun would give a rank of a replica: its number, and the address of the replica's store."""
 
     group_rank: int
     num_ranks: int
     store_port: int
 
     def environment(self) -> dict[str, str]:
-        """The variables of torchrun (``torch/distributed/run.py``)."""
+        """Return the variables of torchrun (``torch/distributed/run.py``)."""
         return {
             "RANK": str(self.group_rank),
             "LOCAL_RANK": str(self.group_rank),
@@ -53,15 +53,15 @@ class ReplicaProcess:
     """One start of a replica, and the thread that reads its reports.
 
     Attributes:
-        name: Of the replica; the same however often it is started.
-        group_rank: Which of its ranks this is.
+        name: Name of the replica; the same for all its starts.
+        group_rank: Its rank within the replica.
         process: The running process.
-        digests: By step, the digest of the state that it held at the step's boundary.
-        step_seconds: By step, how long it took.
-        metrics: Where its metrics are; empty until it has said so.
-        committed_s: When it reported each step that it has committed, by the monotonic clock.
-        num_recoveries: States that it has received and loaded.
-        received_bytes: In heals that have ended.
+        digests: By step, the digest of its state at the step's boundary.
+        step_seconds: By step, its duration.
+        metrics: URL of its metrics; empty until it has reported it.
+        committed_s: When it reported each committed step, by the monotonic clock.
+        num_recoveries: Number of states that it has received and loaded.
+        received_bytes: Bytes received in heals that have ended.
         is_still: Whether it has stopped training, and waits for its end.
     """
 
@@ -86,14 +86,14 @@ class ReplicaProcess:
         lighthouse: str,
         launch: Launch | None = None,
     ) -> ReplicaProcess:
-        """Starts the process; its events arrive in the queue.
+        """Start the process; its events arrive in the queue.
 
         Args:
-            name: Of the replica.
-            events: Where they arrive.
+            name: Name of the replica.
+            events: The queue of its events.
             arguments: Size of the model.
-            lighthouse: Its address.
-            launch: Which rank of the replica it is, if that has several.
+            lighthouse: Address of the Lighthouse.
+            launch: The rank's number and store, if the replica has several ranks.
         """
         variables = launch.environment() if launch is not None else {}
         process = subprocess.Popen(
@@ -108,7 +108,7 @@ class ReplicaProcess:
         return cls(name, launch.group_rank if launch is not None else 0, process)
 
     def note(self, event: Event) -> None:
-        """Takes in what it has reported."""
+        """Process one report."""
         fields = event.fields
         match event.name:
             case "serving":
@@ -129,18 +129,18 @@ class ReplicaProcess:
                 pass
 
     def stand_still(self, step: int) -> None:
-        """Has it train up to this step, and wait there for its end."""
+        """Request training up to this step, and no further."""
         assert self.process.stdin is not None, "it was asked for a pipe"
         self.process.stdin.write(f"{step}\n")
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """Ends it as a power failure does: with SIGKILL."""
+        """Kill it with SIGKILL, as a power failure would."""
         self.process.kill()
         self.process.wait()
 
     def leave(self) -> None:
-        """Asks it to end after its present step; `kill` ends it in any case."""
+        """Request its exit after the present step; `kill` ends it in any case."""
         assert self.process.stdin is not None, "it was asked for a pipe"
         with suppress(OSError):  # it has exited
             self.process.stdin.close()

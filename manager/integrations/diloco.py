@@ -23,7 +23,7 @@ _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_par
 
 
 class DiLoCoFragment(Protocol):
-    """What the guard needs of torchft's ``_StreamingDiLoCoFragment``."""
+    """The parts of torchft's ``_StreamingDiLoCoFragment`` that the guard needs."""
 
     original_parameters: dict[str, torch.Tensor]
     _fragment_id: int
@@ -36,14 +36,14 @@ def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
     Call it once, after making the ``DiLoCo`` and before training. Attach the inner optimizer as well.
 
     Args:
-        manager: The one that ``diloco`` was made with.
+        manager: The manager of ``diloco``.
         diloco: A ``torchft.local_sgd.DiLoCo``.
 
     Returns:
         The attachment of its outer optimizers.
 
     Raises:
-        ManagerError: It is none, or it belongs to another manager.
+        ManagerError: ``diloco`` is no ``DiLoCo``, or it belongs to another manager.
     """
     fragments = getattr(diloco, "_fragments", None)
     if not isinstance(fragments, list) or getattr(diloco, "_manager", None) is not manager:
@@ -77,7 +77,7 @@ def _inside_write_section(manager: StateManager, change: Callable[[], object], n
 
 
 def _followed(sync: Callable[[], bool], synchronized: Callable[[], None]) -> Callable[[], bool]:
-    """A snapshot that is taken right after a sync can be read until the next one, from where the state lies."""
+    """Notify of each sync: a snapshot taken right after it can be read from live memory until the next sync."""
 
     @functools.wraps(sync)
     def followed() -> bool:
@@ -89,7 +89,7 @@ def _followed(sync: Callable[[], bool], synchronized: Callable[[], None]) -> Cal
 
 
 def _live_state(fragment: DiLoCoFragment) -> dict[str, object]:
-    """What the fragment's own state function returns, without its copies."""
+    """Return the result of the fragment's own state function, without its copies."""
     return {
         "outer_optimizer": fragment._outer_optimizer.state_dict(),
         "original_parameters": dict(fragment.original_parameters),

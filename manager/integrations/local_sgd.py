@@ -21,11 +21,11 @@ def guard_local_sgd(manager: StateManager, local_sgd: Any) -> None:
     may then be attached.
 
     Args:
-        manager: The one that ``local_sgd`` was made with.
+        manager: The manager of ``local_sgd``.
         local_sgd: A ``torchft.local_sgd.LocalSGD``.
 
     Raises:
-        ManagerError: It is none, or it belongs to another manager.
+        ManagerError: ``local_sgd`` is no ``LocalSGD``, or it belongs to another manager.
     """
     if not hasattr(local_sgd, "_average") or getattr(local_sgd, "_manager", None) is not manager:
         raise ManagerError(

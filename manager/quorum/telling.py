@@ -13,11 +13,11 @@ from manager.quorum.round import Participant
 from manager.state.telling import told_state
 
 _QUICK_S: Final = 1.0
-"""A quorum that forms beside ``forward`` counts as waiting only after so long."""
+"""A quorum that forms during ``forward`` counts as waiting only after this long."""
 
 
 def told_loop(participant: Participant) -> ToldManager:
-    """The state of a manager in a quorum. Any thread may ask."""
+    """Return the state of a manager in a quorum. Any thread may call it."""
     state, membership, current = participant.state, participant.membership, participant.round
     decision, said = current.decision if current is not None else None, membership.said
     activity = _activity(participant)

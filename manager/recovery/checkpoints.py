@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAST_BYTES_PER_S: Final = 1 << 20
-"""A disk that gives less is taken for one that hangs."""
+"""A slower disk is assumed to hang."""
 
 ResumeKeys: TypeAlias = Literal["same", "shared"]
 """Which keys of a checkpoint `StateManager.resume` loads."""
@@ -44,28 +44,28 @@ _OTHER_KEYS: Final = (
 )
 
 LOCAL_KEY: Final = "local"
-"""Under this key a checkpoint has what is registered with ``scope="local"``, for each rank its own.
+"""The key of a checkpoint for values registered with ``scope="local"``, which each rank saves for itself.
 
 In a quorum the name of the replica follows, after a colon: another replica that loads the checkpoint has no such key.
 """
 
 
 class Checkpoints:
-    """Saves a replica's state to a store and loads it from there. Knows nothing of other replicas.
+    """Saves a replica's state to a store and loads it from there. Independent of other replicas.
 
     All ranks of the store's group call each method, on the training thread.
 
     Args:
         state: The state.
-        store: Where checkpoints go. This object closes it.
+        store: The store of checkpoints. This object closes it.
         save_every: Save at the beginning of every step whose number this divides.
         snapshots: Takes the snapshot that is saved and served; ``None`` without a transport.
 
     Attributes:
-        store: See above.
+        store: See the argument.
         counts: States that were loaded.
         replica_name: The configured name of this replica; empty in a quorum without one, ``None`` without a quorum.
-            Local state is loaded from a checkpoint of the same name, and of as many ranks, alone.
+            Local state is loaded only from a checkpoint of the same name and number of ranks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Checkpoints:
         self.replica_name: str | None = None
 
     def boundary(self) -> None:
-        """Look after the writer processes, and save if it is time to."""
+        """Check the writer processes, and save if a save is due."""
         health = self.store.check_health()
         if health.dead_writers:
             logger.warning("the writer processes of ranks %s are dead, and are being replaced", health.dead_writers)
@@ -113,7 +113,7 @@ class Checkpoints:
                 return state.content()
 
             try:
-                # What is refused here is told to the other ranks, who wait for no checkpoint that does not come.
+                # A refusal here reaches the other ranks, so that they do not wait for a checkpoint.
                 self._refuse_to_save()
                 lease = self._lease(self._snapshots) if self._snapshots is not None else None
             except ManagerError as error:
@@ -130,7 +130,7 @@ class Checkpoints:
     def _lease(self, snapshots: SnapshotScheduler) -> Callable[[], SnapshotLease] | None:
         """Begin a snapshot of the present step, and return a function that waits for it and leases it.
 
-        ``None`` where receivers read as many snapshots as the transport may hold.
+        ``None`` if receivers read the maximum number of snapshots of the transport.
         """
         step, timeout_s = self._state.step, self._state.timeout.total_seconds()
         leased: SafeFuture[SnapshotLease] = SafeFuture()
@@ -180,7 +180,7 @@ class Checkpoints:
                     try:
                         loaded = self._load_newest(own_errors, only_shared)
                     except TransportError as error:
-                        # This rank's parameters or another one's have places now that its plan does not know.
+                        # The parameters of this rank or another have places now that its plan does not contain.
                         if TAKEN_OVER not in str(error):
                             raise
                         own_errors.clear()
@@ -195,7 +195,7 @@ class Checkpoints:
                     state.partial = earlier
                     return None
                 state.mark_partial(loaded.step, "loading it was interrupted")
-                # Where another rank could not load it, this one must not step with it either.
+                # If another rank could not load it, this rank must not step with it either.
                 store.run_on_all_ranks(
                     "load the checkpoint",
                     partial(_noted, own_errors, partial(self._apply, loaded, only_shared)),
@@ -203,7 +203,7 @@ class Checkpoints:
                 )
                 state.partial = None
             except TransportError as error:
-                # One's own error is as it would be without other ranks.
+                # An own error is the same as without other ranks.
                 raise own_errors[0] if own_errors else error from None
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
 
@@ -211,7 +211,7 @@ class Checkpoints:
         """Load the newest good checkpoint into this rank's own state; the caller holds the write lock.
 
         Raises:
-            TransportError: The same on all ranks; with `TAKEN_OVER` in its message where the next attempt succeeds.
+            TransportError: The same on all ranks; with `TAKEN_OVER` in its message if the next attempt succeeds.
         """
         state, store = self._state, self.store
         into: dict[str, object] = {}
@@ -239,7 +239,7 @@ class Checkpoints:
         return store.load_newest_good(into=into, like=like, check=check, is_comparable=True)
 
     def _resume_from_dcp(self, checkpoint: DCPCheckpoint) -> Recovery:
-        """Load what ``torch.distributed.checkpoint`` wrote for another program."""
+        """Load a checkpoint that ``torch.distributed.checkpoint`` wrote for another program."""
         from manager.recovery.dcp_loading import load_dcp  # noqa: PLC0415 # it imports DCP, which takes a second
 
         state, step = self._state, checkpoint.step
@@ -253,7 +253,7 @@ class Checkpoints:
             with state.lock.write("loading a checkpoint"):
                 parts = load_dcp(checkpoint, state.registry, note_change)
                 state.load({USER_KEY: parts, MANAGER_KEY: {"step": step}})
-                # Where another rank could not load it, this one must not step with it either.
+                # If another rank could not load it, this rank must not step with it either.
                 note_change()
 
         num_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in checkpoint.tensors.values())
@@ -277,7 +277,7 @@ class Checkpoints:
 
     @property
     def _is_known(self) -> bool:
-        """Whether the local state of a checkpoint may be this replica's: replicas without a name look alike."""
+        """Return whether a checkpoint's local state may be this replica's: replicas without a name look the same."""
         return self.replica_name != ""
 
     def _local_part(self) -> dict[str, object]:
@@ -285,7 +285,7 @@ class Checkpoints:
         return {_local_key(self.replica_name): local} if local else {}
 
     def _load_local(self, state: Mapping[str, Any], step: int, only_shared: bool) -> None:
-        """Load the local state that this replica saved; without any, leave the present one and say so."""
+        """Load the local state that this replica saved; without any, leave the present one and log it."""
         registry = self._state.registry
         keys = [entry.key for entry in registry.entries("local")]
         if self._is_known and _local_key(self.replica_name) in state:
@@ -314,7 +314,7 @@ class Checkpoints:
             )
 
     def _apply(self, loaded: LoadedCheckpoint[Any], only_shared: bool) -> None:
-        """Give the parts of a loaded state to the load functions."""
+        """Pass the parts of a loaded state to the load functions."""
         state = self._state
         try:
             state.load(loaded.state, only_shared=only_shared)
@@ -334,7 +334,7 @@ class Checkpoints:
         self._tell_other_keys(loaded)
 
     def _tell_other_keys(self, loaded: LoadedCheckpoint[Any]) -> None:
-        """Name the keys that are not loaded. A quorum then takes the state of one replica where keys are new."""
+        """Log the keys that are not loaded. A quorum then takes the state of one replica if keys are new."""
         state, registry = self._state, self._state.registry
         saved, own = dict(loaded.state[USER_KEY]), registry.registered_keys()
         is_new = any(key not in saved for key in own)
@@ -344,7 +344,7 @@ class Checkpoints:
         if not kept and not left_out:
             return
         if is_new and self.replica_name is not None:
-            # Each replica has values of its own under these keys, so their states must not have the same name.
+            # Each replica has its own values under these keys, so their states must not have the same name.
             state.lineage = next_lineage(state.lineage, f"{kept} of {self.replica_name}", state.step)
         stay = f"{kept} stay as they are, the checkpoint does not have them" if kept else ""
         out = f"{left_out} are left out, nothing is registered under them" if left_out else ""
@@ -352,11 +352,11 @@ class Checkpoints:
 
 
 def check_store(store: CheckpointStore | None, save_every: int | None) -> None:
-    """Refuse a store, and a number of steps between saves, that cannot work.
+    """Refuse a store, or a number of steps between saves, that cannot work.
 
     Raises:
         ConfigurationError: ``save_every`` without a store, or no positive number.
-        TypeError: The store is none of ``ft_transport``.
+        TypeError: The store is not one of ``ft_transport``.
     """
     if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int)):
         raise ConfigurationError(
@@ -392,7 +392,7 @@ def _raise(error: Exception) -> Mapping[str, object]:
 
 
 def _noted(errors: list[Exception], action: Callable[[], None]) -> None:
-    """Run a rank's own part; what goes wrong in it is kept as it was raised."""
+    """Run a rank's own part; append its error as it was raised."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Recovery from the memory of live peers: their state is received into this replica's own tensors, and loaded."""
+"""Recovery from the memory of live peers: receives their state into this replica's own tensors, and loads it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAYOUT_ADVICE: Final = "replicas of another layout are recovered from by the ad
 
 
 class PeerRecovery:
-    """Receives a peer's state and loads it. Belongs to the training thread.
+    """Receives a peer's state and loads it. Owned by the training thread.
 
     Args:
         state: This replica's state.
@@ -54,16 +54,16 @@ class PeerRecovery:
         self.counts = MetricValues("peers")
 
     def prefault(self, num_bytes: int) -> None:
-        """Make memory ready for what of the next state has no place here yet; takes as long as touching it does."""
+        """Prefault memory for the parts of the next state that have no place yet; takes as long as touching it does."""
         self._transport.prefault_receive(num_bytes)
 
     @property
     def knows_most(self) -> bool:
-        """Whether the state was received already but for what has changed since."""
+        """Return whether an earlier recovery received the state, except for later changes."""
         return self._before is not None
 
     def discard_partial(self) -> None:
-        """Overwrite what attempts with ``keep_partial`` have received, unless a whole state has replaced it since."""
+        """Overwrite the data of attempts with ``keep_partial``, unless a whole state has replaced it since."""
         part, self._part = self._part, ft_transport.PartialState()
         if self._state.partial is None:
             return
@@ -113,7 +113,7 @@ class PeerRecovery:
     def _recover_once_more(
         self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions
     ) -> Recovery:
-        """Recover; and again, all of it, where what was taken for known has turned out to be something else."""
+        """Recover; restart if a tensor that was assumed to be unchanged differs."""
         start_s = time.monotonic()
         was_known = self._before is not None
         try:
@@ -127,7 +127,7 @@ class PeerRecovery:
     def _recover_on_all_ranks(
         self, ranks: RecoveringRanks, source: str | list[str], step: int, options: PeerOptions
     ) -> Recovery:
-        """Recover on all ranks of a replica, or on none: where one failed, the others refuse to step."""
+        """Recover on all ranks of a replica, or on none: if one rank failed, the others refuse to step."""
         recovery, failures = ranks.run(partial(self._recover, source, step, options, group_rank=ranks.rank))
         if failures:
             self._state.mark_partial(
@@ -156,19 +156,19 @@ class PeerRecovery:
                 # A whole state has replaced the part since.
                 self._part = ft_transport.PartialState()
             state.mark_partial(step, "the transfer was interrupted")
-            # Whatever comes of this, nothing is known of the tensors afterwards but what is noted at the end.
+            # In any case the tensors are unknown afterwards, but for what is noted at the end.
             before, self._before = self._before, None
             try:
                 receive = partial(self._receive, source, step, group_rank=group_rank, before=before)
                 try:
                     received = receive(into, replace(options, timeout=_left(options.timeout, start_s)))
                 except OrderTakenOverError:
-                    # It has places of the order before.
+                    # It has the places of the earlier order.
                     self._part = ft_transport.PartialState()
                     left = _left(options.timeout, start_s)
                     received = receive(state.content(), replace(options, timeout=left), before=None)
             except (RegistryError, TransportError) as error:
-                # Of an earlier attempt, whose snapshot was replaced meanwhile, something may have landed.
+                # Data of an earlier attempt, whose snapshot was replaced meanwhile, may have landed.
                 if getattr(error, "destination_touched", False):
                     state.mark_partial(step, str(error))
                 else:
@@ -178,7 +178,7 @@ class PeerRecovery:
             try:
                 state.load(received.state)
             except RegistryError as error:
-                # Whether or not a load function ran: what fits has been received in place.
+                # Whether or not a load function ran: data that fits has been received in place.
                 state.mark_partial(received.step, str(error))
                 raise
             received_s = time.monotonic()
@@ -197,7 +197,7 @@ class PeerRecovery:
             named,
             (received_s - start_s) * 1e3,
             (end_s - received_s) * 1e3,
-            # Plain values alone: formatters write all of a record as JSON.
+            # Plain values only: formatters write all fields of a record as JSON.
             extra={"recovery": asdict(recovery), "seconds": end_s - start_s},
         )
         return recovery
@@ -247,7 +247,7 @@ class PeerRecovery:
         )
 
     def _but_for_steps(self, before: Received[Any]) -> Received[Any]:
-        """Return what lies in this replica's tensors, without those that optimizers step."""
+        """Return the received state without the tensors that optimizers step."""
         stepped = memory_of_optimizers(self._state.optimizers())
         return before.but_for(lambda own: own.nbytes < MIN_DEFERRED_BYTES or memory_at(own) in stepped)
 
@@ -265,7 +265,7 @@ class PeerRecovery:
             raise StateMismatchError(error.reason, keys=error.keys) from None
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
-        """Make sure that the load functions have not changed what was received."""
+        """Check that the load functions have not changed the received state."""
         differences = received.differences(self._state.content_like(received.state))
         if differences:
             self._state.mark_partial(
@@ -284,11 +284,11 @@ def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
     """Return the addresses that a caller named.
 
     Args:
-        metadata: One, or several.
-        own: This rank's, which is none to recover from.
+        metadata: One address, or several.
+        own: This rank's address, which is no source.
 
     Raises:
-        TypeError: They are no addresses.
+        TypeError: The values are no addresses.
         ManagerError: One of them is this rank's own.
     """
     addresses: Any = [metadata] if isinstance(metadata, str) else metadata

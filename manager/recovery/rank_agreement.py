@@ -1,4 +1,4 @@
-"""Where a replica without a quorum recovers from: addresses, and the one step that all of its ranks receive."""
+"""Agreement of a replica's ranks without a quorum: on addresses, and on the one step that all of them receive."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MAX_SHOWN_CHARACTERS: Final = 500
 class RecoveringRanks:
     """The ranks of one replica that recover together. All of them make one, and the same calls on it.
 
-    They agree in the key-value store of ``torch.distributed``, in plain values: nothing that a rank says is unpickled.
+    They agree in the key-value store of ``torch.distributed``, in plain values: no message of a rank is unpickled.
 
     Args:
         group: The ranks.
-        timeout: For each call on a rank; so long a rank may come later than another one.
+        timeout: Deadline of each call on a rank, and the longest delay of one rank behind another.
     """
 
     def __init__(self, group: RankGroup, timeout: timedelta) -> None:
@@ -37,15 +37,15 @@ class RecoveringRanks:
         self._agreement = Agreement(group, "recover", timeout)
 
     def agree_on_step(self, transport: HTTPTransport[Any], addresses: Sequence[str], *, timeout: timedelta) -> int:
-        """Have all sources take a snapshot of one step, and return it on every rank.
+        """Have all sources take a snapshot of one step, and return the step on every rank.
 
         Args:
-            transport: Asks, on the first rank.
-            addresses: Those that this rank will recover from; they need not be the same on all.
-            timeout: For asking.
+            transport: Makes the requests, on the first rank.
+            addresses: Addresses that this rank will recover from; they may differ between ranks.
+            timeout: Deadline of the requests.
 
         Raises:
-            TransportError: It failed, with the same error on all ranks; or a rank is gone.
+            TransportError: The request failed, with the same error on all ranks; or a rank exited.
         """
         named = self._agreement.values_of_all("name the sources", lambda: list(addresses), _addresses_decoder)
 
@@ -63,13 +63,13 @@ class RecoveringRanks:
         return reply.step
 
     def run(self, action: Callable[[], T]) -> tuple[T, list[str]]:
-        """Run ``action`` on every rank. Returns what it returned here, and what went wrong on other ranks.
+        """Run ``action`` on every rank. Return its result here, and the errors of other ranks.
 
         Args:
             action: This rank's part. The others wait as long as it runs, for twice the timeout at most.
 
         Raises:
-            Exception: Whatever ``action`` raises here; the others are told.
+            Exception: Any error of ``action`` here; the other ranks receive it.
             RankGoneError: The store does not answer, and ``action`` did not run.
         """
         outcome: list[T] = []
@@ -100,7 +100,7 @@ class RecoveringRanks:
 
 
 class _StepReply(msgspec.Struct, frozen=True):
-    """What the first rank found: a step, or why there is none."""
+    """The first rank's result: a step, or the error."""
 
     step: int = 0
     failure: Failure | None = None

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The parts of one replica. The managers hold one; each method belongs to the training thread.
+    """The parts of one replica. The managers own one; the training thread calls each method.
 
     Attributes:
         state: Its state.
@@ -64,13 +64,13 @@ class Replica:
         Args:
             timeout: Deadline of every wait for the lock.
             transport: Serves this replica's snapshots and receives others'. `close` shuts it down.
-            store: Where durable checkpoints go. `close` closes it.
+            store: The store of durable checkpoints. `close` closes it.
             prefault: See `StateManager`.
             save_every: See `StateManager`.
 
         Raises:
             ConfigurationError: ``save_every`` without a store, or no positive number.
-            TypeError: The transport or the store is none of ``ft_transport``.
+            TypeError: The transport or the store is not one of ``ft_transport``.
             TransportError: The transport belongs to another replica.
         """
         if transport is not None and not hasattr(transport, "serve_fresh"):
@@ -106,7 +106,7 @@ class Replica:
         )
 
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
-        """The step boundary, of a state that `encodings` has checked."""
+        """Begin the step boundary of a state that `encodings` has checked."""
         number = checked_step(step)
         if number < self.state.step:
             raise ManagerError(
@@ -169,7 +169,7 @@ class Replica:
             return resumed
         except TransportError as error:
             self._note_alone(recoveries, error)
-            # Another rank's trouble is the store's error, one's own is as it would be without a store.
+            # Another rank's error becomes the store's error; an own one is the same as without a store.
             raise own_errors[0] if own_errors else error from None
         return recoveries[0]
 
@@ -184,7 +184,7 @@ class Replica:
         return self.checkpoints
 
     def closers(self) -> list[Callable[[], object]]:
-        """Return what ends a replica that nobody closes, the last first. Refers to none of its state."""
+        """Return functions that close a replica without an owner, the last first. They do not refer to its state."""
         closers: list[Callable[[], object]] = []
         if self.transport is not None:
             closers.append(self.transport.shutdown)
@@ -194,7 +194,7 @@ class Replica:
         return closers
 
     def close(self, *, wait: bool) -> None:
-        """End the snapshots, the store and the transport, in this order."""
+        """Close the snapshots, the store and the transport, in this order."""
         with ExitStack() as closing:
             if self.transport is not None:
                 closing.callback(self.transport.shutdown, wait=wait)
@@ -206,7 +206,7 @@ class Replica:
                 closing.callback(self.snapshots.close)
 
     def _note_alone(self, recoveries: Sequence[Recovery], error: TransportError) -> None:
-        """Where this rank has recovered and another has not, it must not step."""
+        """Refuse steps of this rank if it has recovered and another rank has not."""
         for recovery in recoveries:
             self.state.mark_partial(
                 recovery.step, f"this rank has received it, another of this replica has not: {error}"

@@ -1,4 +1,4 @@
-"""Which snapshots somebody waits for: numbers and steps, without threads or state: each order is a unit test."""
+"""The open requests for snapshots: numbers and steps, without threads or state, so that each order is a unit test."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _MAX_WANTED_STEPS: Final = 16
-"""Steps to come that receivers may have asked for; more are forgotten, the latest first."""
+"""Maximum future steps that receivers may request; further ones are forgotten, the latest first."""
 
 
 @dataclass(slots=True)
 class SnapshotDemand:
     """The requests that no snapshot has met yet. Not thread-safe: the scheduler's mutex protects it.
 
-    A request is kept as the number that it was given, until more snapshots than that have been published: so one that
-    fails or comes too early cannot make it forgotten.
+    A request is stored as the number that it was given, until more snapshots than that have been published: so one that
+    fails or comes too early does not drop it.
 
     Attributes:
-        step: The committed step that the state shows; ``None`` before the first boundary.
-        epoch: Counts whatever may have changed the state: the same step number can stand for two states.
-        published_epoch: The epoch that the newest snapshot shows.
-        is_to_share: Whether a snapshot had better be served from where the state lies.
+        step: The committed step of the state; ``None`` before the first boundary.
+        epoch: Counts possible changes of the state: the same step number can stand for two states.
+        published_epoch: The epoch of the newest snapshot.
+        is_to_share: Whether a snapshot should be served from live memory.
     """
 
     step: int | None = None
@@ -33,12 +33,12 @@ class SnapshotDemand:
     _wanted_steps: list[int] = field(default_factory=list)
 
     def want_step(self, step: int) -> None:
-        """Note that somebody waits for a snapshot of just this step, at whose boundary it is taken."""
+        """Note a request for a snapshot of exactly this step, taken at its boundary."""
         if self.step is None or step > self.step:
             self._wanted_steps = heapq.nsmallest(_MAX_WANTED_STEPS, {*self._wanted_steps, step})
 
     def want_after(self, num_published: int) -> None:
-        """Note that somebody waits for a snapshot after the first ``num_published``."""
+        """Note a request for a snapshot after the first ``num_published``."""
         self._wanted_after = max(self._wanted_after, num_published)
 
     def begin_boundary(self, step: int) -> None:
@@ -47,12 +47,12 @@ class SnapshotDemand:
         self.epoch += 1
 
     def take_boundary(self, num_published: int, *, is_sync: bool) -> bool:
-        """Whether a snapshot of the present boundary is wanted. What only earlier ones would have met is forgotten.
+        """Return whether a snapshot of the present boundary is wanted; drop requests that only earlier ones could meet.
 
         Args:
-            num_published: How many snapshots have been published.
-            is_sync: What seldom changes has just done so. From the first time on, a request without a step waits for
-                such a moment, unless it is to be shared.
+            num_published: Number of published snapshots.
+            is_sync: Whether tensors that seldom change have just changed. From the first time on, a request without a
+                step waits for such a moment, unless it is to be shared.
         """
         assert self.step is not None, "the boundary has begun"
         self._has_syncs = self._has_syncs or is_sync
@@ -66,14 +66,14 @@ class SnapshotDemand:
         return is_wanted and (is_urgent or self.is_to_share)
 
     def is_open(self, num_before: int) -> bool:
-        """Whether somebody waits for the snapshot that follows ``num_before`` others."""
+        """Return whether a request waits for the snapshot that follows ``num_before`` others."""
         return self._wanted_after >= num_before
 
     def forget(self, num_before: int | None = None) -> None:
-        """Wait for nothing any more, because the snapshot failed for good.
+        """Drop all requests, because the snapshot failed for good.
 
         Args:
-            num_before: How many snapshots preceded it. Those who were promised a later one still wait.
+            num_before: Number of snapshots before the failed one. Requests that were promised a later one stay open.
         """
         if num_before is None or self._wanted_after <= num_before:
             self._wanted_after = -1

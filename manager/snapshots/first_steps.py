@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFAULTED_AT_BOUNDARIES: Final = (2, 4)
-"""First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
+"""First and last attempt. By then one step has been taken as a rule, so that the optimizers have made their states."""
 
 
 class FirstSteps:
-    """See the module. Belongs to the training thread.
+    """See the module. Owned by the training thread.
 
     Args:
         state: The state.
         transport: Makes memory for snapshots ready.
-        prefault: Whether that is wanted.
+        prefault: Whether to prefault memory.
     """
 
     def __init__(self, state: ReplicaState, transport: HTTPTransport[Any], *, prefault: bool) -> None:
@@ -35,7 +35,7 @@ class FirstSteps:
         self._num_boundaries = 0
 
     def call_state(self) -> None:
-        """The first call of the state functions, outside of every section.
+        """Call the state functions for the first time, outside of every section.
 
         DCP's ``get_optimizer_state_dict`` makes the states of an optimizer that has none, by a step of it, which would
         wait inside a read section for that section's own end.
@@ -50,9 +50,9 @@ class FirstSteps:
         except Exception as error:
             self._is_called = True
             if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # On every rank alike, and at the start, when it can be mended.
+                raise  # On every rank alike, and at the start, when the user can fix it.
             logger.debug("the state functions failed at their first call: %s", error)
-        # Not where a handler ended the call: the next one would be made inside a section.
+        # Not if a handler ended the call: the next one would be made inside a section.
         self._is_called = True
 
     def prefault(self) -> None:
@@ -71,7 +71,7 @@ class FirstSteps:
             self._is_prefaulted = True
         except Exception as error:
             if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # It comes as late as this where the first call was another.
-            # Whoever asks for a snapshot will be told, if it lasts.
+                raise  # This late only if the first call went otherwise.
+            # If the failure lasts, requests for snapshots report it.
             level = logging.DEBUG if self._num_boundaries > first else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prefaulted: %s", error)

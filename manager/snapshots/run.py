@@ -1,10 +1,10 @@
-"""One snapshot on its way, from its beginning at a step boundary until it can be fetched, and the log of failures."""
+"""One snapshot from its beginning at a step boundary until it can be fetched, and the log of failures."""
 
 from __future__ import annotations
 
 import logging
 
-# Not the builtin one before Python 3.11.
+# Before Python 3.11 this is not the builtin one.
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,12 +31,12 @@ class Run:
     """One snapshot, from its beginning on the training thread until it is published or has failed.
 
     Attributes:
-        step: The committed step that it shows.
+        step: The committed step of the state.
         epoch: The step boundary at which it was begun.
-        num_before: How many snapshots had been published before it.
-        leased: Gets a lease of the snapshot on the thread that publishes it, before anything can take its place; set
-            under the scheduler's mutex.
-        future: Done with it. It cannot be cancelled: what holds the lock has to be carried through.
+        num_before: Number of snapshots published before it.
+        leased: Gets a lease of the snapshot on the thread that publishes it, before another snapshot can replace it;
+            set under the scheduler's mutex.
+        future: Done when the snapshot is. It cannot be cancelled: a snapshot that holds the lock has to be completed.
     """
 
     step: int
@@ -52,8 +52,8 @@ class Run:
         """Wait until it is published or has failed, before the snapshot of another step is begun.
 
         Args:
-            timeout: The longest to wait.
-            lock: Which keeps it, for the error.
+            timeout: The longest wait.
+            lock: The lock that it holds, for the error.
             next_step: The other step.
 
         Raises:
@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBoundary:
-    """A state that a snapshot can still be taken of, and the read section that keeps it."""
+    """A state from which a snapshot can still be taken, and the read section that protects it."""
 
     run: Run
     state: HeldState | KeptBoundary
@@ -97,7 +97,7 @@ def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | No
 class FailureLog:
     """Logs each reason why a snapshot could not be taken once, although it recurs at every step.
 
-    Belongs to one scheduler. Its methods but `taken` are called while the error is handled.
+    One scheduler owns it. Its methods but `taken` are called while the error is handled.
     """
 
     def __init__(self) -> None:
@@ -109,13 +109,13 @@ class FailureLog:
 
         Args:
             step: The committed step.
-            error: Why.
+            error: The reason.
 
         Returns:
             Whether it may work at the next boundary.
         """
         if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
-            # Once, and not at every step for as long as a slow receiver holds the places.
+            # Once, and not at every step while a slow receiver occupies the places.
             level = logging.DEBUG if self._is_postponed else logging.WARNING
             logger.log(level, "step %d: no snapshot yet for those who asked for one: %s", step, error)
             self._is_postponed = True
@@ -129,7 +129,7 @@ class FailureLog:
         return False
 
     def held_not_taken(self, step: int, error: BaseException) -> None:
-        """Log why no snapshot was begun of a state that was held."""
+        """Log why no snapshot of a held state was begun."""
         level = logging.DEBUG if self._is_postponed else logging.WARNING
         logger.log(level, "step %d: no snapshot for those who asked for one: %s", step, error)
         self._is_postponed = bool(getattr(error, "retryable", False))
@@ -140,5 +140,5 @@ class FailureLog:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether no snapshot of this state can be taken, at no boundary: a leaf or a state function is what fails."""
+    """Return whether a snapshot of this state fails at every boundary: because of a leaf or a state function."""
     return isinstance(error, (UnsupportedLeafError, RegistryError))

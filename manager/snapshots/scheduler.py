@@ -1,9 +1,9 @@
-"""Snapshots at step boundaries: when they are begun, what is copied at once, and what in the background.
+"""Snapshots at step boundaries: when they begin, what is copied at once, and what in the background.
 
-At the boundary nothing runs but the training thread, so the state is that of one committed step. Everything that
-``forward`` or the user's loop may change afterwards is copied right there. Large tensors that only an attached
-optimizer changes are cloned on a thread of our own while forward and backward run; the read section that protects
-them is opened before the training thread goes on, and the optimizer's pre-step hook waits for it.
+At the boundary only the training thread runs, so the state is that of one committed step. Everything that ``forward``
+or the user's loop may change afterwards is copied at the boundary. Large tensors that only an attached optimizer
+changes are cloned on a background thread while forward and backward run; the read section that protects them is opened
+before the training thread goes on, and the optimizer's pre-step hook waits for it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotScheduler(StateObserver):
-    """Takes snapshots of one replica's state, and materializes what they share with it before it changes.
+    """Takes snapshots of one replica's state, and materializes shared memory before it changes.
 
-    Any thread may call ``request``, ``settle`` and ``shows_present_state``; the rest belongs to the training thread.
+    Any thread may call ``request``, ``settle`` and ``shows_present_state``; the training thread calls the rest.
 
     Args:
         state: The state.
         transport: Serves the snapshots; this object becomes its source of fresh ones.
-        prefault: Whether the memory for snapshots is made ready before the first is asked for.
+        prefault: Whether memory for snapshots is made ready before the first request.
 
     Attributes:
-        keeper: Knows what only optimizers and write sections change.
+        keeper: Knows the memory that only optimizers and write sections change.
 
     Raises:
         TransportError: The transport serves another state.
@@ -70,18 +70,18 @@ class SnapshotScheduler(StateObserver):
         self._is_closed = False
         self._is_serving = False
         self._failures = FailureLog()
-        # One thread: it carries the snapshots through, one after the other.
+        # One thread: it completes the snapshots, one after the other.
         self._pool = SafeExecutor(1, "ft-transport-snapshot")
         transport.serve_fresh(_weak_request(self.request))
         state.add_observer(self)
 
     def request(self, step: int | None = None, *, share: bool = False) -> int | None:
-        """Ask for a snapshot that shows the present committed step or a later one; returns at once.
+        """Request a snapshot of the present committed step or a later one; return at once.
 
         Args:
-            step: A snapshot of just this step, at whose boundary it is taken.
-            share: As a rule nothing changes the state before the receiver has read it: serve it from where it lies,
-                without a copy.
+            step: Request a snapshot of exactly this step, taken at its boundary.
+            share: Serve it from live memory, without a copy, because usually nothing changes the state before the
+                receiver has read it.
 
         Returns:
             The number of snapshots published so far that are too old; any later one will do. ``None`` if ``step`` is
@@ -101,7 +101,7 @@ class SnapshotScheduler(StateObserver):
             if run is None:
                 after = self._server.newest_sequence()
             else:
-                # Whether it has been published at this very moment does not matter to these numbers.
+                # These numbers hold whether or not it has been published at this very moment.
                 after = run.num_before if run.epoch == demand.epoch else run.num_before + 1
             demand.want_after(after)
             if self._is_serving and self._held is not None and not self._is_closed:
@@ -116,8 +116,8 @@ class SnapshotScheduler(StateObserver):
         Args:
             hold: If no request is open, keep the state such that `settle` can still begin a snapshot of it. `settle`
                 has to follow; optimizers wait until then.
-            is_sync: A synchronization has just changed what seldom changes. From the first one on, a request for no
-                certain step, of a receiver for which no replica waits, is answered by such a boundary alone: at any
+            is_sync: Whether a synchronization has just changed tensors that seldom change. From the first one on, only
+                such a boundary answers a request without a step, of a receiver for which no replica waits: at any
                 other, the next change may be near.
 
         Returns:
@@ -203,7 +203,7 @@ class SnapshotScheduler(StateObserver):
             return is_under_way or self._demand.published_epoch == self._demand.epoch
 
     def settle(self) -> bool:
-        """Begin the snapshot of the held state if a request is open, or let the state go. On any thread.
+        """Begin the snapshot of the held state if a request is open, or release the state. On any thread.
 
         Returns:
             Whether a snapshot was begun.
@@ -264,7 +264,7 @@ class SnapshotScheduler(StateObserver):
         return True
 
     def _hold_back(self, run: Run, *, is_wanted: bool, is_to_share: bool) -> bool:
-        """Keep the state such that a snapshot can still be taken; returns whether it is kept."""
+        """Keep the state such that a snapshot can still be taken; return whether it is kept."""
         section: Section | None = None
         state: HeldState | KeptBoundary | None = None
         try:
@@ -307,7 +307,7 @@ class SnapshotScheduler(StateObserver):
         return self._take(may_share=True)
 
     def take_leased(self, leased: SafeFuture[SnapshotLease]) -> Future[None]:
-        """As `take`, for a reader that needs a copy; where the state is held already, without another look at it.
+        """Take a leased copy for a reader; without another look at the state if it is held already.
 
         Args:
             leased: Gets a lease of the snapshot when it is published.
@@ -322,24 +322,24 @@ class SnapshotScheduler(StateObserver):
                 self._demand.want_after(held.run.num_before)
         self.settle()
         if held is not None and held.run.step == step and not self._is_closed:
-            # The quorum thread may have been first, and may not be done with it yet; then it is its snapshot.
+            # The quorum thread may have begun a snapshot first, and not be done with it yet; then use that snapshot.
             begun = held.run.future
             if not begun.done() or begun.exception() is None:
                 return begun
         return self._take(may_share=False, leased=leased)
 
     def before_change(self, is_optimizer_step: bool) -> None:
-        """Materialize what is shared with receivers before it changes."""
+        """Materialize shared memory before it changes."""
         if not is_optimizer_step:
             self.keeper.forget_lesson()
             self._server.materialize()
             return
         self.keeper.learn()
-        # Called only where memory is shared: the tensors may be others at every step.
+        # Called only if memory is shared: the tensors may be others at every step.
         self._server.materialize(self._changing_storages)
 
     def synchronized(self) -> None:
-        """Answer open requests: a synchronization has just changed what seldom changes. See `guard_diloco`."""
+        """Answer open requests: a synchronization has just changed tensors that seldom change. See `guard_diloco`."""
         self.boundary(is_sync=True)
 
     def replaced(self) -> None:
@@ -372,12 +372,12 @@ class SnapshotScheduler(StateObserver):
         return run.future
 
     def _changing_storages(self) -> set[int]:
-        """Addresses of the storages that the announced optimizer steps; those of all, if none is named."""
+        """Return the storages that the announced optimizer steps; those of all optimizers, if none is named."""
         stepping = self._lock.stepping()
         return storages_of_optimizers([stepping] if isinstance(stepping, Optimizer) else self._state.optimizers())
 
     def _forget_if_interrupted(self) -> None:
-        """Let a snapshot be begun again where a handler raised while one was. Under the mutex, on the training thread.
+        """Allow a new snapshot if a handler raised while one was begun. Under the mutex, on the training thread.
 
         The pool has one thread, so `_forget` runs after every snapshot that was handed to it: one that is still in
         ``_run`` by then was never handed over.
@@ -411,7 +411,7 @@ class SnapshotScheduler(StateObserver):
             try:
                 self._pool.submit(self._complete, run, unfinished, section)
             except BaseException:
-                # An exception of a signal handler may come when the work has been handed over already.
+                # A signal handler may raise when the work has been handed over already.
                 with suppress(IndexError):
                     unfinished.pop().abandon()
                 raise
@@ -422,7 +422,7 @@ class SnapshotScheduler(StateObserver):
             raise
 
     def _complete(self, run: Run, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
-        """Carry the snapshot through, on the pool's thread."""
+        """Complete the snapshot, on the pool's thread."""
         try:
             copy_and_publish(unfinished, section)
             with self._mutex:
@@ -434,7 +434,7 @@ class SnapshotScheduler(StateObserver):
             self._server.snapshot_failed(run.step, error)
             with self._mutex:
                 self._run = None
-                # A request that came while it was under way may have been promised a later one.
+                # A request during the snapshot may have been promised a later one.
                 if not getattr(error, "retryable", False):
                     self._demand.forget(run.num_before)
             run.future.set_exception(error)
@@ -445,7 +445,7 @@ class SnapshotScheduler(StateObserver):
             run.future.set_result(None)
 
     def _lease_to(self, leased: SafeFuture[SnapshotLease], step: int) -> None:
-        """Lease the snapshot at once: without a reader, the next one may take its place."""
+        """Lease the snapshot at once: without a reader, the next one may replace it."""
         try:
             leased.set_result(self._server.lease(step))
         except TransportError as error:

@@ -1,4 +1,4 @@
-"""The parts of a replica's state: which can be told without calling their functions, and how the others are frozen."""
+"""The parts of a replica's state: finds those that are known without calling their functions, and copies the others."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from manager.state.guarded_memory import Memory, memory_at, memory_of, storage_o
 from manager.state.registry import StateEntry
 
 MAX_COPIED_BYTES: Final = 16 << 20
-"""The most that is copied at every boundary for a snapshot that perhaps nobody needs: about 2 ms."""
+"""Maximum bytes copied at every boundary for a snapshot that may never be needed: about 2 ms."""
 _MAX_CALLED_TENSORS: Final = 64
-"""The most tensors that a function may return which is called at every boundary."""
+"""Maximum tensors that a function may return which is called at every boundary."""
 _MAX_SHOWN: Final = 5
 _NUM_LOSSES: Final = 2
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 
 Location: TypeAlias = tuple[dict[str, Any], str]
-"""Where a module keeps a tensor, which it may replace."""
+"""Where a module stores a tensor, which it may replace."""
 
 
 class NotKeepableError(Exception):
@@ -38,8 +38,8 @@ class ModulePart:
     """A module whose state is its parameters and buffers.
 
     Attributes:
-        names: In its state, of the tensors that are copied at the boundary.
-        locations: Where each of them is found.
+        names: Names in its state of the tensors that are copied at the boundary.
+        locations: Location of each of them.
     """
 
     entry: StateEntry
@@ -57,7 +57,7 @@ class OptimizerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledPart:
-    """A state function that is called at the boundary, because nothing is known of what it returns."""
+    """A state function that is called at the boundary, because its result is unknown."""
 
     entry: StateEntry
 
@@ -66,9 +66,10 @@ Part: TypeAlias = ModulePart | OptimizerPart | CalledPart
 
 
 class ReplacedTensors:
-    """Knows the parts of a state whose tensors steps replace, instead of changing them in place.
+    """The parts of a state whose tensors steps replace, instead of changing them in place.
 
-    Of an optimizer, one state is looked at in every boundary; everything else shows when a boundary could not be kept.
+    At every boundary one state of each optimizer is checked; replaced tensors elsewhere show when a boundary could not
+    be kept.
     """
 
     def __init__(self) -> None:
@@ -81,14 +82,14 @@ class ReplacedTensors:
         self._keys.add(key)
 
     def is_in_module(self, parts: Sequence[Part]) -> bool:
-        """Whether steps give parameters other memory (``parameter.data = …``): each boundary needs a new plan then."""
+        """Return whether steps give parameters other memory (``parameter.data = …``): each boundary then re-plans."""
         return any(isinstance(part, ModulePart) and part.entry.key in self._keys for part in parts)
 
     def references(self, parts: Sequence[Part]) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors in the states of optimizers that replace them; they are what they are while they are held.
+        """Return the tensors in the states of optimizers that replace them; a reference keeps them unchanged.
 
         Args:
-            parts: Of the state.
+            parts: Parts of the state.
         """
         found: dict[str, list[torch.Tensor]] = {}
         for part in parts:
@@ -99,7 +100,7 @@ class ReplacedTensors:
         return found
 
     def _shows_loss(self, key: str, state: Mapping[Any, object]) -> bool:
-        """Whether the first state has lost tensors twice: some steps replace them seldom, and a load does so once."""
+        """Return whether the first state lost tensors twice: some steps replace few tensors, and a load counts once."""
         before = self._samples.get(key, [])
         self._samples[key] = [weakref.ref(tensor) for tensor in _tensors_of_states(islice(state.values(), 1))]
         is_lost = any(reference() is None for reference in before)
@@ -122,7 +123,7 @@ def _tensors_of_states(states: Iterable[object]) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class Budget:
-    """How much one function's state has taken at a boundary."""
+    """The memory and tensors that one function's state has taken at a boundary."""
 
     num_tensors: int = 0
     num_bytes: int = 0
@@ -131,7 +132,7 @@ class Budget:
         """Count one tensor.
 
         Raises:
-            NotKeepableError: It was one too many.
+            NotKeepableError: The budget is exhausted.
         """
         self.num_tensors += 1
         self.num_bytes += tensor.nbytes if is_copied else 0
@@ -143,7 +144,7 @@ class Budget:
 
 
 def kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | Optimizer | None:
-    """The object behind an entry, if its state can be told without calling it."""
+    """Return the object behind an entry, if its state is known without calling it."""
     holder = entry.holder
     if entry.on_training_thread or getattr(entry.state_dict, "__self__", None) is not holder:
         return None
@@ -169,7 +170,7 @@ def _is_plain_module(module: nn.Module) -> bool:
 
 
 def tensors_of_module(module: nn.Module) -> list[tuple[str, Location]]:
-    """What the state of a plain module has, by name (``torch.nn.Module._save_to_state_dict``)."""
+    """Return the tensors in the state of a plain module, by name (``torch.nn.Module._save_to_state_dict``)."""
     return [
         (f"{prefix}.{name}" if prefix else name, (tensors, name))
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -180,7 +181,7 @@ def tensors_of_module(module: nn.Module) -> list[tuple[str, Location]]:
 
 
 def tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tensor]:
-    """What changes in write sections alone."""
+    """Return the tensors that change in write sections alone."""
     return [
         location[0][location[1]]
         for entry in entries
@@ -190,7 +191,7 @@ def tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tenso
 
 
 def renormalised_memory(entries: Iterable[StateEntry]) -> set[Memory]:
-    """Return where weights lie that torch's own modules change in ``forward``."""
+    """Return the memory of weights that torch's own modules change in ``forward``."""
     weights = [
         module.weight
         for entry in entries
@@ -217,7 +218,7 @@ def names_of(entries: Iterable[StateEntry], tensors: Sequence[torch.Tensor]) -> 
 
 
 def check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:
-    """Copies have to be what the state would have been: plain, small, and with memory of their own."""
+    """Check that copies equal the state: the tensors are plain, small, and have memory of their own."""
     if sum(tensor.nbytes for tensor in tensors) > MAX_COPIED_BYTES:
         raise NotKeepableError(f"{key!r} has more than {MAX_COPIED_BYTES} bytes that no attached optimizer guards")
     copied = {memory_at(tensor) for tensor in tensors}
@@ -240,7 +241,7 @@ def check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module)
 
 
 def frozen(value: object, guarded: Set[Memory], budget: Budget) -> Any:
-    """A copy that nothing changes any more; of guarded tensors they themselves."""
+    """Return a copy that nothing changes any more; guarded tensors are returned themselves."""
     match value:
         case torch.Tensor():
             is_guarded = memory_at(value) in guarded

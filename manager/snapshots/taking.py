@@ -1,6 +1,6 @@
-"""How a snapshot of a replica's state is taken: which tensors are copied at once, which later, and which are shared.
+"""Takes snapshots of a replica's state: decides which tensors are copied at once, which later, and which are shared.
 
-The caller of each function has a section of the lock open, on the training thread if nothing else is said.
+The caller of each function has a section of the lock open, on the training thread unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from manager.state.guarded_memory import (
 from manager.state.replica_state import ReplicaState
 
 _MAX_HELD_BYTES: Final = 16 << 20
-"""The most that is copied for a snapshot that is then served from where the state lies."""
+"""Maximum bytes copied for a snapshot that is otherwise served from live memory."""
 _MOST_COPIED_SHARE: Final = 0.25
-"""Of what lasts: where steps change more, a copy in the background costs the boundary less."""
+"""Maximum copied fraction of the lasting bytes: if steps change more, a copy in the background costs the boundary
+less."""
 
 
 def taking_at_once(state: ReplicaState, keeper: BoundaryKeeper, *, may_defer: bool, may_share: bool) -> Taking:
@@ -36,9 +37,9 @@ def taking_at_once(state: ReplicaState, keeper: BoundaryKeeper, *, may_defer: bo
 
     Args:
         state: The state.
-        keeper: Knows what only optimizers and write sections change.
-        may_defer: Whether what optimizers guard may be copied later, under the caller's section.
-        may_share: Whether stable tensors may be served from where they lie; only with ``may_defer``.
+        keeper: Knows the memory that only optimizers and write sections change.
+        may_defer: Whether memory that optimizers guard may be copied later, under the caller's section.
+        may_share: Whether stable tensors may be served from live memory; only with ``may_defer``.
     """
     live, optimizers = state.content(), state.optimizers()
     if not may_defer:
@@ -57,7 +58,7 @@ def taking_at_once(state: ReplicaState, keeper: BoundaryKeeper, *, may_defer: bo
 
 
 def taking_in_place(state: ReplicaState, keeper: BoundaryKeeper) -> Taking:
-    """Hold the present state to serve it from where it lies; what cannot be is copied."""
+    """Hold the present state to serve it from live memory; other parts are copied."""
     live, optimizers = state.content(), state.optimizers()
     stable = keeper.stable(live)
     guarded = keeper.guarded(optimizers) | stable
@@ -74,9 +75,9 @@ def taking_in_place(state: ReplicaState, keeper: BoundaryKeeper) -> Taking:
 
 
 def taking_lasting(state: ReplicaState, keeper: BoundaryKeeper) -> Taking | None:
-    """Hold the present state to serve what outlasts steps from where it lies; ``None`` if nothing does.
+    """Hold the present state to serve the tensors that outlast steps from live memory; ``None`` without any.
 
-    Steps change little beside it, which is copied. An arena for the whole state would have to be made resident.
+    Steps change little else, which is copied. An arena for the whole state would have to be made resident.
     """
     live = state.content()
     stable = keeper.stable(live)
@@ -98,7 +99,7 @@ def taking_lasting(state: ReplicaState, keeper: BoundaryKeeper) -> Taking | None
 
 
 def taking_kept(step: int, kept: KeptBoundary, keeper: BoundaryKeeper) -> Taking:
-    """Hold the state of a boundary that was kept; all that is not guarded has been copied. On any thread."""
+    """Hold the state of a kept boundary; everything unguarded has been copied. On any thread."""
     live = kept.state()
     return Taking(
         step=step,
@@ -111,7 +112,7 @@ def taking_kept(step: int, kept: KeptBoundary, keeper: BoundaryKeeper) -> Taking
 
 
 def _counting_tensors(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
-    """The guarded tensors that count their changes: the optimizers' parameters themselves, and what is stable."""
+    """Return the guarded tensors that count their changes: the optimizers' own parameters, and stable tensors."""
     parameters = parameters_of(optimizers)
     own = {memory_at(parameter) for parameter in parameters}
     return [
@@ -122,6 +123,6 @@ def _counting_tensors(state: object, optimizers: Sequence[Optimizer], guarded: S
 
 
 def _lasting(stable: Set[Memory], optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], bool]:
-    """Says of a tensor whether it is large, stable, and shares no memory with what the optimizers' steps change."""
+    """Return a check that a tensor is large, stable, and shares no memory with tensors that optimizer steps change."""
     is_stable, stepped = belongs_to(stable), storages_of_optimizers(optimizers)
     return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

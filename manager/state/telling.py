@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def telling(owner: T, tell: Callable[[T], ToldManager]) -> Callable[[], ToldManager | None]:
-    """Returns ``tell`` of an owner while the owner exists: showing its state keeps no manager alive."""
+    """Return ``tell`` of an owner while the owner exists: showing its state keeps no manager alive."""
     found = weakref.ref(owner)
 
     def told() -> ToldManager | None:
@@ -25,7 +25,7 @@ def telling(owner: T, tell: Callable[[T], ToldManager]) -> Callable[[], ToldMana
 
 
 def told_state(state: ReplicaState) -> ToldManager:
-    """The state of a manager without a quorum. Any thread may ask."""
+    """Return the state of a manager without a quorum. Any thread may call it."""
     partial, waits = state.partial, state.lock.contended
     is_training = state.training_thread is not None
     return ToldManager(
