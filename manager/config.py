@@ -112,7 +112,7 @@ def named_arguments(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerConfig:
-    """How a replica takes part in the quorum. Names as in torchft, whose environment variables override it.
+    """The settings of a replica in a quorum. Names as in torchft, whose environment variables override it.
 
     Attributes:
         min_replica_size: Fewer replicas than this do not commit a step.
@@ -200,10 +200,10 @@ class ManagerConfig:
         return cls(timeout=timeout, **given)
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> "ManagerConfig":
-        """Return this with everything filled in that the environment says or has the last word on.
+        """Return this config completed from the environment, whose timeouts and retries take precedence.
 
         Raises:
-            ConfigurationError: A variable is no number, or what results cannot work.
+            ConfigurationError: A variable is no number, or the result cannot work.
         """
         changes: dict[str, Any] = {}
         for name, variable in (

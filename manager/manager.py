@@ -116,7 +116,7 @@ class Manager(StateManager):
         if wants_quorum:
             config = config.with_environment()
             if checkpoint_transport is None:
-                # So that watchers and the other replicas' logs know it by its name.
+                # So that monitors and the other replicas' logs show its name.
                 named = ft_transport.TransportSettings(replica=config.replica_id) if config.replica_id else None
                 checkpoint_transport = ft_transport.HTTPTransport(config.timeout, settings=named)
         super().__init__(
@@ -151,7 +151,7 @@ class Manager(StateManager):
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """Begin a step: find out who takes part, and heal first if this replica is behind. As in torchft.
+        """Begin a step: form the quorum, and heal first if this replica is behind. As in torchft.
 
         This is the step boundary: what is registered shows `current_step`. Call it before data is drawn and
         ``forward`` runs. With ``use_async_quorum`` it returns at once as a rule; a replica that may be behind (it has
@@ -161,7 +161,7 @@ class Manager(StateManager):
             allow_heal: Whether this replica heals if it is behind. Otherwise it takes no part then.
             shrink_only: Whether new replicas have to wait.
             timeout: For the quorum, all its attempts and the meeting of its members together; receiving a state has
-                ``timeout`` of the configuration, as in torchft. Default: what the configuration says of each.
+                ``timeout`` of the configuration, as in torchft. Default: the configuration's timeout of each.
 
         Raises:
             QuorumError: There was no quorum.
@@ -179,7 +179,7 @@ class Manager(StateManager):
         """Wait until the quorum is there and its process group is set up. As in torchft.
 
         Raises:
-            QuorumError: There was none.
+            QuorumError: There was no quorum.
         """
         self._joined().wait()
 
@@ -192,8 +192,8 @@ class Manager(StateManager):
         It only begins: wait for the work before anything reads or changes the tensor. For gradients there is
         `average_gradients`, which waits. All replicas reduce the same tensors in the same order.
 
-        A replica that does not participate contributes zeros. What goes wrong does not raise: it is reported, the work
-        is done, and the step will not be committed; the tensor's values mean nothing then.
+        A replica that does not participate contributes zeros. Errors are not raised but reported: the work is done,
+        and the step will not be committed; the tensor's values mean nothing then.
 
         Args:
             tensor: Dense; averaged over the participants by default. Of a DTensor the local part, which has to be the
@@ -206,7 +206,7 @@ class Manager(StateManager):
 
         Raises:
             QuorumError: There was no quorum.
-            TypeError: It is no tensor.
+            TypeError: ``tensor`` is no tensor.
             ValueError: The average of integers was asked for.
             UnfinishedReductionError: The tensor is being reduced already.
         """
@@ -249,20 +249,20 @@ class Manager(StateManager):
 
         Args:
             timeout: For everything that this waits for: quorum, collectives, and the other ranks of the replica.
-                Default: what the configuration says of each.
+                Default: the configuration's timeout of each.
 
         Raises:
             QuorumError: There was no quorum, or a rank of this replica did not answer.
             CommitFailedError: More than ``max_retries`` steps in a row were not committed.
             UnfinishedReductionError: A tensor was changed or replaced before its reduction was waited for.
             ManagerError: There was no `start_quorum` since the call before.
-            ReplicaFaultError: Errors of this replica's own failed three steps, and the others could have gone on.
+            ReplicaFaultError: Errors of this replica's own failed three steps, and the others could have continued.
         """
         deadline = Deadline.after(timeout)
         return self._joined().commit(deadline)
 
     def report_error(self, e: Exception) -> None:
-        """Report what spoils this step: it will not be committed. As in torchft; from any thread.
+        """Report an error that spoils this step: it will not be committed. As in torchft; from any thread.
 
         The process group is ended, so that the other replicas need not wait for this one. A replica that spoils three
         steps by errors of its own, without a commit between them, leaves: `should_commit` raises ``ReplicaFaultError``.
@@ -271,7 +271,7 @@ class Manager(StateManager):
             self._loop.report_error(e, is_own=True)
 
     def errored(self) -> ReportedError | None:
-        """Return the first thing that went wrong in this step, with its ``original_exception``. As in torchft."""
+        """Return the first error of this step, with its ``original_exception``. As in torchft."""
         return self._loop.errored() if self._loop is not None else None
 
     def wrap_future(
@@ -299,11 +299,11 @@ class Manager(StateManager):
     # --------------------------------------------------------------------------------------------- what is known
 
     def batches_committed(self) -> int:
-        """How many batches were committed, over all steps and replicas. As in torchft."""
+        """Return the number of committed batches, over all steps and replicas. As in torchft."""
         return self._state.batches_committed
 
     def num_participants(self) -> int:
-        """How many replicas contribute to this step; waits for the quorum. As in torchft.
+        """Return the number of replicas that contribute to this step; waits for the quorum. As in torchft.
 
         Raises:
             ManagerClosedError: This is a forked child of the manager's process.

@@ -182,7 +182,7 @@ class FetchMachine(Generic[Unit]):
         self._failures: list[TransportError] = []
         self._stop: Stop | None = None if work.num_left else Stop(None)
         self._nothing_to_do = False
-        """Whether a worker has been told to wait and nothing was reported since: then all others wait, too."""
+        """Whether nothing was reported since a worker got `Wait`: then all other workers wait, too."""
 
     @property
     def stopped(self) -> Stop | None:

@@ -31,7 +31,8 @@ _NUM_RANKS: Final = 2
 _STEPS_TO_STILLNESS: Final = 5
 """Lead, in steps, that the fastest replica may have by the time it gets the request."""
 _LINE_EVERY_S: Final = 1.0
-"""Interval of the lines of a replica that trains on while another one restarts: its steps would fill the terminal."""
+"""Interval of the lines of a replica that trains while another one restarts: a line for each step would fill the
+terminal."""
 _LEAVE_S: Final = 5.0
 _COLORS: Final = {"A": "cyan", "B": "green", "C": "magenta"}
 

@@ -77,7 +77,10 @@ def _inside_write_section(manager: StateManager, change: Callable[[], object], n
 
 
 def _followed(sync: Callable[[], bool], synchronized: Callable[[], None]) -> Callable[[], bool]:
-    """Notify of each sync: a snapshot taken right after it can be read from live memory until the next sync."""
+    """Return ``sync`` with a call of ``synchronized`` behind it.
+
+    A snapshot that is taken right after a sync can be read from live memory until the next one.
+    """
 
     @functools.wraps(sync)
     def followed() -> bool:

@@ -163,7 +163,7 @@ class PeerRecovery:
                 try:
                     received = receive(into, replace(options, timeout=_left(options.timeout, start_s)))
                 except OrderTakenOverError:
-                    # It has the places of the earlier order.
+                    # The partial state has the places of the earlier order.
                     self._part = ft_transport.PartialState()
                     left = _left(options.timeout, start_s)
                     received = receive(state.content(), replace(options, timeout=left), before=None)

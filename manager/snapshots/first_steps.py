@@ -71,7 +71,7 @@ class FirstSteps:
             self._is_prefaulted = True
         except Exception as error:
             if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # This late only if the first call went otherwise.
+                raise  # It comes this late only if the first call ran otherwise.
             # If the failure lasts, requests for snapshots report it.
             level = logging.DEBUG if self._num_boundaries > first else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prefaulted: %s", error)

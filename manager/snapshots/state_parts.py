@@ -82,7 +82,10 @@ class ReplacedTensors:
         self._keys.add(key)
 
     def is_in_module(self, parts: Sequence[Part]) -> bool:
-        """Return whether steps give parameters other memory (``parameter.data = …``): each boundary then re-plans."""
+        """Return whether steps give parameters other memory (``parameter.data = …``).
+
+        Each boundary needs a new plan then.
+        """
         return any(isinstance(part, ModulePart) and part.entry.key in self._keys for part in parts)
 
     def references(self, parts: Sequence[Part]) -> dict[str, list[torch.Tensor]]:
@@ -100,7 +103,10 @@ class ReplacedTensors:
         return found
 
     def _shows_loss(self, key: str, state: Mapping[Any, object]) -> bool:
-        """Return whether the first state lost tensors twice: some steps replace few tensors, and a load counts once."""
+        """Return whether the first state has lost tensors twice.
+
+        Some steps replace them seldom, and a load does so once.
+        """
         before = self._samples.get(key, [])
         self._samples[key] = [weakref.ref(tensor) for tensor in _tensors_of_states(islice(state.values(), 1))]
         is_lost = any(reference() is None for reference in before)
