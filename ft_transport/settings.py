@@ -18,6 +18,8 @@ from ft_transport.wire.digester import DigestKind
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+MEMORY_BYTES: Final = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""The size of this machine's memory."""
 ANYONE_VARIABLE: Final = "FT_TRANSPORT_ALLOW_ANYONE"
 """Environment variable: 1 lets servers without a token listen beyond the loopback."""
 
@@ -72,7 +74,6 @@ class TransportSettings:
         reached_at: ``host:port`` where peers reach this server through a translated address, such as a forwarded port.
             A peer that reached it at another address than one of these or its own takes it for an impostor.
         max_snapshots: Snapshots alive at once, each as large as the state.
-        num_copy_threads: Threads that copy and digest a snapshot.
         chunk_bytes: The most bytes of a chunk, the unit of fetch and of digest. A state of less than 256 of them has
             smaller ones, of 1 MiB at least, so that many who receive it at once soon have something to pass on.
         keyed_digests: How chunks are digested where there is a job token: ``blake3-64``, which nobody without it can
@@ -82,8 +83,8 @@ class TransportSettings:
         same_host: Whether processes of one host and user pass each other memory instead of sending it, where they can:
             as a source, and as a receiver. Nothing is believed earlier, or without a proof that the network would need.
         max_failures: Failures in a row after which a source is given up.
-        connect_timeout: For one connection attempt.
         stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or what is left.
+            An attempt to connect takes 10 s at most, or this time if it is shorter.
         min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
         lease: How long after its last request a snapshot still counts as being fetched while that receiver stays
             connected. Where data was sent it is at least ``stall_timeout``: the receiver may not have read it yet.
@@ -111,20 +112,18 @@ class TransportSettings:
     tls: TLSFiles | None = None
     reached_at: Sequence[str] = ()
     max_snapshots: int = 2
-    num_copy_threads: int = field(default_factory=default_num_threads)
     chunk_bytes: int = CHUNK_BYTES
     keyed_digests: DigestKind = "blake3-64"
     verify: bool = True
     same_host: bool = True
     max_failures: int = 4
-    connect_timeout: timedelta = timedelta(seconds=10)
     stall_timeout: timedelta = timedelta(seconds=30)
     min_bytes_per_s: float = 64 * 1024
     lease: NotNegativeTime = timedelta(seconds=5)
     contended_bytes_per_s: float = 4 << 20
     max_clients: int | None = None
     max_send_bytes_per_s: float | None = None
-    max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    max_receive_bytes: int = MEMORY_BYTES
     meshes: "Sequence[DeviceMesh]" = ()
     on_progress: Callable[[FetchProgress], None] | None = None
     records: str | os.PathLike[str] | None = None

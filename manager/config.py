@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Annotated, Any, Final, TypedDict
+from typing import Any, Final, TypedDict
 from urllib.parse import urlsplit
 
 from ft_transport.errors import ConfigurationError
@@ -140,13 +140,11 @@ class ManagerConfig:
         max_retries: How many steps in a row may fail to commit; ``None`` for any number.
         quorum_retries: How often a quorum that timed out is asked for again. One that failed because the Lighthouse
             could not be reached is asked for again until ``quorum_timeout`` in any case. ``TORCHFT_QUORUM_RETRIES``.
-        max_heal_attempts: After as many failed rounds of healing in a row, each over all sources, the replica gives up.
         compare_every: Replicas compare digests of what their optimizers change at every step that this divides. One
             that differs from most heals; without a majority all of them stop. Each comparison reads that memory once,
             in the background (about 0.1 s for each GB on one core), and the optimizer waits for it. ``None`` for never.
         warm_join: Whether a newcomer gets what a healthy replica has before it asks for its first quorum, while the
             others train; in the quorum it then gets what has changed since (`WarmJoin`).
-        warm_join_bytes_per_s: How fast it does so at most.
         verify_heal: Whether the state after healing is compared with the source's, every bit of it.
     """
 
@@ -168,10 +166,8 @@ class ManagerConfig:
     init_sync: bool = True
     max_retries: NotNegative | None = None
     quorum_retries: NotNegative = 0
-    max_heal_attempts: int = 3
     verify_heal: bool = True
     warm_join: bool = True
-    warm_join_bytes_per_s: Annotated[int, 1_000_000] = 400_000_000
     compare_every: int | None = None
 
     def __post_init__(self) -> None:

@@ -165,7 +165,7 @@ class Manager(StateManager):
 
         Raises:
             QuorumError: There was no quorum.
-            HealFailedError: This replica could not be healed ``max_heal_attempts`` times in a row.
+            HealFailedError: This replica could not be healed three times in a row.
             StateTornError: It holds part of a state, and may not heal.
             LoaderOrderError: A registered loader was drawn from before, or is not where it was loaded.
         """

@@ -38,7 +38,7 @@ from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
 from ft_transport.http.late_digests import digest_chunks
 from ft_transport.runtime.garbage_collector import collector_paused
-from ft_transport.settings import default_num_threads
+from ft_transport.settings import MEMORY_BYTES, default_num_threads
 from ft_transport.state.encodings import decode_simple
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction, reshard
@@ -222,7 +222,7 @@ class _Loading:
 
     def _restore(self, manifest: Manifest, into: object) -> Restore:
         settings = self._request.settings
-        return Restore(manifest, into=into, meshes=settings.meshes, max_bytes=settings.max_load_bytes)
+        return Restore(manifest, into=into, meshes=settings.meshes, max_bytes=MEMORY_BYTES)
 
     def _plan_local(self, into: object) -> None:
         """Plan the rank-local part, which comes from the rank of the same number if as many ranks saved."""

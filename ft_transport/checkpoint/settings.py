@@ -15,7 +15,7 @@ from ft_transport.checkpoint.signing import Trust
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
-from ft_transport.settings import NotNegative, NotNegativeTime, check_fields, check_number, default_num_threads
+from ft_transport.settings import NotNegative, NotNegativeTime, check_fields, check_number
 
 BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
 Existing: TypeAlias = Literal["keep", "clear", "refuse"]
@@ -49,8 +49,6 @@ class StoreSettings:
             checkpoints are signed, and only signed ones are loaded.
         accept_unsigned: Whether checkpoints without a signature are loaded nevertheless.
         job: Name of the run, which the signature covers: a checkpoint that was signed for another name is not loaded.
-        num_copy_threads: Number of threads that copy a snapshot.
-        max_load_bytes: The largest state that is loaded. Default: this machine's memory.
         meshes: Device meshes for loaded DTensors that have no counterpart in the loader's own state.
     """
 
@@ -66,8 +64,6 @@ class StoreSettings:
     token: str | None = field(default=None, repr=False)
     accept_unsigned: bool = False
     job: str = ""
-    num_copy_threads: int = field(default_factory=default_num_threads)
-    max_load_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     meshes: Sequence[DeviceMesh] = ()
 
     def __post_init__(self) -> None:

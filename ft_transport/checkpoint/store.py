@@ -36,6 +36,7 @@ from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.handler_safety import SafeEnd
+from ft_transport.settings import default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.telemetry.recorder import Recorder, Recording
@@ -114,7 +115,7 @@ class CheckpointStore:
             trust=self._trust,
             recorder=self.recorder,
         )
-        self._stager = StateStager(self._settings.num_copy_threads)
+        self._stager = StateStager(default_num_threads())
         self._background = BackgroundSaver(
             group, self._directory, self._inventory, consolidate, self._settings, trust=self._trust
         )

@@ -45,7 +45,7 @@ _PHASES: Final[Mapping[str, tuple[str, str]]] = {
         "finding out what is here already",
         'known="into" digests all of the state; leave it out where little of it lasts',
     ),
-    "verify": ("comparing digests that came after the data", "memory bandwidth; TransportSettings.num_copy_threads"),
+    "verify": ("comparing digests that came after the data", "memory bandwidth"),
     "load": (
         "load functions of what is registered",
         "look at the load functions of what is registered with this replica",

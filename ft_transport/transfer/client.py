@@ -303,7 +303,7 @@ class StateClient(Generic[T]):
             restore,
             settings,
             chunks=plan.chunks,
-            num_threads=self._settings.num_copy_threads,
+            num_threads=default_num_threads(),
         )
         copied = set(plan.chunks).difference(left)
         for chunk in copied:

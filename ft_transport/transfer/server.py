@@ -14,7 +14,7 @@ from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import Reader, SnapshotCache
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place, SafeEnd, SafeEvent
-from ft_transport.settings import TransportSettings
+from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
@@ -137,7 +137,7 @@ class StateServer:
         )
         self._stager = Stager(
             max_snapshots=settings.max_snapshots,
-            num_threads=settings.num_copy_threads,
+            num_threads=default_num_threads(),
             chunk_bytes=settings.chunk_bytes,
             digester=lambda: Digester.of(settings.keyed_digests, keys.current()[0]) if keys is not None else PLAIN,
         )

@@ -24,6 +24,8 @@ from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
 
+MAX_ATTEMPTS: Final = 3
+"""A replica gives up after as many failed rounds in a row, each over all sources."""
 _SHARE_WITHOUT_PROGRESS: Final = 0.25
 """A source that sends nothing for this share of the remaining time is dropped for the next one. A source that sends may
 use all of the time: with shares for each source, many sources would leave each too little."""
@@ -178,7 +180,7 @@ class Healer:
         self._reasons.extend(reasons)
         self.num_failures += 1
         is_hopeless = any(_HOPELESS in reason for reason in agreed)
-        if is_hopeless or self.num_failures >= self._config.max_heal_attempts:
+        if is_hopeless or self.num_failures >= MAX_ATTEMPTS:
             every = tuple(self._reasons)
             self.succeeded()
             self._peers.discard_partial()

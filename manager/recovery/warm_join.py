@@ -49,6 +49,7 @@ _SHARE_OF_CALL: Final = 0.5
 """Maximum share of the caller's remaining time in ``start_quorum``."""
 _PATIENCE: Final = 2.0
 """A transfer may take this many times as long as its rate limit implies."""
+_BYTES_PER_S: Final = 4e8
 
 _STAND_IN_SHAPE: Final = (64, 64)
 
@@ -157,7 +158,7 @@ class WarmJoin:
     def _recover(self, sources: Sequence[str], num_bytes: int, name: str, deadline: Deadline) -> None:
         # Under DiLoCo the next snapshot comes with the next synchronisation.
         timeout_s = max(self._config.timeout, self._config.quorum_timeout).total_seconds()
-        bytes_per_s = float(self._config.warm_join_bytes_per_s)
+        bytes_per_s = _BYTES_PER_S
         if self._config.world_size not in (None, 1):
             # The other ranks wait up to ``timeout``.
             longest = self._config.timeout

@@ -21,7 +21,7 @@ from ft_transport import HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, ManagerConfig, StateTornError
 from manager.quorum.decision import Heals, Member
 from manager.quorum.stall_watch import StallWatch
-from manager.recovery.healing import Healer
+from manager.recovery.healing import MAX_ATTEMPTS, Healer
 from manager.recovery.peers import PeerRecovery
 from manager.state.replica_state import ReplicaState
 
@@ -187,7 +187,7 @@ def test_an_attempt_goes_on_where_the_one_before_was_until_all_is_given_up(sourc
     assert sources.heal(again)
     with pytest.raises(StateTornError):
         sources.state.refuse_partial()
-    for _ in range(ManagerConfig().max_heal_attempts - 2):
+    for _ in range(MAX_ATTEMPTS - 2):
         sources.healer.failed(3, ("it died",), agreed=())
     with pytest.raises(HealFailedError):
         sources.healer.failed(3, ("it died",), agreed=())
@@ -203,7 +203,7 @@ def test_a_state_that_came_from_elsewhere_meanwhile_is_not_overwritten(sources: 
     assert sources.heal(dying)
     sources.weight.fill_(5.0)
     sources.state.partial = None  # as a checkpoint that was loaded leaves it
-    for _ in range(ManagerConfig().max_heal_attempts - 1):
+    for _ in range(MAX_ATTEMPTS - 1):
         sources.healer.failed(3, ("it died",), agreed=())
     with pytest.raises(HealFailedError):
         sources.healer.failed(3, ("it died",), agreed=())

@@ -140,7 +140,10 @@ def lending_process(seed: int, host: str = "127.0.0.1") -> Iterator[tuple[Progra
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_source_that_dies_in_the_middle(verify: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_that_dies_in_the_middle(
+    verify: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # as many threads
     """What has a digest is whole all the same; without one, nobody says that the memory was kept."""
     into = blank()
     with lending_process(3) as (source, address):
@@ -150,7 +153,7 @@ def test_a_source_that_dies_in_the_middle(verify: bool, caplog: pytest.LogCaptur
                 source.kill()
                 source.wait(20)
 
-        with transport(same_host=True, verify=verify, on_progress=kill, num_copy_threads=1) as receiver:
+        with transport(same_host=True, verify=verify, on_progress=kill) as receiver:
             if verify:
                 assert is_state(receiver.fetch(address, 1, into=into).state, 3)
             else:
@@ -164,7 +167,10 @@ def test_a_source_that_dies_in_the_middle(verify: bool, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_a_snapshot_that_is_replaced_in_the_middle_is_fetched_anew(num_threads: int, verify: bool) -> None:
+def test_a_snapshot_that_is_replaced_in_the_middle_is_fetched_anew(
+    num_threads: int, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: num_threads)
     into = blank()
     done = threading.Event()
     # One place, whose memory the next snapshot takes as soon as it may.
@@ -183,7 +189,7 @@ def test_a_snapshot_that_is_replaced_in_the_middle_is_fetched_anew(num_threads: 
 
     with (
         transport(**hasty) as source,
-        transport(same_host=True, verify=verify, on_progress=replace, num_copy_threads=num_threads) as receiver,
+        transport(same_host=True, verify=verify, on_progress=replace) as receiver,
     ):
         source.send_checkpoint([], 1, state_of(1), TIMEOUT)
         received = receiver.fetch(source.metadata(), 1, into=into)
@@ -249,7 +255,8 @@ def test_a_source_that_lends_nothing_does_not_defeat_the_deadline(monkeypatch: p
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_the_deadline_ends_a_copy_in_the_middle(verify: bool) -> None:
+def test_the_deadline_ends_a_copy_in_the_middle(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     into = blank()
     over = threading.Event()
 
@@ -259,7 +266,7 @@ def test_the_deadline_ends_a_copy_in_the_middle(verify: bool) -> None:
 
     with (
         transport(same_host=True) as source,
-        transport(same_host=True, on_progress=wait, verify=verify, num_copy_threads=1) as receiver,
+        transport(same_host=True, on_progress=wait, verify=verify) as receiver,
     ):
         source.send_checkpoint([], 1, state_of(1), TIMEOUT)
         with pytest.raises(DeadlineExceededError, match=f"{STATE_BYTES // 2} of {STATE_BYTES} bytes") as caught:
@@ -360,8 +367,9 @@ def test_a_child_that_is_forked_meanwhile_keeps_nothing() -> None:
     assert json.loads(found.stdout) == {"during": 1, "child": 0, "sockets": 0, "after": 0}
 
 
-def test_a_source_that_leaves_children_is_missed_at_once() -> None:
+def test_a_source_that_leaves_children_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child has no end of the socket, so that a receiver sees that the source is gone."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     script = str(WORKERS / "serving_process.py")
     with Program([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
         assert source.stdin is not None
@@ -377,7 +385,7 @@ def test_a_source_that_leaves_children_is_missed_at_once() -> None:
                 os.kill(source.pid, signal.SIGKILL)
                 lost.append(time.monotonic())
 
-        with transport(same_host=True, verify=False, on_progress=fork_and_kill, num_copy_threads=1) as receiver:
+        with transport(same_host=True, verify=False, on_progress=fork_and_kill) as receiver:
             with pytest.raises(TransportError):
                 receiver.fetch(address, 1, timeout=FetchTimeout(total=TIMEOUT, unreachable=timedelta(seconds=1)))
             assert time.monotonic() - lost[0] < 10

@@ -76,7 +76,7 @@ def test_a_newcomer_without_the_jobs_certificate_gets_no_state_and_says_why(tmp_
         gate.wait("a step was made")
         issued = issue(tmp_path / "b", signed_by="another job", trusts="another job") if kind == "foreign" else None
         try:
-            manager = replica(address, "b", issued, parts["b"], max_heal_attempts=2)
+            manager = replica(address, "b", issued, parts["b"])
         except BaseException:
             gate.open("newcomer is done")
             raise

@@ -21,13 +21,11 @@ NEGATIVE = timedelta(seconds=-1)
     ("name", "value"),
     [
         ("max_snapshots", 0),
-        ("num_copy_threads", 0),
         ("chunk_bytes", 0),
         ("chunk_bytes", -1),
         ("max_failures", 0),
         ("max_receive_bytes", 0),
-        ("connect_timeout", ZERO),
-        ("connect_timeout", NEGATIVE),
+        ("stall_timeout", NEGATIVE),
         ("stall_timeout", ZERO),
         ("lease", NEGATIVE),
         ("min_bytes_per_s", 0),
@@ -41,7 +39,7 @@ NEGATIVE = timedelta(seconds=-1)
         ("max_snapshots", np.array([2, 3])),
         ("chunk_bytes", 4e6),
         ("port", None),
-        ("connect_timeout", 5.0),
+        ("stall_timeout", 5.0),
         ("stall_timeout", 5),
         ("lease", None),
         ("min_bytes_per_s", "fast"),
@@ -144,7 +142,7 @@ def test_a_step_that_is_no_count_is_refused_before_anything_is_copied(step: Any)
 
 def test_the_limits_themselves_are_allowed() -> None:
     settings = TransportSettings(
-        max_snapshots=1, num_copy_threads=1, chunk_bytes=1, max_failures=1, max_receive_bytes=1, lease=ZERO, port=65535
+        max_snapshots=1, chunk_bytes=1, max_failures=1, max_receive_bytes=1, lease=ZERO, port=65535
     )
     assert settings.chunk_bytes == 1
 
@@ -163,9 +161,7 @@ def test_settings_cannot_be_changed_later() -> None:
 
 def test_the_smallest_settings_carry_a_state() -> None:
     timeout = timedelta(seconds=30)
-    settings = TransportSettings(
-        host="127.0.0.1", max_snapshots=1, num_copy_threads=1, chunk_bytes=1, max_failures=1, lease=ZERO
-    )
+    settings = TransportSettings(host="127.0.0.1", max_snapshots=1, chunk_bytes=1, max_failures=1, lease=ZERO)
     transport: HTTPTransport[Any] = HTTPTransport(timeout, num_chunks=1, settings=settings)
     try:
         transport.send_checkpoint([], 1, {"b": bytes(range(100)), "n": None}, timeout)
@@ -177,4 +173,4 @@ def test_the_smallest_settings_carry_a_state() -> None:
 def test_by_default_there_is_a_thread_per_core_up_to_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in ((1, 1), (4, 4), (64, 8), (None, 1)):
         monkeypatch.setattr(module.os, "cpu_count", lambda cores=cores: cores)
-        assert TransportSettings().num_copy_threads == expected
+        assert module.default_num_threads() == expected

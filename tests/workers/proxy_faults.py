@@ -120,7 +120,6 @@ class _Fetcher:
         settings = TransportSettings(
             host="127.0.0.1",
             stall_timeout=timedelta(seconds=STALL_S),
-            connect_timeout=timedelta(seconds=1),
             min_bytes_per_s=1,
             max_failures=6,
         )

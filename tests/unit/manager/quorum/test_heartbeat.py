@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manager.quorum.heartbeat import MissedHeartbeats, Sign
+from manager.quorum.heartbeat import MissedHeartbeats
 
 TIMEOUT_S = 5.0
 RUNS_PER_S = 40
