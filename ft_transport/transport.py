@@ -112,10 +112,6 @@ class HTTPTransport(Generic[T]):
         """Address at which receivers find this transport: ``http://host:port/checkpoint/``, with TLS ``https://``."""
         return f"{self.server.http.address}/checkpoint/"
 
-    def address(self) -> str:
-        """The same as ``metadata`` (torchft's name)."""
-        return self.metadata()
-
     def check_address(self, timeout: timedelta) -> None:
         """Check that the advertised address leads to this very transport, by a request to it.
 
