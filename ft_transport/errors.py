@@ -2,7 +2,7 @@
 
 TransportError
 ├── ConfigurationError          a setting that cannot work, found at construction
-├── RecordError                 a line that tells of no recovery, save or publish
+├── RecordError                 a line that describes no recovery, save or publish
 ├── ManifestError               a description of a snapshot that is malformed, too new or over a limit
 ├── SnapshotError               a state that cannot be captured
 │   ├── UnsupportedLeafError    a leaf with no safe encoding, named by its path
@@ -21,7 +21,7 @@ TransportError
 │   ├── PeerNotReadyError       the peer has no snapshot yet
 │   ├── StateNotServedError     the peer cannot capture its state; asking again does not help
 │   ├── StepNotServedError      the peer serves other steps
-│   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
+│   └── SnapshotReplacedError   the snapshot that a fetch was bound to has ended
 ├── FetchFailedError            every source failed; carries each failure
 ├── FileWriteError              the file that a snapshot is received into cannot be written
 ├── CheckpointError             a durable checkpoint could not be written or read
@@ -403,7 +403,7 @@ class StaleVersionError(PublishError):
 
 
 class EngineRefusedError(PublishError):
-    """An engine answered with an error, or uses another version than it was told to.
+    """An engine answered with an error, or uses another version than requested.
 
     ``request`` is the method and URL, ``status`` and ``body`` are those of the answer, whatever its type. The body is
     as the engine sent it; in the message, and in reports, its control characters are escaped.

@@ -43,12 +43,12 @@ class Rate:
     """The measurements of one thing, in bytes per second.
 
     Attributes:
-        name: Which.
-        ceiling: The name of what the machine allows at most; empty for that itself.
-        median: Of all rounds.
-        low: Of the slowest.
-        high: Of the fastest.
-        num_rounds: How many; fewer than wanted where they take long.
+        name: Name of the measurement.
+        ceiling: Name of the machine's limit for this rate; empty if this is a limit itself.
+        median: Median rate of all rounds.
+        low: Rate of the slowest round.
+        high: Rate of the fastest round.
+        num_rounds: Number of rounds; fewer than requested if they take long.
     """
 
     name: str
@@ -142,7 +142,7 @@ def _clone_rates(transport: HTTPTransport[Any], state: dict[str, Any], num_bytes
 
 
 def _fetch_rates(url: str, num_bytes: int, num_rounds: int) -> list[Rate]:
-    """Those that a process of its own measures, so that the two sides share no interpreter."""
+    """Measure in a separate process, so that the two sides share no interpreter."""
     from ft_transport.cli.bench_receiver import BARE, UNVERIFIED, VERIFIED, Task
     from ft_transport.cli.ceilings import bare_sender
 

@@ -16,7 +16,7 @@ from ft_transport.cli.stored_state import StoredPiece, StoredTensor
 from ft_transport.runtime.handler_safety import SafeExecutor
 
 _BLOCK_BYTES: Final = 1 << 20
-"""Of each side, read and compared at once."""
+"""Number of bytes of each side that are read and compared at once."""
 
 _SPAN_BYTES: Final = 8 << 20
 """The bytes that a thread compares at once."""
@@ -105,7 +105,7 @@ def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
 
 
 class _Comparer:
-    """Of one thread, with its buffers."""
+    """Compares in one thread, with buffers of its own."""
 
     def __init__(self) -> None:
         buffers = [bytearray(_BLOCK_BYTES) for _ in range(2)]

@@ -64,7 +64,7 @@ class FetchDisplay:
             self._bar.stop()
 
     def plan(self, plan: FilePlan) -> None:
-        """What will come; what is shown begins anew."""
+        """Show a new plan of the transfer, from its beginning."""
         names = ", ".join(_shown(str(each)) for each in plan.sources[:_MAX_NAMES])
         more = f" and {len(plan.sources) - _MAX_NAMES} more" if len(plan.sources) > _MAX_NAMES else ""
         text = f"step {plan.step} from {names}{more}"

@@ -56,7 +56,7 @@ def inspect_command(
 
 
 def open_thing(thing: str, *, with_places: bool = False) -> Contents:
-    """What is in a replica, a file or a checkpoint.
+    """Return the contents of a replica, a file or a checkpoint.
 
     Args:
         thing: Its URL or path.

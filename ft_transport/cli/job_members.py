@@ -19,7 +19,7 @@ _MAX_ADDRESSES: Final = 64
 
 
 class JobFinder:
-    """Finds the replicas anew at each call, which takes a second or two. Not thread-safe.
+    """Finds the replicas again at each call, which takes a second or two. Not thread-safe.
 
     A process names its Lighthouse and the members of its last quorum. Both stay known after that process has exited.
 
@@ -70,7 +70,7 @@ def job_of(
 
     Args:
         lighthouse: Its address; empty for a job without one.
-        status: What its page says; ``None`` where it cannot be read. Nobody has proved the addresses there.
+        status: Its page's text; ``None`` if it cannot be read. The addresses there are not authenticated.
         members: The members of a process's last quorum.
         alone: A process that has been in no quorum.
     """

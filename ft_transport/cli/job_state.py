@@ -40,7 +40,7 @@ class KnownJob:
     Attributes:
         members: All that are known.
         lighthouse: Its address; empty if there is none.
-        status: What it says of the quorum; empty if it says nothing.
+        status: Its report of the quorum; empty without one.
         is_lighthouse_read: Whether its page could be read.
     """
 
@@ -104,11 +104,11 @@ class JobState:
     """The job at one moment.
 
     Attributes:
-        version: Of this form.
+        version: Version of this format.
         unix_s: The clock of this process.
         took_s: How long the look took, in seconds.
         lighthouse: Its address; empty if there is none.
-        status: What it says of the quorum.
+        status: Its report of the quorum.
         is_lighthouse_read: Whether its page could be read.
         processes: By name and rank.
         num_left_out: How many more processes were not asked, because there are too many.

@@ -93,7 +93,7 @@ def opened_states(
 
 
 def _manifest_of(thing: str) -> Manifest | None:
-    """Of a file that ``fetch`` has written; ``None`` of anything else."""
+    """Return the manifest of a file that ``fetch`` has written; ``None`` for anything else."""
     path = checkpoint_at(Path(thing))
     if path.is_dir() or DIGESTS not in open_thing(thing).metadata:
         return None

@@ -1,4 +1,4 @@
-"""What replicas serve, in files of their own, for a comparison."""
+"""Files that hold the served states of replicas, for a comparison."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SnapshotFiles:
         return fetched
 
     def fetch_both(self, one: str, other: str, step: int | None) -> tuple[FetchedFile, FetchedFile]:
-        """What differs, of both; all of both where their layouts do.
+        """Fetch the differing chunks of both replicas; all of both if their layouts differ.
 
         They are of one step if the replicas come to one, see `asked_for_one_step`.
 

@@ -39,7 +39,7 @@ def top_command(
     host: Annotated[str, typer.Option("--host", help="With --serve: the address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="With --serve: the port, 0 for any.")] = 0,
 ) -> None:
-    """Watch the whole job in a terminal of 24 lines: replicas, steps, who serves whom, recoveries, errors.
+    """Watch the whole job in a terminal of 24 lines: replicas, steps, transfers, recoveries, errors.
 
     The replicas that need attention come first. q or Ctrl-C ends it. The Lighthouse, or a replica, names the replicas,
     and each process is asked for its state; the job's token and certificates come from the environment. Exits with 1
@@ -79,8 +79,8 @@ def top_command(
 def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="An object of JSON.")] = False) -> None:
     """Print the watch token of the job token that the environment names.
 
-    It is the password, with any user name, of pages and metrics, and a bearer token for Prometheus. Whoever has it sees
-    the job, and can neither read a state nor change anything. Exits with 1 if there is no token.
+    It is the password, with any user name, of pages and metrics, and a bearer token for Prometheus. It shows the
+    job, and gives no right to read a state or change anything. Exits with 1 if there is no token.
     """
     from ft_transport.settings import TransportSettings
 

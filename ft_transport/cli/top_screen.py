@@ -1,4 +1,4 @@
-"""What ``ft-transport top`` shows: a job as text of so many lines and columns, what needs attention first."""
+"""The screen of ``ft-transport top``: a job as text, with replicas that need attention first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_ERRORS: Final = 3
 _MAX_CHANGES: Final = 4
 _LOST: Final = " THE LIGHTHOUSE DOES NOT ANSWER: without it no quorum is formed "
 _STALLED: Final = 10.0
-"""So many times as long as usual may a step take before it needs attention, and at least so many seconds."""
+"""A step needs attention after this many times its usual length, and this many seconds."""
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 _RANKS: Final = {"gone": 0, "silent": 1, "partial": 2, "stalled": 3, "healing": 4, "waiting": 5, "starting": 6}
 _STYLES: Final = {
@@ -90,7 +90,7 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
 
 
 def flows_of(job: JobState) -> dict[tuple[str, int], str]:
-    """Of each process, by name and rank, whom it serves or receives from now."""
+    """Return the current transfers of each process, by name and rank."""
     names = {_netloc(process.address): process.name for process in job.processes if process.address}
     flows: dict[tuple[str, int], list[str]] = {}
     for process in job.processes:
@@ -127,7 +127,7 @@ def seconds(length_s: float) -> str:
 
 
 def _netloc(address: str) -> str:
-    """Of an address that nobody has proved; empty where it is none."""
+    """Return host and port of an unauthenticated address; empty if it is malformed."""
     try:
         return urlsplit(address).netloc
     except ValueError:
@@ -253,7 +253,7 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     text.append(f"{row.words:<16.16} ", style=_STYLES.get(row.condition, "green"))
     text.append(f"{step if step is not None else '–':>7} ", style="yellow" if is_behind else "")
     steps = manager.steps if manager is not None else ()
-    # Of the last one it is not known yet how long it takes from boundary to boundary.
+    # The last step's length, from boundary to boundary, is not known yet.
     steps = tuple(step for step in steps if step.period_s) or steps
     last = f"{seconds(_period_s(steps[-1])):>7}" if steps else ""
     text.append(f"{_spark(steps):<9} {last:<7} ")
@@ -262,7 +262,7 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
 
 
 def _held(manager: ToldManager | None, process: JobProcess) -> str:
-    """Who holds the lock for long; or why there is no answer."""
+    """Return the holder of a lock that is held for long, or the reason for a missing answer."""
     if process.error and process.presence != "here":
         return escape_peer_text(process.error, max_characters=60)
     holders = manager.lock.holders if manager is not None else ()

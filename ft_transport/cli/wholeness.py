@@ -44,7 +44,7 @@ def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
     parts = [piece.stored for tensor in contents.tensors for piece in tensor.pieces] + [*contents.values.values()]
     by_file: dict[str, set[tuple[int, int]]] = {}
     for part in filter(None, parts):
-        # What two names have in common is stored once.
+        # Bytes that two names share are stored once.
         by_file.setdefault(part.file, set()).add((part.start, part.num_bytes))
     for name, places in by_file.items():
         shown = _shown(name)
