@@ -19,7 +19,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from manager.errors import QuorumError
 logger = logging.getLogger(__name__)
 
 _TASKS: Final = "/proc/self/task"
-_NATIVE_NAMES: Final = ("torchft", "tokio")
+_NATIVE_NAMES: Final = (b"Name:\ttorchft", b"Name:\ttokio")
 _COUNTER: Final = b"\nvoluntary_ctxt_switches:"
 _MOST_STATUS_BYTES: Final = 16 * 1024
 _MOST_RUNS: Final = 6.0
@@ -55,35 +54,35 @@ class NativeThreads:
 
     def __init__(self, start: Callable[[], Any]) -> None:
         with _starting:
-            before = _native_threads()
+            before = _tasks()
             self.owner: Any = start()
-            self._threads = _native_threads() - before
+            # Not by name: under load a thread names itself later, even after another group has been started.
+            self._tasks = _tasks() - before
 
     def num_runs(self) -> int | None:
         """Return how often the threads have given up the processor; ``None`` if the kernel does not say."""
-        num_runs = 0
-        try:
-            for thread in self._threads:
-                # `pathlib` and `open` would take four times as long: this runs in each step.
-                file = os.open(f"{_TASKS}/{thread}/status", os.O_RDONLY)
-                try:
-                    status = os.read(file, _MOST_STATUS_BYTES)
-                finally:
-                    os.close(file)
-                num_runs += int(status.split(_COUNTER, 1)[1].split(None, 1)[0])
-        except (OSError, IndexError, ValueError):
-            return None
-        return num_runs if self._threads else None
+        # Threads of other libraries that began at the same moment have other names, or have ended.
+        counts = [count for task in self._tasks if (count := _num_runs(task)) is not None]
+        return sum(counts) if counts else None
 
 
-def _native_threads() -> frozenset[str]:
-    found = set()
+def _tasks() -> frozenset[str]:
     with suppress(OSError):
-        for task in Path(_TASKS).iterdir():
-            with suppress(OSError):  # the thread has ended
-                if (task / "comm").read_text().startswith(_NATIVE_NAMES):
-                    found.add(task.name)
-    return frozenset(found)
+        return frozenset(os.listdir(_TASKS))
+    return frozenset()
+
+
+def _num_runs(task: str) -> int | None:
+    try:
+        # `pathlib` and `open` would take four times as long: this runs in each step.
+        file = os.open(f"{_TASKS}/{task}/status", os.O_RDONLY)
+        try:
+            status = os.read(file, _MOST_STATUS_BYTES)
+        finally:
+            os.close(file)
+        return int(status.split(_COUNTER, 1)[1].split(None, 1)[0]) if status.startswith(_NATIVE_NAMES) else None
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+
 import pytest
 
-from manager.quorum.heartbeat import MissedHeartbeats
+from manager.quorum.heartbeat import MissedHeartbeats, NativeThreads
 
 TIMEOUT_S = 5.0
 RUNS_PER_S = 40
@@ -96,3 +99,42 @@ def test_before_the_native_threads_have_been_measured_their_usual_rate_is_assume
     assert world.missed_heartbeats.count() == 0
     world.stop(TIMEOUT_S)
     assert world.missed_heartbeats.count() == 1
+
+
+_PR_SET_NAME = 15
+
+
+class LateName:
+    """A thread like those of torchft that names itself only when it is asked to."""
+
+    def __init__(self) -> None:
+        self._asked, self._named, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._asked.wait(60)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"torchft-0", 0, 0, 0)
+        self._named.set()
+        self._ended.wait(60)
+
+    def name(self) -> None:
+        self._asked.set()
+        assert self._named.wait(60)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def test_threads_that_name_themselves_late_belong_to_the_group_that_started_them() -> None:
+    one = NativeThreads(LateName)
+    other = NativeThreads(one.owner.name)
+    try:
+        num_runs = one.num_runs()
+        assert num_runs is not None
+        assert num_runs > 0
+        assert other.num_runs() is None
+    finally:
+        one.owner.end()
+    assert one.num_runs() is None
