@@ -241,5 +241,5 @@ class Limited:
         self.headers: Mapping[str, str] = {}
 
     async def deliver(self, connection: Any, delivery: Any) -> int:
-        with limited_files(10_000_000):
+        with limited_files(100_000):
             return await self._deltas.deliver(connection, delivery)
