@@ -31,7 +31,7 @@ class StoreHealth:
 
     @property
     def is_good(self) -> bool:
-        """Whether no writer is dead, and no save failed."""
+        """Whether all writers are alive, and no save has failed."""
         return not self.dead_writers and not self.num_failed_saves
 
 

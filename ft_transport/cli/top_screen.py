@@ -49,7 +49,7 @@ class _Row(NamedTuple):
 
 
 def is_well(job: JobState) -> bool:
-    """Whether the Lighthouse, if the job has one, could be read, and all processes answer."""
+    """Whether all processes answered, and the Lighthouse as well if the job has one."""
     return (
         not _is_unread(job)
         and bool(job.processes)

@@ -83,7 +83,7 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that decides."""
+        """Whether this rank decides for the group."""
         return self.rank == 0
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], bytes | None]) -> tuple[bytes, ...]:

@@ -132,7 +132,7 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot is taken and no connection is being closed."""
+        """Whether all slots are taken, and no closing connection will free one."""
         return len(self._open) >= self.max_connections and not self._num_ending
 
     @property

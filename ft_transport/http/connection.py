@@ -124,7 +124,7 @@ class Connection:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether `interrupt` was called; no further request succeeds."""
+        """Whether `interrupt` has ended this connection: each further request fails."""
         return self._is_interrupted
 
     def interrupt(self) -> None:

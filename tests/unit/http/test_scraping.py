@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 from served_memory import Answer, Serving, serving, until
@@ -216,6 +217,13 @@ def test_a_part_that_hangs_holds_up_neither_the_server_nor_its_end() -> None:
         may_end.set()
 
 
+def is_established(*ports: int) -> bool:
+    """Whether the server's end of a connection is open (state 01 of proc_pid_net(5)): its port and the client's."""
+    ends = [f":{port:04X}" for port in ports]
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return any([row[1][-5:], row[2][-5:], row[3]] == [*ends, "01"] for row in rows)
+
+
 @pytest.mark.parametrize("path", ["/state", "/metrics"])
 def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_routes, "_WRITE_S", 0.2)
@@ -229,7 +237,9 @@ def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.M
         stalled.settimeout(LONG_S)
         stalled.connect(("127.0.0.1", served.server.port))
         stalled.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-        time.sleep(1.0)
+        ports = (served.server.port, stalled.getsockname()[1])
+        until(lambda: is_established(*ports))
+        until(lambda: not is_established(*ports))
         assert served.ask("/status").status == 200
         num_bytes = 0
         with suppress(ConnectionResetError):
