@@ -58,10 +58,16 @@ class Demo:
         self._are_away = False
         self._shown_s: dict[str, float] = {}
 
-    def run(self, at_rest: Callable[[Sequence[ReplicaProcess]], None] | None = None) -> bool:
+    def run(
+        self,
+        at_rest: Callable[[Sequence[ReplicaProcess]], None] | None = None,
+        *,
+        before_kill: Callable[[Sequence[ReplicaProcess]], None] | None = None,
+    ) -> bool:
         """Run the demo. Return whether all states of one step were equal on all replicas.
 
         Args:
+            before_kill: Called before each failure with the processes that are about to be killed.
             at_rest: Called at the end with every process that was started, while the running ones stand still.
         """
         self._lighthouse = embedded_lighthouse(
@@ -74,9 +80,11 @@ class Demo:
             for name in self._names:
                 self._start(name)
             self._until(lambda: all(self._has_held(name, steps) for name in self._names))
-            self._kill_and_restart("B")
-            if len(self._names) > 2:
-                self._kill_and_restart("A", "C")
+            for names in ("B",), ("A", "C"):
+                if set(names) <= set(self._names):
+                    if before_kill is not None:
+                        before_kill([process for name in names for process in self._running[name]])
+                    self._kill_and_restart(*names)
             if at_rest is not None:
                 self._stand_still()
                 at_rest(self._all)

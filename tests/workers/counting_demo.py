@@ -1,4 +1,6 @@
-"""The demo, whose counts are told at its end: a line of JSON for each process; then its replicas wait for a line.
+"""The demo, which prints its counts at its end: a line of JSON for each process. Its replicas wait for a line on stdin.
+
+Before each failure it prints the processes that it is about to kill, and waits for a line as well.
 
 Command line: as for ``python -m manager.demo``.
 """
@@ -18,6 +20,7 @@ from manager.demo.__main__ import Demo, parse
 from manager.demo.replica_process import ReplicaProcess
 
 COUNTS = "counts: "
+KILLS = "kills: "
 
 
 def tell(processes: Sequence[ReplicaProcess]) -> None:
@@ -35,11 +38,18 @@ def tell(processes: Sequence[ReplicaProcess]) -> None:
     sys.stdin.readline()
 
 
+def announce(processes: Sequence[ReplicaProcess]) -> None:
+    print(KILLS + json.dumps([str(each.process.pid) for each in processes]), flush=True)
+    sys.stdin.readline()
+
+
 def unix_s(monotonic_s: float) -> float:
     return datetime.now(timezone.utc).timestamp() - (time.monotonic() - monotonic_s)
 
 
 if __name__ == "__main__":
     fork_replicas()
-    is_equal = Demo(Console(stderr=True, width=120), parse(None, program="counting_demo")).run(tell)
+    is_equal = Demo(Console(stderr=True, width=120), parse(None, program="counting_demo")).run(
+        tell, before_kill=announce
+    )
     sys.exit(0 if is_equal else 1)
