@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from manager.quorum.heartbeat import MissedHeartbeats, NativeThreads
+from manager.quorum.heartbeat import MissedHeartbeats, NativeThreads, Sign
 
 TIMEOUT_S = 5.0
 RUNS_PER_S = 40
@@ -40,6 +40,15 @@ def world() -> World:
     world = World()
     world.beat()
     return world
+
+
+def test_signs_in_short_order_ask_the_kernel_once(world: World) -> None:
+    first = world.missed_heartbeats.now()
+    world.missed_heartbeats.note(first)
+    world.run(0.01 * TIMEOUT_S / 2)
+    assert world.missed_heartbeats.now() is first
+    world.run(0.01 * TIMEOUT_S)
+    assert world.missed_heartbeats.now() == Sign(world.now_s, world.num_runs)
 
 
 def test_a_gil_that_was_held_for_long_is_no_lapse(world: World) -> None:
