@@ -29,7 +29,12 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def reader_of(
-    near: socket.socket, *, ahead: bytes, deadline_s: float = 20.0, stall_timeout_s: float = 20.0
+    near: socket.socket,
+    *,
+    ahead: bytes,
+    deadline_s: float = 20.0,
+    stall_timeout_s: float = 20.0,
+    min_bytes_per_s: float = 1.0,
 ) -> BodyReader:
     body = BodyReader(
         TimedSocket(near),
@@ -38,7 +43,7 @@ def reader_of(
             deadline_s=time.monotonic() + deadline_s,
             connect_timeout_s=20.0,
             stall_timeout_s=stall_timeout_s,
-            min_bytes_per_s=1.0,
+            min_bytes_per_s=min_bytes_per_s,
         ),
         length=len(BODY),
     )
@@ -88,8 +93,8 @@ def test_much_that_has_come_earns_the_rest_no_time_once_it_is_paced_anew(
 ) -> None:
     near, far = pair
     far.sendall(BODY)
-    # At one byte per second all that has come is worth a quarter of an hour.
-    body = reader_of(near, ahead=b"", stall_timeout_s=0.3)
+    # At this rate all that has come is worth ten seconds, and the trickle below is too slow.
+    body = reader_of(near, ahead=b"", stall_timeout_s=0.3, min_bytes_per_s=100.0)
     body.read_into([memoryview(bytearray(len(BODY)))])
     body.pace_anew()
     stop = threading.Event()
@@ -100,9 +105,11 @@ def test_much_that_has_come_earns_the_rest_no_time_once_it_is_paced_anew(
 
     trickling = threading.Thread(target=trickle, daemon=True)
     trickling.start()
+    begun_s = time.monotonic()
     try:
         with pytest.raises(TimeoutError):
             body.read_into([memoryview(bytearray(1000))])
     finally:
         stop.set()
         trickling.join()
+    assert time.monotonic() - begun_s < 5.0
