@@ -20,10 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ft_transport.checkpoint.hashing import HashName
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry
-from ft_transport.checkpoint.patience import Patience
-from ft_transport.checkpoint.stored_file import CHUNK_IS_GOOD, StoredFile, damaged
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName
+from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, StoredFile, damaged
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.slices import Slice
@@ -102,13 +100,13 @@ class ChunkReader:
     Args:
         files: The files to read.
         chunks: Numbers of the chunks, ascending, which is the order of the `next` calls.
-        patience: Retries reads that may succeed later.
+        retries: Retries reads that may succeed later.
     """
 
-    def __init__(self, files: DataFiles, chunks: Sequence[int], patience: Patience) -> None:
+    def __init__(self, files: DataFiles, chunks: Sequence[int], retries: ReadRetries) -> None:
         self._files = files
         self._chunks = iter(chunks)
-        self._patience = patience
+        self._retries = retries
         self._open: dict[int, StoredFile] = {}
         self._pool = SafeExecutor(_NUM_READERS, "ft-transport-read")
         self._reading: deque[tuple[int, Future[bytearray]]] = deque()
@@ -146,7 +144,7 @@ class ChunkReader:
         file = self._open.get(number)
         if file is None:
             files = self._files
-            file = StoredFile(files.directory, files.files[number], files.hash_name, self._patience)
+            file = StoredFile(files.directory, files.files[number], files.hash_name, self._retries)
             self._open[number] = file
         self._reading.append((number, self._pool.submit(file.read, start // CHUNK_BYTES)))
 
@@ -156,7 +154,7 @@ def read_needs(
     files: DataFiles,
     exchange: Exchange,
     *,
-    patience: Patience,
+    retries: ReadRetries,
     is_read_once: bool,
     check: Callable[[], None],
 ) -> int:
@@ -166,7 +164,7 @@ def read_needs(
         needs: The bytes, and their destination.
         files: The files to read.
         exchange: Data exchange between the ranks.
-        patience: Retries reads that may succeed later.
+        retries: Retries reads that may succeed later.
         is_read_once: Whether one rank reads each chunk and passes it on; else each rank reads all that it needs.
         check: Called now and then; an error that it raises ends this rank's part.
 
@@ -180,7 +178,7 @@ def read_needs(
     """
 
     def read() -> tuple[int, Exception | None]:
-        reading = _Reading(needs, files, exchange, patience=patience, is_read_once=is_read_once, check=check)
+        reading = _Reading(needs, files, exchange, retries=retries, is_read_once=is_read_once, check=check)
         return reading.run(), reading.failure
 
     num_bytes, failure = exchange.ending_on_failure(read)() if is_read_once else read()
@@ -197,12 +195,12 @@ class _Reading:
         files: DataFiles,
         exchange: Exchange,
         *,
-        patience: Patience,
+        retries: ReadRetries,
         is_read_once: bool,
         check: Callable[[], None],
     ) -> None:
         self._files = files
-        self._patience = patience
+        self._retries = retries
         self._exchange = exchange
         self._check = check
         self._needs = deque(sorted(needs, key=lambda need: (need.file, need.piece.start)))
@@ -222,7 +220,7 @@ class _Reading:
         involved = np.flatnonzero(self._by_rank[self._rank] | (self._readers == self._rank))
         num_bytes = 0
         sending: deque[tuple[Any, torch.Tensor]] = deque()
-        with ChunkReader(self._files, own.tolist(), self._patience) as reader:
+        with ChunkReader(self._files, own.tolist(), self._retries) as reader:
             receiving = _Receiving(self, [chunk for chunk in involved.tolist() if self._readers[chunk] != self._rank])
             for number, chunk in enumerate(involved.tolist()):
                 if not number % _CHECK_EVERY:

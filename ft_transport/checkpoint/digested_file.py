@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from ft_transport.checkpoint.hashing import CHECKSUM, HashName, hash_of, new_hash
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, file_entry
+from ft_transport.checkpoint.manifest import CHECKSUM, CHUNK_BYTES, FileEntry, HashName, file_entry, hash_of, new_hash
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.runtime.regular_files import create_file, open_regular
 

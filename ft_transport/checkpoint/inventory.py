@@ -14,11 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.claim import RootClaim
-from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME
+from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, DCPCheckpoint
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
-from ft_transport.checkpoint.foreign import DCPCheckpoint
-from ft_transport.checkpoint.manifest import MANIFEST_NAME
-from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
@@ -26,8 +24,13 @@ from ft_transport.checkpoint.settings import (
     checked_selector,
     compare_settings,
 )
-from ft_transport.checkpoint.signing import Trust
-from ft_transport.checkpoint.verify import decode_rank_files, find_damage, read_manifest, read_rank_files
+from ft_transport.checkpoint.stored_files import (
+    ReadRetries,
+    decode_rank_files,
+    find_damage,
+    read_manifest,
+    read_rank_files,
+)
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import (
     CheckpointDamagedError,
@@ -169,9 +172,9 @@ class Inventory:
                 step=step,
             )
         read: list[DCPCheckpoint] = []
-        patience = Patience(self._retry_s)
+        retries = ReadRetries(self._retry_s)
         self._agreement.run_on_all_ranks(
-            "read DCP's metadata", lambda: read.append(patience.call(lambda: DCPCheckpoint(Path(path), step)))
+            "read DCP's metadata", lambda: read.append(retries.call(lambda: DCPCheckpoint(Path(path), step)))
         )
         return read[0]
 
@@ -300,11 +303,11 @@ class Inventory:
 
     def _is_gone(self, found: FoundCheckpoint) -> bool:
         """Return whether the name no longer exists, or belongs to another checkpoint."""
-        patience = Patience(self._retry_s)
+        retries = ReadRetries(self._retry_s)
         try:
             return self._agreement.value_of_first(
                 "look whether it is still there",
-                lambda: patience.call(lambda: _identity(found.directory)) != found.identity,
+                lambda: retries.call(lambda: _identity(found.directory)) != found.identity,
                 _flag_decoder,
             )
         except TransportError:
@@ -312,16 +315,16 @@ class Inventory:
 
     def _verify(self, found: FoundCheckpoint) -> None:
         agreement = self._agreement
-        patience = Patience(self._retry_s)
+        retries = ReadRetries(self._retry_s)
 
         def find() -> list[str]:
-            manifest = read_manifest(found.directory, found.step, self._trust, patience)
+            manifest = read_manifest(found.directory, found.step, self._trust, retries)
             by_size = sorted(manifest.files, key=lambda entry: -entry.num_bytes)
             own = by_size[agreement.rank :: agreement.size]
-            damaged = find_damage(found.directory, own, manifest.hash, patience, agreement.check_others)
+            damaged = find_damage(found.directory, own, manifest.hash, retries, agreement.check_others)
             if agreement.is_first and not damaged:
                 # Complete files may have impossible content.
-                decode_rank_files(read_rank_files(found.directory, manifest, patience), manifest)
+                decode_rank_files(read_rank_files(found.directory, manifest, retries), manifest)
             return damaged
 
         with self.reading(found):
@@ -346,13 +349,13 @@ class Inventory:
         return True
 
     def _on_directory(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> T:
-        patience = Patience(self._retry_s)
+        retries = ReadRetries(self._retry_s)
 
         def run() -> T:
             with self._mutex:
                 return action()
 
-        return self._agreement.value_of_first(phase, lambda: patience.call(run), decoder)
+        return self._agreement.value_of_first(phase, lambda: retries.call(run), decoder)
 
 
 def _named(foreign: Mapping[int, Path]) -> str:

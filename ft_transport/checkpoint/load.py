@@ -24,14 +24,20 @@ from ft_transport.checkpoint.manifest import (
     CheckpointManifest,
     FileEntry,
     StoredRank,
+    Trust,
     decode_manifest,
     encode_manifest,
     rank_file_name,
 )
-from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.settings import StoreSettings
-from ft_transport.checkpoint.signing import Trust
-from ft_transport.checkpoint.verify import decode_rank_files, find_missing, read_file, read_manifest, read_rank_files
+from ft_transport.checkpoint.stored_files import (
+    ReadRetries,
+    decode_rank_files,
+    find_missing,
+    read_file,
+    read_manifest,
+    read_rank_files,
+)
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
@@ -155,12 +161,12 @@ def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
             patterns.
     """
     loading: _Loading | None = None
-    patience = Patience(request.settings.retry_s)
+    retries = ReadRetries(request.settings.retry_s)
     try:
-        own = agreement.on_first("read its description", lambda: _read_description(request, patience))
+        own = agreement.on_first("read its description", lambda: _read_description(request, retries))
         described = agreement.broadcast("receive its description", own)
         loading = planned = agreement.run("plan what to read", lambda: _planned(request, described, agreement))
-        agreement.run("read", lambda: planned.read(agreement.exchange, patience, agreement.check_others))
+        agreement.run("read", lambda: planned.read(agreement.exchange, retries, agreement.check_others))
         return agreement.run("load", planned.finish)
     except BaseException as error:
         if loading is not None:
@@ -169,18 +175,18 @@ def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
         raise
 
 
-def _read_description(request: LoadRequest, patience: Patience) -> bytes:
+def _read_description(request: LoadRequest, retries: ReadRetries) -> bytes:
     directory = request.directory
-    manifest = read_manifest(directory, request.step, request.trust, patience)
-    damaged = find_missing(directory, manifest, patience)
+    manifest = read_manifest(directory, request.step, request.trust, retries)
+    damaged = find_missing(directory, manifest, retries)
     if damaged:
         raise CheckpointDamagedError("; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged))
-    ranks = read_rank_files(directory, manifest, patience)
+    ranks = read_rank_files(directory, manifest, retries)
     rank_files = {rank_file_name(rank) for rank in range(manifest.num_ranks)}
     for entry in manifest.files:
         # Large files are verified as they are read, and only other programs read the whole tensors.
         if entry.name not in rank_files and not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
-            read_file(directory, entry, manifest.hash, patience)
+            read_file(directory, entry, manifest.hash, retries)
     return msgspec.msgpack.encode(_Description(encode_manifest(manifest), tuple(ranks)))
 
 
@@ -257,13 +263,13 @@ class _Loading:
                     path=need.path,
                 )
 
-    def read(self, exchange: Exchange, patience: Patience, check: Callable[[], None]) -> None:
+    def read(self, exchange: Exchange, retries: ReadRetries, check: Callable[[], None]) -> None:
         """Read the data that this rank needs into its destination."""
         self._num_bytes_read = read_needs(
             self._needs,
             self._files,
             exchange,
-            patience=patience,
+            retries=retries,
             is_read_once=self._request.settings.read == "once",
             check=check,
         )

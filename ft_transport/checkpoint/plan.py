@@ -1,18 +1,207 @@
-"""The division of a write: every byte has one writer, and all ranks write about as much. One rank plans for all."""
+"""The division of a write: every byte has one writer, and all ranks write about as much. One rank plans for all.
+
+A part of the state may also go to consolidated files: whole tensors in safetensors files, with the index that
+``transformers`` reads (the format of ``save_pretrained``, ``model.safetensors.index.json``: the file name of each
+tensor). The plan determines the place of each tensor in each file, so every rank writes its data directly there: no
+rank gathers the data of others, and nothing is written twice. A tied tensor is stored under each of its names, so that
+``load_state_dict`` finds all; the format does not let two names share bytes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
-from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, names_below
-from ft_transport.checkpoint.write_items import LOCAL, Described, Key, WriteItem
+from ft_transport.checkpoint.write_items import LOCAL, SHARED, Described, Key, WriteItem
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
+from ft_transport.runtime.regular_files import create_file
+from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_FILE_NAMES
+from ft_transport.wire.nodes import QuantizedNode
+from ft_transport.wire.slices import Slice, row_major_strides, slice_of
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+MAX_FILE_BYTES: Final = 5_000_000_000
+"""The limit by which ``save_pretrained`` divides a model."""
+_ALIGN_BYTES: Final = 8
+_HALF_BYTES: Final = "float4_e2m1fn_x2"
+
+
+@dataclass(frozen=True, slots=True)
+class ConsolidatedFile:
+    """A file that several ranks write together.
+
+    Attributes:
+        name: Its name.
+        header: Its beginning: length prefix and JSON header of the safetensors format.
+        num_bytes: Its length.
+    """
+
+    name: str
+    header: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidation:
+    """All files of a model.
+
+    Attributes:
+        files: All files, in order.
+        index: Content of the index.
+        root: Path of the part.
+        places: By DCP name of each tensor in the part: number of the file, and the tensor's offset in it.
+    """
+
+    files: tuple[ConsolidatedFile, ...]
+    index: bytes
+    root: str
+    places: dict[str, tuple[int, int]]
+
+
+def consolidate(
+    described: Sequence[Described],
+    root: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    single_name: str | None = None,
+) -> Consolidation:
+    """Lay out the tensors of one part of a state.
+
+    Args:
+        described: The ranks' descriptions.
+        root: Path of the part, joined by dots; tensor names omit it.
+        max_file_bytes: A file is larger only if a single tensor is.
+        single_name: Name of the file, if there is only one.
+
+    Raises:
+        CheckpointError: The part does not exist, or safetensors has no name for a dtype.
+    """
+    for each in described:
+        for value in each.values:
+            if value.part == SHARED and isinstance(value.node, QuantizedNode) and value.name.startswith(f"{root}."):
+                raise CheckpointError(
+                    "expected tensors that safetensors can hold, got a quantized one", path=value.name
+                )
+    tensors: dict[str, WriteItem] = {}
+    for item in itertools.chain.from_iterable(each.items for each in described):
+        for name in names_below(item, root):
+            tensors.setdefault(name, item)
+    if not tensors:
+        raise CheckpointError("expected a part of the state with tensors to consolidate, found none", path=root)
+    if f"{root}.__metadata__" in tensors:
+        raise CheckpointError(
+            "expected another name, safetensors needs this one for itself", path=f"{root}.__metadata__"
+        )
+    files: list[dict[str, WriteItem]] = [{}]
+    num_bytes = 0
+    for name, item in tensors.items():
+        size = _num_bytes_of(item, name)
+        if files[-1] and num_bytes + size > max_file_bytes:
+            files.append({})
+            num_bytes = 0
+        files[-1][name] = item
+        num_bytes += size
+    laid_out = []
+    places: dict[str, tuple[int, int]] = {}
+    for number, held in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        file, starts = _lay_out(single_name if single_name is not None and len(files) == 1 else name, held, root)
+        laid_out.append(file)
+        places.update({name: (number, start) for name, start in starts.items()})
+    weight_map = {name[len(root) + 1 :]: laid_out[places[name][0]].name for name in tensors}
+    total_bytes = sum(_num_bytes_of(item, name) for name, item in tensors.items())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), root, places)
+
+
+def names_below(item: WriteItem, root: str) -> list[str]:
+    """Return the names of a tensor in one part of the state."""
+    return [name for name in item.names if name.startswith(f"{root}.")] if item.part == SHARED else []
+
+
+def create_consolidated(directory: Path, consolidation: Consolidation, *, is_private: bool = False) -> None:
+    """Create the files, with their headers and at their full length."""
+    for file in consolidation.files:
+        descriptor = create_file(directory / file.name, is_private=is_private)
+        try:
+            os.ftruncate(descriptor, file.num_bytes)
+            _write_at(descriptor, memoryview(file.header), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_box(descriptor: int, data: memoryview, item: WriteItem, start: int) -> None:
+    """Write a box of a tensor to its place in a file.
+
+    Args:
+        descriptor: The file's descriptor.
+        data: The box, row by row.
+        item: The item that the box belongs to.
+        start: Offset of its tensor in the file.
+    """
+    item_bytes = DTYPES_BY_NAME[item.dtype].itemsize
+    strides = row_major_strides(item.global_shape, item_bytes)
+    target = slice_of(start, strides, item.offset, item.shape, item_bytes)
+    for number, position in enumerate(_positions(target)):
+        first = number * target.block_bytes
+        _write_at(descriptor, data[first : first + target.block_bytes], position)
+
+
+def _positions(target: Slice) -> Iterator[int]:
+    """Yield the offset of each block of a slice."""
+    for steps in itertools.product(*(range(count) for count, _ in target.loops)):
+        yield target.start + sum(step * stride for step, (_, stride) in zip(steps, target.loops, strict=True))
+
+
+def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[ConsolidatedFile, dict[str, int]]:
+    # Larger items first, so that each is aligned; safetensors readers refuse holes.
+    order = sorted(tensors.items(), key=lambda pair: -DTYPES_BY_NAME[pair[1].dtype].itemsize)
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for tensor, item in order:
+        offsets[tensor] = end
+        end += _num_bytes_of(item, tensor)
+        table[tensor[len(root) + 1 :]] = {
+            "dtype": SAFETENSORS_FILE_NAMES[DTYPES_BY_NAME[item.dtype]],
+            "shape": _file_shape(item),
+            "data_offsets": (offsets[tensor], end),
+        }
+    encoded = msgspec.json.encode(table)
+    padded_bytes = -(-len(encoded) // _ALIGN_BYTES) * _ALIGN_BYTES
+    header = padded_bytes.to_bytes(8, "little") + encoded.ljust(padded_bytes)
+    starts = {tensor: len(header) + offset for tensor, offset in offsets.items()}
+    return ConsolidatedFile(name, header, len(header) + end), starts
+
+
+def _num_bytes_of(item: WriteItem, name: str) -> int:
+    dtype = DTYPES_BY_NAME[item.dtype]
+    if dtype not in SAFETENSORS_FILE_NAMES or (item.dtype == _HALF_BYTES and not item.global_shape):
+        raise CheckpointError(
+            f"expected a dtype and a shape that safetensors can name, got {dtype}{list(item.global_shape)}", path=name
+        )
+    return math.prod(item.global_shape) * dtype.itemsize
+
+
+def _file_shape(item: WriteItem) -> tuple[int, ...]:
+    shape = item.global_shape
+    return (*shape[:-1], 2 * shape[-1]) if item.dtype == _HALF_BYTES else shape
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data = data[count:]
+        position += count
+
 
 OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-level key that is named in rank_local"
 _MAX_SHOWN: Final = 5

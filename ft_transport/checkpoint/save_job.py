@@ -19,12 +19,11 @@ import msgspec
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.manifest import MANIFEST_NAME
+from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import StoreSettings
-from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState
-from ft_transport.checkpoint.writer_messages import (
+from ft_transport.checkpoint.writer_process import (
     Bytes,
     Compare,
     Create,
@@ -39,11 +38,11 @@ from ft_transport.checkpoint.writer_messages import (
     Taken,
     Write,
     WriterAnswer,
+    WriterProcess,
     WriterRequest,
     Written,
     encode_written,
 )
-from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import CheckpointExistsError, DeadlineExceededError, TransportError, WriterFailedError

@@ -11,7 +11,7 @@ import msgspec
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.checkpoint.directory import MAX_NUMBER
-from ft_transport.checkpoint.signing import Trust
+from ft_transport.checkpoint.manifest import Trust
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys

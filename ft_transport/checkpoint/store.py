@@ -11,16 +11,15 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from ft_transport.checkpoint.background_saver import BackgroundSaver
 from ft_transport.checkpoint.claim import RootClaim
+from ft_transport.checkpoint.dcp_format import DCPCheckpoint
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.foreign import DCPCheckpoint
-from ft_transport.checkpoint.health import Health, StoreHealth
 from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.load import Destination, LoadedCheckpoint
 from ft_transport.checkpoint.loader import CheckpointLoader
-from ft_transport.checkpoint.manifest import MANIFEST_NAME
+from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
 from ft_transport.checkpoint.save_job import SaveHandle
+from ft_transport.checkpoint.saver import BackgroundSaver, Health, StoreHealth
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
@@ -30,7 +29,6 @@ from ft_transport.checkpoint.settings import (
     checked_store_arguments,
     compare_settings,
 )
-from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState, State, StateStager
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.ranks import RankGroup

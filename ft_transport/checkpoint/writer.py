@@ -20,22 +20,31 @@ from typing import Final
 
 import torch
 
-from ft_transport.checkpoint.consolidated import INDEX_NAME, create, put
 from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, EnvelopeTable, encode_dcp_metadata, saved
 from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
-from ft_transport.checkpoint.hashing import CHECKSUM, HashName
 from ft_transport.checkpoint.manifest import (
+    CHECKSUM,
     FORMAT_VERSIONS,
     NOT_HERE,
     CheckpointManifest,
+    HashName,
     data_file_name,
     encode_manifest,
     encode_rank_file,
     rank_file_name,
 )
-from ft_transport.checkpoint.plan import OWN_STATE_ADVICE, RankPlan, SavePlan, find_diverged, make_plan
+from ft_transport.checkpoint.plan import (
+    INDEX_NAME,
+    OWN_STATE_ADVICE,
+    RankPlan,
+    SavePlan,
+    create_consolidated,
+    find_diverged,
+    make_plan,
+    write_box,
+)
 from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe, value_of
-from ft_transport.checkpoint.writer_messages import (
+from ft_transport.checkpoint.writer_process import (
     Bytes,
     Cancel,
     Compare,
@@ -169,7 +178,7 @@ class Writer:
         assert self._plan is not None, "the plan comes first"
         consolidation = self._plan.consolidation
         assert consolidation is not None, "it is asked for where there is one"
-        create(directory, consolidation)
+        create_consolidated(directory, consolidation)
         index = write_small(directory / INDEX_NAME, consolidation.index, hash_name=self._hash_name)
         return Written((index,), ())
 
@@ -239,7 +248,7 @@ class Writer:
                     self._check()
                     item = self._described.items[at]
                     if item.num_bytes:
-                        put(descriptor, self._bytes_of(item), item, start)
+                        write_box(descriptor, self._bytes_of(item), item, start)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

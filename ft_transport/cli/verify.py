@@ -150,16 +150,21 @@ def _of_ours(path: Path) -> Iterator[str]:
 def _of_renamed(path: Path) -> Iterator[str]:
     """Compares the files of a checkpoint whose directory has another name than ``step-N``."""
     from ft_transport import StoreSettings
-    from ft_transport.checkpoint.patience import Patience
-    from ft_transport.checkpoint.verify import decode_rank_files, find_damage, read_manifest, read_rank_files
+    from ft_transport.checkpoint.stored_files import (
+        ReadRetries,
+        decode_rank_files,
+        find_damage,
+        read_manifest,
+        read_rank_files,
+    )
 
     settings = StoreSettings()
-    patience = Patience(settings.retry_s)
+    retries = ReadRetries(settings.retry_s)
     try:
-        manifest = read_manifest(path, None, settings.trust(), patience)
-        damaged = find_damage(path, manifest.files, manifest.hash, patience, lambda: None)
+        manifest = read_manifest(path, None, settings.trust(), retries)
+        damaged = find_damage(path, manifest.files, manifest.hash, retries, lambda: None)
         if not damaged:
-            decode_rank_files(read_rank_files(path, manifest, patience), manifest)
+            decode_rank_files(read_rank_files(path, manifest, retries), manifest)
         yield from damaged
     except CheckpointDamagedError as error:
         yield f"{type(error).__name__}: {error}"

@@ -19,10 +19,18 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
-from ft_transport.checkpoint.consolidated import INDEX_NAME, Consolidation, create, put
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.plan import RankPlan, SavePlan, find_diverged, make_plan
+from ft_transport.checkpoint.plan import (
+    INDEX_NAME,
+    Consolidation,
+    RankPlan,
+    SavePlan,
+    create_consolidated,
+    find_diverged,
+    make_plan,
+    write_box,
+)
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.plain_values import from_msgpack
@@ -267,7 +275,7 @@ class Exporter:
     def _write_all(self, directory: Path, plan: RankPlan) -> None:
         consolidation = self._planned().consolidation
         assert consolidation is not None, "it was asked for"
-        create(directory, consolidation, is_private=self._is_private)
+        create_consolidated(directory, consolidation, is_private=self._is_private)
         with ExitStack() as stack:
             descriptors = []
             for file in consolidation.files:
@@ -275,7 +283,7 @@ class Exporter:
                 stack.callback(os.close, descriptors[-1])
             for at, file_number, start in plan.targets:
                 item = self._described.items[at]
-                put(descriptors[file_number], self._bytes_of(item), item, start)
+                write_box(descriptors[file_number], self._bytes_of(item), item, start)
             for rank in range(1, self._agreement.size):
                 self._receive(rank, descriptors)
             for descriptor in descriptors:
@@ -289,7 +297,7 @@ class Exporter:
             data = memoryview(self._agreement.exchange.receive(num_bytes, rank))
             for at, file_number, start in batch:
                 item = items[at]
-                put(descriptors[file_number], data[: item.num_bytes], item, start)
+                write_box(descriptors[file_number], data[: item.num_bytes], item, start)
                 data = data[item.num_bytes :]
             self._agreement.check_others()
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES
+from ft_transport.checkpoint.plan import MAX_FILE_BYTES
 from ft_transport.errors import ConfigurationError
 from ft_transport.settings import check_number
 from ft_transport.state.casting import CASTABLE

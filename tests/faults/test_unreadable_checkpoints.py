@@ -28,8 +28,8 @@ from ranks import run_ranks
 from ft_transport import CheckpointStore, RankFailedError, StoreSettings
 from ft_transport.checkpoint.chunk_reading import ChunkReader, DataFiles
 from ft_transport.checkpoint.digested_file import digested
-from ft_transport.checkpoint.hashing import CHECKSUM
-from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.manifest import CHECKSUM
+from ft_transport.checkpoint.stored_files import ReadRetries
 
 _DATA, _MANIFEST = "__0_0.distcp", "manifest.json"
 _FILES = (_DATA, "rank-0.json", ".metadata", _MANIFEST)
@@ -205,7 +205,7 @@ def test_as_many_files_as_ranks_have_written_are_not_open_at_once(
         path.write_bytes(bytes([number]) * 10)
         files.append(digested(path, lambda: None))
     monkeypatch.setattr(os, "open", count)
-    with ChunkReader(DataFiles.of(tmp_path, files, CHECKSUM), range(num_files), Patience(0)) as reader:
+    with ChunkReader(DataFiles.of(tmp_path, files, CHECKSUM), range(num_files), ReadRetries(0)) as reader:
         assert [reader.next()[0] for _ in range(num_files)] == list(range(num_files))
     assert max(opened) < 10
 

@@ -21,8 +21,7 @@ from ft_transport import (
     ConfigurationError,
     StoreSettings,
 )
-from ft_transport.checkpoint.hashing import CHECKSUM
-from ft_transport.checkpoint.manifest import FORMAT_VERSIONS, MANIFEST_NAME, CheckpointManifest
+from ft_transport.checkpoint.manifest import CHECKSUM, FORMAT_VERSIONS, MANIFEST_NAME, CheckpointManifest
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 

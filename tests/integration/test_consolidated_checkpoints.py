@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore
-from ft_transport.checkpoint import consolidated
+from ft_transport.checkpoint.plan import consolidate, create_consolidated
 from ft_transport.checkpoint.write_items import describe
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
@@ -84,9 +84,9 @@ def test_a_large_model_goes_to_several_files(tmp_path: Path) -> None:
     stager = Stager(max_snapshots=1, num_threads=1, chunk_bytes=1 << 20)
     snapshot = stager.begin(Taking(step=1, state={"model": model})).finish()
     described = describe([decode_header(snapshot.header[8:])], 0)
-    plan = consolidated.consolidate([described], "model", max_file_bytes=1000)
+    plan = consolidate([described], "model", max_file_bytes=1000)
     assert [file.name for file in plan.files] == [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
-    consolidated.create(tmp_path, plan)
+    create_consolidated(tmp_path, plan)
     for file in plan.files:
         assert (tmp_path / file.name).stat().st_size == file.num_bytes
         assert all(not tensor.any() for tensor in load_file(tmp_path / file.name).values())

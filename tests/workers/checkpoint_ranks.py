@@ -29,12 +29,11 @@ from ranks import run_ranks
 from state_equality import exact
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
-from ft_transport.checkpoint import collective_write, writer_messages
+from ft_transport.checkpoint import collective_write, writer_process
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import data_file_name
-from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.save_job import SaveJob
-from ft_transport.checkpoint.verify import read_manifest
+from ft_transport.checkpoint.stored_files import ReadRetries, read_manifest
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.state.snapshot import PendingSnapshot
@@ -176,12 +175,12 @@ class Injected:
 def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
     """A failure of this rank in a phase, at the place where it would arise."""
     requests = {
-        "take the snapshot": writer_messages.Take,
-        "plan": writer_messages.Plan,
-        "digest": writer_messages.Digest,
-        "compare": writer_messages.Compare,
-        "write": writer_messages.Write,
-        "commit": writer_messages.Describe,
+        "take the snapshot": writer_process.Take,
+        "plan": writer_process.Plan,
+        "digest": writer_process.Digest,
+        "compare": writer_process.Compare,
+        "write": writer_process.Write,
+        "commit": writer_process.Describe,
     }
     if phase in requests:
         kind = requests[phase]
@@ -456,7 +455,8 @@ def stale(ranks: Ranks) -> dict[str, Any]:
         took_s = time.monotonic() - started_s
         dist.barrier()
         listed = {
-            entry.name for entry in read_manifest(ranks.root / "step-5", 5, StoreSettings().trust(), Patience(0)).files
+            entry.name
+            for entry in read_manifest(ranks.root / "step-5", 5, StoreSettings().trust(), ReadRetries(0)).files
         }
         there = {str(path.relative_to(ranks.root / "step-5")) for path in (ranks.root / "step-5").rglob("*")}
         return {

@@ -14,10 +14,10 @@ import pytest
 from ft_transport.checkpoint import save_job
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.manifest import Trust
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.save_job import SaveJob, SaveMeans
 from ft_transport.checkpoint.settings import StoreSettings
-from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.stored_files import ReadRetries
 from ft_transport.errors import CheckpointDamagedError, RankGoneError
 from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError
 
@@ -41,7 +41,7 @@ def of(number: int) -> OSError:
 def test_what_may_pass_is_tried_again(number: int) -> None:
     pauses: list[float] = []
     action = Failing(of(number), 3)
-    assert Patience(10, pauses.append).read("file", action) == "read"
+    assert ReadRetries(10, pauses.append).read("file", action) == "read"
     assert pauses == sorted(pauses)
     assert len(pauses) == 3
 
@@ -52,7 +52,7 @@ def test_what_does_not_pass_is_raised_in_time(number: int) -> None:
     action = Failing(of(number), 1 << 30)
     kind = CheckpointDamagedError if number == errno.EIO else OSError
     with pytest.raises(kind) as caught:
-        Patience(3, pauses.append).read("file", action)
+        ReadRetries(3, pauses.append).read("file", action)
     assert sum(pauses) == pytest.approx(3)
     if isinstance(caught.value, CheckpointDamagedError):
         assert caught.value.files == ("file",)
@@ -67,7 +67,7 @@ def test_what_does_not_pass_is_raised_in_time(number: int) -> None:
 def test_what_is_not_there_is_damage_at_once(error: OSError) -> None:
     action = Failing(error, 1 << 30)
     with pytest.raises(CheckpointDamagedError, match="file: cannot be read"):
-        Patience(3, pytest.fail).read("file", action)
+        ReadRetries(3, pytest.fail).read("file", action)
     assert action.num_calls == 1
 
 
@@ -75,15 +75,15 @@ def test_what_is_not_there_is_damage_at_once(error: OSError) -> None:
 def test_what_is_no_trouble_of_reading_is_raised_as_it_is(error: Exception) -> None:
     action = Failing(error, 1)
     with pytest.raises(type(error)) as caught:
-        Patience(3, pytest.fail).read("file", action)
+        ReadRetries(3, pytest.fail).read("file", action)
     assert caught.value is error
 
 
 def test_all_who_use_it_have_so_much_time_together() -> None:
     pauses: list[float] = []
-    patience = Patience(1, pauses.append)
+    retries = ReadRetries(1, pauses.append)
     for _ in range(20):
         with pytest.raises(OSError, match="file"):
-            patience.call(Failing(of(errno.EMFILE), 1 << 30))
+            retries.call(Failing(of(errno.EMFILE), 1 << 30))
     assert sum(pauses) == pytest.approx(1)
-    assert Patience(0).call(lambda: "read") == "read"
+    assert ReadRetries(0).call(lambda: "read") == "read"
