@@ -12,7 +12,7 @@ from benchmarks.report import Group, Verdict
 from benchmarks.states import StateSpec
 from benchmarks.transports import prepare_ours, serve_ours
 from ft_transport.cli.ceilings import NUM_CONNECTIONS
-from ft_transport.wire.digester import DigestKind
+from ft_transport.wire.chunks import DigestKind
 
 _TOKEN: Final = "only-for-a-benchmark"
 

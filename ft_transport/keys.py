@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.wire.key import Bytes, Key, is_equal
+from ft_transport.wire.signing import Bytes, Key, is_equal
 
 logger = logging.getLogger(__name__)
 

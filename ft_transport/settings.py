@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, Uni
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
 from ft_transport.tls import Certificates, TLSFiles
-from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.digester import DigestKind
+from ft_transport.wire.chunks import CHUNK_BYTES, DigestKind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +76,7 @@ class TransportSettings:
         chunk_bytes: The most bytes of a chunk, the unit of fetch and of digest. A state of less than 256 of them has
             smaller ones, of 1 MiB at least, so that many who receive it at once soon have something to pass on.
         keyed_digests: How chunks are digested where there is a job token: ``blake3-64``, which nobody without it can
-            forge, or ``keyed-xxh3-64``, which is faster and withstands strangers alone (``wire.digester``).
+            forge, or ``keyed-xxh3-64``, which is faster and withstands strangers alone (``wire.chunks``).
         verify: Whether received chunks are compared with their digests. Nothing else shows that who is on the way has
             not changed them, with a job token too.
         same_host: Whether processes of one host and user pass each other memory instead of sending it, where they can:

@@ -24,7 +24,7 @@ from benchmarks.transports import STEP, torchft_http_transport
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.ceilings import RANGE, bare_receiver, bare_sender
 from ft_transport.keys import Keys
-from ft_transport.wire.digester import Digester
+from ft_transport.wire.chunks import Digester
 
 TIMEOUT: Final = timedelta(seconds=180)
 NUM_TENSORS: Final = 64

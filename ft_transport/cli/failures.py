@@ -53,7 +53,7 @@ def remedy_for(error: TransportError) -> str:
 
 
 def _of_what_answers(peer: str) -> str:
-    from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER
+    from ft_transport.wire.routes import EXCHANGE_DIGEST_HEADER
 
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         address = urlsplit(f"//{peer}")

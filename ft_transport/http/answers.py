@@ -20,8 +20,15 @@ from ft_transport.errors import (
 )
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE
-from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
-from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
+from ft_transport.wire.routes import (
+    AFTER_HEADER,
+    EXCHANGE_DIGEST_HEADER,
+    SERVED_STEPS_HEADER,
+    RequestRead,
+    exchange_digest,
+    parse_after,
+    parse_served_steps,
+)
 
 MAX_ERROR_BODY_BYTES: Final = 2048
 _REQUEST_TIMEOUT: Final = 408

@@ -29,8 +29,7 @@ from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.fleet_work import FleetWork
 from ft_transport.wire.manifest import Manifest, SnapshotId
-from ft_transport.wire.relayed import HEADER, answer_bytes, format_ranges
-from ft_transport.wire.routes import FULL_ROUTE, bound_path, relay_path
+from ft_transport.wire.routes import CHUNK_HEADER, FULL_ROUTE, bound_path, format_ranges, relay_path, relayed_bytes
 from ft_transport.wire.strided import Memory
 
 logger = logging.getLogger(__name__)
@@ -219,10 +218,10 @@ class _ChunkWire:
 
     def _next_relayed(self, connection: Connection, left: Set[int]) -> int:
         """Read the header of the next chunk; return the chunk's number."""
-        header = bytearray(HEADER.size)
+        header = bytearray(CHUNK_HEADER.size)
         connection.pace_anew()
         connection.read_into([memoryview(header)])
-        start, furthest = HEADER.unpack(header)
+        start, furthest = CHUNK_HEADER.unpack(header)
         chunk, rest = divmod(start, self._manifest.chunks.chunk_bytes)
         if rest or chunk not in left:
             raise MessageDamagedError(
@@ -274,7 +273,7 @@ class _ChunkWire:
             least_s = _LEAST_PAUSE_S if is_early else 0.0
             error.retry_after_s = min(_LONGEST_PAUSE_S, max(least_s, error.retry_after_s))
             raise
-        expected_bytes = answer_bytes(table, chunks)
+        expected_bytes = relayed_bytes(table, chunks)
         if response.length != expected_bytes:
             raise _unexpected(connection, f"{len(chunks)} chunks in {expected_bytes} bytes", response)
         return response

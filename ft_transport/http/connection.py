@@ -35,9 +35,8 @@ from ft_transport.http.timed_socket import TimedSocket
 from ft_transport.http.tls_stream import TLSStream
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
-from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_digest
-from ft_transport.wire.exchange_digest import RequestRead
-from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER, SAME_HOST_HEADER
+from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER, SAME_HOST_HEADER, RequestRead
+from ft_transport.wire.signing import CONTENT_DIGEST_HEADER, content_digest
 
 _NOT_IN_HEADERS: Final = re.compile("[^!-~]")
 _MAX_REPLICA_CHARACTERS: Final = 64

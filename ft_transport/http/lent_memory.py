@@ -18,7 +18,7 @@ from typing import Final
 from ft_transport.errors import PeerProtocolError, PeerUnreachableError
 from ft_transport.http.fork_safety import close_files_in_children, close_in_children, making_socket
 from ft_transport.http.same_host import is_own_user, is_sealed
-from ft_transport.wire.same_host import DONE, HELD, LENT, MemoryTicket, socket_name
+from ft_transport.wire.routes import DONE, HELD, LENT, MemoryTicket, socket_name
 
 _MAX_BUFFERS: Final = 1024
 """Maximum per call: ``IOV_MAX`` of Linux."""

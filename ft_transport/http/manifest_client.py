@@ -23,10 +23,10 @@ from ft_transport.errors import (
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.wire.authentication import MANIFEST_PURPOSE, MANIFEST_SIGNATURE_HEADER
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
 from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, STATUS_ROUTE, StepSelector, metadata_path
+from ft_transport.wire.signing import MANIFEST_PURPOSE, MANIFEST_SIGNATURE_HEADER
 
 logger = logging.getLogger(__name__)
 

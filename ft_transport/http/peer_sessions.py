@@ -1,4 +1,4 @@
-"""Sessions between peers that have the job's key (``wire.authentication``), each bound to one connection.
+"""Sessions between peers that have the job's key (``wire.signing``), each bound to one connection.
 
 A session includes the address at which the client has reached the server. A server that forwards the challenge to
 another server gains nothing from the response, because that server was reached at another address.
@@ -20,7 +20,7 @@ from ft_transport.errors import PeerAuthenticationError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.wire.authentication import (
+from ft_transport.wire.signing import (
     CONTENT_DIGEST_HEADER,
     NONCE_BYTES,
     PROOF_HEADER,

@@ -1,4 +1,4 @@
-"""The body of a response with relayed chunks: each is sent as soon as it lands, in any order (``wire.relayed``)."""
+"""The body of a response with relayed chunks: each is sent as soon as it lands, in any order (``wire.routes``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ft_transport.http.body_sender import MAX_VIEWS_PER_SEND
 from ft_transport.http.relays import Follower
 from ft_transport.http.send_cap import PacedSocket
 from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
-from ft_transport.wire.relayed import HEADER, answer_bytes
+from ft_transport.wire.routes import CHUNK_HEADER, relayed_bytes
 
 _LOOK_S: Final = 0.1
 """Interval at which a response that waits for its next chunk checks whether the receiver is still connected."""
@@ -28,7 +28,7 @@ class RelayedChunks:
 
     def __init__(self, follower: Follower, *, pause_s: float) -> None:
         self.position = 0
-        self.end = answer_bytes(follower.relay.chunks, follower.chunks)
+        self.end = relayed_bytes(follower.relay.chunks, follower.chunks)
         self._follower = follower
         self._relay = follower.relay
         self._views_of = follower.relay.views()
@@ -39,7 +39,7 @@ class RelayedChunks:
         while self.position < self.end:
             start, end, header = self._next_chunk(connected)
             while header or start < end:
-                views = self._views(start, min(end, start + connected.pace.piece_bytes - HEADER.size))
+                views = self._views(start, min(end, start + connected.pace.piece_bytes - CHUNK_HEADER.size))
                 if header:
                     views = [header, *views]
                 views = views[:MAX_VIEWS_PER_SEND]
@@ -71,7 +71,7 @@ class RelayedChunks:
         if chunk is None:
             chunk = self._await_chunk(connected)
         start, end = self._relay.chunks.range_of(chunk, chunk + 1)
-        return start, end, memoryview(HEADER.pack(start, self._relay.furthest))
+        return start, end, memoryview(CHUNK_HEADER.pack(start, self._relay.furthest))
 
     def _await_chunk(self, connected: PacedSocket | EncryptedSocket) -> int:
         until_s = time.monotonic() + self._pause_s

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from ft_transport.errors import ConfigurationError, PeerNotReadyError
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import ContentId
-from ft_transport.wire.relayed import chunks_of
+from ft_transport.wire.routes import chunks_of
 
 Views: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 """Returns views that cover bytes ``[start, end)`` of the data once, in order; the function keeps the memory alive.

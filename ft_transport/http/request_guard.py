@@ -27,9 +27,16 @@ from ft_transport.http.strangers import Strangers
 from ft_transport.http.trouble_log import TroubleLog
 from ft_transport.http.watch_access import WATCH_SCHEME, WatchAccess, is_asked_by_another_site
 from ft_transport.keys import Keys
-from ft_transport.wire.authentication import SCHEME
-from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
-from ft_transport.wire.routes import AFTER_HEADER, CHALLENGE_ROUTE, SERVED_STEPS_HEADER, WATCH_ROUTES
+from ft_transport.wire.routes import (
+    AFTER_HEADER,
+    CHALLENGE_ROUTE,
+    EXCHANGE_DIGEST_HEADER,
+    SERVED_STEPS_HEADER,
+    WATCH_ROUTES,
+    RequestRead,
+    exchange_digest,
+)
+from ft_transport.wire.signing import SCHEME
 
 _CANCEL_AGAIN_S: Final = 0.1
 _CANCEL_TIMEOUT_S: Final = 5.0

@@ -1,7 +1,7 @@
 """The socket that gives receivers on the same host descriptors of the memory of snapshots.
 
 Other users get none: the kernel reports the user at the other end (``SO_PEERCRED``), and any other user is refused
-unread. Receivers show a ticket, which the HTTP server gives to clients that may fetch (``wire.same_host``). The memory
+unread. Receivers show a ticket, which the HTTP server gives to clients that may fetch (``wire.routes``). The memory
 is sealed, so that receivers cannot change it, and its descriptor is opened again, read-only.
 
 A receiver with a descriptor is a reader like any other: the cache keeps its snapshot while its connection is open, but
@@ -27,7 +27,7 @@ from ft_transport.http.same_host import is_own_user, is_sealed
 from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.manifest import SnapshotId
-from ft_transport.wire.same_host import DONE, GONE, HELD, LENT, TICKET_CHARACTERS, MemoryTicket, socket_name
+from ft_transport.wire.routes import DONE, GONE, HELD, LENT, TICKET_CHARACTERS, MemoryTicket, socket_name
 from ft_transport.wire.served import MemoryFile, Snapshot
 
 _MAX_CONNECTIONS: Final = 64

@@ -20,16 +20,17 @@ from ft_transport.errors import (
 from ft_transport.http.body_sender import drop_connection
 from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.manifest import SnapshotId
-from ft_transport.wire.relayed import MAX_RANGES, parse_ranges
 from ft_transport.wire.routes import (
     AFTER_PARAMETER,
     FOLLOW_PARAMETER,
     LATEST,
+    MAX_RANGES,
     RANGES_PARAMETER,
     SNAPSHOT_PARAMETER,
     WAIT_PARAMETER,
     StepSelector,
     parse_after,
+    parse_ranges,
     parse_step,
 )
 

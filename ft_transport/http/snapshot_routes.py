@@ -26,14 +26,7 @@ from ft_transport.http.snapshot_requests import SnapshotRequests, asked_follow_s
 from ft_transport.http.upload_log import FetchKey, Positioned, UploadLog
 from ft_transport.keys import Keys
 from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.wire.authentication import (
-    CONTENT_DIGEST_HEADER,
-    MANIFEST_PURPOSE,
-    MANIFEST_SIGNATURE_HEADER,
-    content_digest,
-)
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.key import Bytes
 from ft_transport.wire.manifest import parse_content_id
 from ft_transport.wire.routes import (
     DELTA_ROUTE,
@@ -47,9 +40,16 @@ from ft_transport.wire.routes import (
     SAME_HOST_HEADER,
     SLICES_ROUTE,
     STATUS_ROUTE,
+    encode_ticket,
 )
-from ft_transport.wire.same_host import encode_ticket
 from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.signing import (
+    CONTENT_DIGEST_HEADER,
+    MANIFEST_PURPOSE,
+    MANIFEST_SIGNATURE_HEADER,
+    Bytes,
+    content_digest,
+)
 from ft_transport.wire.slices import decode_request
 
 BODY: Final = web.RequestKey("body", bytes)

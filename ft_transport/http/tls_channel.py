@@ -12,7 +12,7 @@ import ssl
 from typing import Final, cast
 
 from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE
-from ft_transport.wire.key import Bytes
+from ft_transport.wire.signing import Bytes
 
 MAX_RECORD_BYTES: Final = 16 << 10
 """Maximum length of one record's content (RFC 8446, section 5.1)."""

@@ -17,8 +17,7 @@ from aiohttp import web
 from ft_transport.errors import PeerAuthenticationError
 from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.keys import Keys
-from ft_transport.wire.authentication import SCHEME
-from ft_transport.wire.key import is_equal
+from ft_transport.wire.signing import SCHEME, is_equal
 
 WATCH_SCHEME: Final = 'Basic realm="ft-transport: any user, and the watch token", charset="UTF-8"'
 _LONGEST_CREDENTIALS: Final = 1024

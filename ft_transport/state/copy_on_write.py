@@ -27,8 +27,7 @@ from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.state.raw_memory import bytes_at
 from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.digester import Digester
+from ft_transport.wire.chunks import ChunkTable, Digester
 from ft_transport.wire.manifest import encode_digests
 
 logger = logging.getLogger(__name__)

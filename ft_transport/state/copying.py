@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import ExecutorClosedError, SafeExecutor, ThreadRefusedError
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.digester import PLAIN, Digester
+from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from ft_transport.errors import ManifestError
 from ft_transport.state.encodings import is_small_int
-from ft_transport.wire.tree_codec import STRIDE, CheckTime
+from ft_transport.wire.nodes import STRIDE, CheckTime
 
 T = TypeVar("T", bound=Sized)
 

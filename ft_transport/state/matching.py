@@ -18,6 +18,8 @@ from ft_transport.state.unflatten import as_plain
 from ft_transport.state.views import ViewKey, extent_bytes, has_own_memory, is_lazy, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
+    STRIDE,
+    CheckTime,
     DefaultDictNode,
     DequeNode,
     DTensorNode,
@@ -28,8 +30,8 @@ from ft_transport.wire.nodes import (
     Node,
     SequenceNode,
     TensorNode,
+    unbounded,
 )
-from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -30,10 +30,9 @@ from ft_transport.wire.chunks import CHUNK_BYTES, ChunkTable
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement, Region, region_of, shape_of
 from ft_transport.wire.manifest import ITEM_BITS, Manifest, TensorEntry
 from ft_transport.wire.merging import Path, StoredLeaf, TensorLike, merge_trees, path_name
-from ft_transport.wire.nodes import DTensorNode, LayoutNode, Node, TensorNode, ViewNode
+from ft_transport.wire.nodes import CheckTime, DTensorNode, LayoutNode, Node, TensorNode, ViewNode, unbounded
 from ft_transport.wire.reshard import StoredNode, Wanted
 from ft_transport.wire.slices import row_major_strides
-from ft_transport.wire.tree_codec import CheckTime, unbounded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -28,8 +28,7 @@ from ft_transport.state.spare_memory import SpareMemory
 from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.state.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode
-from ft_transport.wire.tree_codec import CheckTime, unbounded
+from ft_transport.wire.nodes import CheckTime, DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode, unbounded
 
 _KEEP_SHARED_BYTES: Final = 16 << 10
 """A smaller fresh tensor gets its own memory at the end, so that it does not keep the whole buffer alive."""

@@ -29,8 +29,7 @@ from ft_transport.state.device import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
-from ft_transport.wire.digester import Digester
+from ft_transport.wire.chunks import ChunkTable, Digester, chunk_bytes_for
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.served import MemoryFile, Snapshot
 

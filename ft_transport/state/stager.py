@@ -15,7 +15,7 @@ from ft_transport.state.device import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking, Workshop, data_bytes_of
 from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.wire.digester import PLAIN, Digester
+from ft_transport.wire.chunks import PLAIN, Digester
 
 
 class Stager:

@@ -21,8 +21,7 @@ from ft_transport.state.placements import MeshResolver, matches, rebuild
 from ft_transport.state.views import as_bytes, has_own_memory, is_lazy, view_key
 from ft_transport.wire import nodes
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.nodes import MAX_DEPTH, LayoutNode, Node, TensorNode, ViewNode
-from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
+from ft_transport.wire.nodes import MAX_DEPTH, STRIDE, CheckTime, LayoutNode, Node, TensorNode, ViewNode, unbounded
 
 _MAX_LABEL_CHARACTERS: Final = 200
 _MAX_PATH_CHARACTERS: Final = 1000

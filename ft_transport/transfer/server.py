@@ -21,7 +21,7 @@ from ft_transport.state.stager import Stager
 from ft_transport.telemetry.metrics import Reading, weakly
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
-from ft_transport.wire.digester import PLAIN, Digester
+from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 

@@ -26,8 +26,8 @@ from typing import Final
 from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
 from ft_transport.wire.fleet import BlockQueue, Fleet, StandIns
-from ft_transport.wire.relayed import MAX_RANGES
 from ft_transport.wire.ring import Ring, has_ring
+from ft_transport.wire.routes import MAX_RANGES
 from ft_transport.wire.slow_peers import Delivery, RelayPace, slowest_to_end
 
 MAX_CHUNKS_PER_REQUEST: Final = 64

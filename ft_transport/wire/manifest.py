@@ -21,12 +21,10 @@ from msgspec import Meta, Raw, Struct
 from ft_transport.errors import ManifestError
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.runtime.garbage_collector import collector_paused
-from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, ChunkTable
-from ft_transport.wire.digester import PLAIN, Digester
-from ft_transport.wire.key import Key
+from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, PLAIN, ChunkTable, Digester
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, check
-from ft_transport.wire.nodes import Count, Dimensions, Node
-from ft_transport.wire.tree_codec import STRIDE, CheckTime, decode_tree, encode_tree, unbounded
+from ft_transport.wire.nodes import STRIDE, CheckTime, Count, Dimensions, Node, decode_tree, encode_tree, unbounded
+from ft_transport.wire.signing import Key
 
 SnapshotId = NewType("SnapshotId", str)
 """Unique id of a snapshot: 32 random hexadecimal digits."""

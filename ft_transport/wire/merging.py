@@ -15,8 +15,10 @@ import msgspec
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.wire.nodes import (
+    STRIDE,
     BigIntNode,
     BytesNode,
+    CheckTime,
     ComplexNode,
     ConstantNode,
     CustomNode,
@@ -37,8 +39,8 @@ from ft_transport.wire.nodes import (
     StringNode,
     TensorNode,
     ViewNode,
+    unbounded,
 )
-from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
 
 Path: TypeAlias = tuple[Node, ...]
 """Keys of mappings, as they are encoded, and positions in sequences."""

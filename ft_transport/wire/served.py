@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ft_transport.wire.digester import PLAIN, Digester
+from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
 
 

@@ -16,7 +16,7 @@ from sharded_tools import mesh_of, part_of
 from torch.distributed.tensor import Shard
 
 from ft_transport import HTTPTransport, TransportError, TransportSettings
-from ft_transport.wire.digester import DigestKind
+from ft_transport.wire.chunks import DigestKind
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

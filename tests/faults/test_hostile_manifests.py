@@ -22,7 +22,7 @@ from ft_transport import DeadlineExceededError, FetchFailedError, ManifestError,
 from ft_transport.state.hostile_keys import MAX_EQUAL_HASHES
 from ft_transport.state.resharding import reshard
 from ft_transport.state.restore import Restore
-from ft_transport.wire import tree_codec
+from ft_transport.wire import nodes
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import decode_header
 from ft_transport.wire.nodes import (
@@ -194,9 +194,9 @@ def test_an_int_of_too_many_digits_is_refused_on_both_sides(sign: str) -> None:
 
 
 def test_more_containers_than_a_state_has_are_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ManifestError, match=f"at most {tree_codec.MAX_ARRAYS} arrays"):
-        built(list_of("list", ['["l","list",[]]'] * (tree_codec.MAX_ARRAYS // 2)))
-    monkeypatch.setattr(tree_codec, "MAX_ARRAYS", 1000)
+    with pytest.raises(ManifestError, match=f"at most {nodes.MAX_ARRAYS} arrays"):
+        built(list_of("list", ['["l","list",[]]'] * (nodes.MAX_ARRAYS // 2)))
+    monkeypatch.setattr(nodes, "MAX_ARRAYS", 1000)
     with pytest.raises(ManifestError, match="nested containers"):
         file_of_state([[] for _ in range(500)])
     # Brackets in a text are no arrays, whatever stands before and behind them.
@@ -206,8 +206,8 @@ def test_more_containers_than_a_state_has_are_refused_on_both_sides(monkeypatch:
 
 @pytest.mark.parametrize("item", ["[]", '"[",[]'], ids=["arrays", "arrays and texts"])
 def test_counting_arrays_copies_nothing_and_looks_at_the_time(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_codec, "MAX_ARRAYS", 1 << 18)
-    text = "[" + ",".join([item] * (tree_codec.MAX_ARRAYS + 1)) + "]"
+    monkeypatch.setattr(nodes, "MAX_ARRAYS", 1 << 18)
+    text = "[" + ",".join([item] * (nodes.MAX_ARRAYS + 1)) + "]"
     num_looks = 0
 
     def look() -> None:
@@ -218,7 +218,7 @@ def test_counting_arrays_copies_nothing_and_looks_at_the_time(item: str, monkeyp
     tracemalloc.start()
     try:
         with pytest.raises(ManifestError, match="arrays, got"):
-            tree_codec.decode_tree(text, peer="host:1", check_time=look)
+            nodes.decode_tree(text, peer="host:1", check_time=look)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -229,7 +229,7 @@ def test_counting_arrays_copies_nothing_and_looks_at_the_time(item: str, monkeyp
         raise DeadlineExceededError("timed out")
 
     with pytest.raises(DeadlineExceededError):
-        tree_codec.decode_tree(text, peer="host:1", check_time=out_of_time)
+        nodes.decode_tree(text, peer="host:1", check_time=out_of_time)
 
 
 def test_a_tree_is_not_deeper_where_the_recursion_limit_is_high() -> None:

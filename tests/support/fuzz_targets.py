@@ -23,10 +23,9 @@ from ft_transport.state.restore import Restore
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.delta import TensorPair, decode_delta, encode_delta
 from ft_transport.wire.manifest import decode_digests, decode_header
-from ft_transport.wire.nodes import Node
+from ft_transport.wire.nodes import Node, decode_tree
 from ft_transport.wire.routes import parse_after, parse_served_steps, parse_step
 from ft_transport.wire.slices import Slice, decode_request, encode_request
-from ft_transport.wire.tree_codec import decode_tree
 
 _MAX_BYTES = 1 << 20
 _JSON_WORDS = (b"[", b"]", b'"a"', b"null", b"true", b"0", b'["T",0]', b"[]", b"{}", b'""', b",0", b"-")

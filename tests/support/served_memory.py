@@ -23,8 +23,7 @@ from ft_transport.runtime.handler_safety import Place
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates, TLSFiles
-from ft_transport.wire.chunks import ChunkTable, digest
-from ft_transport.wire.digester import PLAIN, Digester
+from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode
 from ft_transport.wire.served import MemoryFile, ServedMemory

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
-from ft_transport.wire.key import Key, is_equal
+from ft_transport.wire.signing import Key, is_equal
 
 ROUTE: Final = "/weights"
 MAX_VERSION_DIGITS: Final = 18

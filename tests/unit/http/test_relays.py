@@ -20,7 +20,7 @@ from ft_transport.http.tls_channel import TLSChannel
 from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import ContentId
-from ft_transport.wire.relayed import HEADER
+from ft_transport.wire.routes import CHUNK_HEADER
 
 _CHUNK_BYTES = 1 << 16
 _DATA = bytes(range(256)) * (5 * _CHUNK_BYTES // 256)
@@ -84,7 +84,7 @@ def _received(far: socket.socket, num_bytes: int) -> bytes:
 
 def _chunk(far: socket.socket) -> tuple[int, int]:
     """The next one of an answer, and how many the furthest receiver has received."""
-    start, furthest = HEADER.unpack(_received(far, HEADER.size))
+    start, furthest = CHUNK_HEADER.unpack(_received(far, CHUNK_HEADER.size))
     assert _received(far, _CHUNK_BYTES) == _DATA[start : start + _CHUNK_BYTES]
     return start // _CHUNK_BYTES, furthest
 
@@ -105,7 +105,7 @@ def test_an_answer_goes_on_with_chunks_as_they_land_in_whatever_order() -> None:
         assert _chunk(far) == (2, 3)
         relay.landed(3)
         assert _chunk(far) == (3, 3)
-        assert sending.result() == 4 * (HEADER.size + _CHUNK_BYTES)
+        assert sending.result() == 4 * (CHUNK_HEADER.size + _CHUNK_BYTES)
 
 
 def test_of_the_chunks_that_are_there_the_one_that_was_asked_for_first_goes_first() -> None:
@@ -213,14 +213,14 @@ def test_what_is_encrypted_is_looked_up_piece_by_piece_because_it_may_be_freed_m
     relay = Relay(_CONTENT, step=1, chunks=chunks, views=freed_after_one_piece, missing=())
     content = RelayedChunks(relay.follow([0], _nothing), pause_s=20)
     with _connection() as (near, far):
-        receiving = threading.Thread(target=_received, args=(far, HEADER.size + PIECE_BYTES), daemon=True)
+        receiving = threading.Thread(target=_received, args=(far, CHUNK_HEADER.size + PIECE_BYTES), daemon=True)
         receiving.start()
         with pytest.raises(ConnectionAbortedError, match="'w'"):
             content.send_encrypted(EncryptedSocket(near, cast(TLSChannel, _NoTLS()), Pace(near, None)))
         receiving.join(20)
         assert not receiving.is_alive()
     assert looked_up == [(0, PIECE_BYTES)]
-    assert content.position == HEADER.size + PIECE_BYTES
+    assert content.position == CHUNK_HEADER.size + PIECE_BYTES
     assert relay.has_ended
 
 

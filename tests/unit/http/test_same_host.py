@@ -38,8 +38,15 @@ from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.lent_memory import LentMemory
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
-from ft_transport.wire.routes import MEMORY_ROUTE, METADATA_ROUTE
-from ft_transport.wire.same_host import LENT, MemoryTicket, decode_ticket, encode_ticket, socket_name
+from ft_transport.wire.routes import (
+    LENT,
+    MEMORY_ROUTE,
+    METADATA_ROUTE,
+    MemoryTicket,
+    decode_ticket,
+    encode_ticket,
+    socket_name,
+)
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="abstract unix sockets are Linux's")]
 

@@ -27,7 +27,7 @@ from ft_transport.http.relays import Relay
 from ft_transport.http.send_cap import Pace, PacedSocket, SendCap
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import ContentId
-from ft_transport.wire.relayed import HEADER
+from ft_transport.wire.routes import CHUNK_HEADER
 
 RATE = 4 << 20
 WINDOW_S = 0.05
@@ -218,9 +218,9 @@ def test_a_relay_keeps_to_it_too() -> None:
         took_s = time.monotonic() - started_s
         near.close()
         reader.join()
-    frame_bytes = HEADER.size + table.chunk_bytes
+    frame_bytes = CHUNK_HEADER.size + table.chunk_bytes
     frames = [received[start : start + frame_bytes] for start in range(0, len(received), frame_bytes)]
-    assert b"".join(frame[HEADER.size :] for frame in frames) == data
+    assert b"".join(frame[CHUNK_HEADER.size :] for frame in frames) == data
     assert took_s >= len(data) / RATE - 0.06
 
 

@@ -11,9 +11,9 @@ from contextlib import closing
 import pytest
 from served_memory import Answer, MemorySnapshot, Serving, serving
 
-from ft_transport.wire.authentication import SCHEME
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import decode_header
+from ft_transport.wire.signing import SCHEME
 
 DATA = bytes(range(256)) * 40
 

@@ -12,7 +12,7 @@ from state_tools import CHUNK_BYTES, open_stager
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
-from ft_transport.wire.digester import PLAIN, Digester
+from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.manifest import decode_digests, decode_header
 
 NUM_CHUNKS = 8

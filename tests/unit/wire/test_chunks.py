@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import typing
+
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_transport.wire.chunks import CHUNK_BYTES, Hasher, chunk_bytes_for, digest
+from ft_transport.wire.chunks import CHUNK_BYTES, PLAIN, Digester, DigestKind, Hasher, chunk_bytes_for, digest
+from ft_transport.wire.signing import Key
 
 
 def test_the_digest_is_xxh3_64_as_published() -> None:
@@ -49,3 +53,58 @@ def test_small_states_have_small_chunks(data_bytes: int, expected: int) -> None:
 def test_chunks_are_never_larger_than_the_setting() -> None:
     assert chunk_bytes_for(1 << 40, most=1 << 16) == 1 << 16
     assert chunk_bytes_for(0, most=1 << 16) == 1 << 16
+
+
+OURS, FOREIGN = Key.of(b"ours" * 8), Key.of(b"evil" * 8)
+KINDS: tuple[DigestKind, ...] = typing.get_args(DigestKind)
+DATA = memoryview(bytes(range(256)) * 40)
+
+
+def test_the_plain_one_is_xxh3() -> None:
+    assert PLAIN.digest(DATA) == xxhash.xxh3_64_intdigest(DATA)
+    assert not PLAIN.is_keyed
+
+
+@pytest.mark.parametrize("digester", [PLAIN, *(Digester.of(kind, OURS) for kind in KINDS)])
+def test_pieces_are_digested_as_one(digester: Digester) -> None:
+    whole = digester.digest(DATA)
+    assert whole == digester.digest_of([DATA[:1], DATA[1:777], DATA[777:777], DATA[777:]])
+    assert 0 <= whole < 2**64
+    assert whole != digester.digest(DATA[:-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_key_or_kind_makes_another_digest(kind: DigestKind) -> None:
+    digests = {PLAIN.digest(DATA), Digester.of(kind, OURS).digest(DATA), Digester.of(kind, FOREIGN).digest(DATA)}
+    assert len(digests) == 3
+    assert Digester.of(kind, OURS) == Digester.of(kind, OURS)
+    assert "ours" not in repr(Digester.of(kind, OURS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_context_a_digest_is_of_that_place_alone(kind: DigestKind) -> None:
+    digester = Digester.of(kind, OURS)
+
+    def digest(context: bytes, data: memoryview = DATA) -> int:
+        hasher = digester.hasher(context)
+        hasher.update(data)
+        return hasher.intdigest()
+
+    assert len({digest(b""), digest(b"a"), digest(b"b"), digest(b"ab", DATA[1:])}) == 4
+    # What is context cannot be passed off as data.
+    assert digest(b"ab", memoryview(b"c")) != digest(b"a", memoryview(b"bc"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manifests_name_finds_the_digester_of_whoever_has_the_key(kind: DigestKind) -> None:
+    name = Digester.of(kind, OURS).name
+    assert Digester.named(name, [FOREIGN, OURS]) == Digester.of(kind, OURS)
+    assert Digester.named(name, [FOREIGN]) is None
+    assert Digester.named(name, []) is None
+    assert Digester.named(f"md5 {OURS.key_id}", [OURS]) is None
+    assert Digester.named("", [OURS]) is None
+
+
+def test_where_there_is_a_key_digests_that_everybody_can_make_are_refused() -> None:
+    assert Digester.named(PLAIN.name, []) == PLAIN
+    assert Digester.named(PLAIN.name, [OURS]) is None

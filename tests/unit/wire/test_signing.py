@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_transport.wire.authentication import (
+from ft_transport.wire.signing import (
     Challenge,
     ChallengeAnswer,
+    Key,
     Session,
     accept_answer,
     answer_challenge,
     content_digest,
 )
-from ft_transport.wire.key import Key
 
 OURS, OLD, FOREIGN = (Key.of(name * 32) for name in (b"a", b"b", b"c"))
 NONCES = ("0" * 32, "f" * 32)
