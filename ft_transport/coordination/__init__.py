@@ -11,7 +11,7 @@ different things:
 - ``consensus`` runs phases. Each rank does its part and votes; a pure function (``votes``) decides. Ranks wait for each
   other as long as heartbeats arrive, since a write may take minutes. A rank that fails, is interrupted or is given up
   counts as having voted: any rank may settle the phase, and the next phase has the next number.
-- ``manager.quorum.group_ranks`` asks one rank for an answer that it gets elsewhere (from a Lighthouse). Ranks wait
+- ``manager.quorum.rank_exchange`` asks one rank for an answer that it gets elsewhere (from a Lighthouse). Ranks wait
   until the caller's deadline, with or without heartbeats, because a training step has to end. An interrupted or late
   rank has not answered: its exchange stays open under its number until it has read the answer, which only rank 0
   writes, once. A phase that stayed open would make a rank redo its part; an exchange that continued without the rank

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from manager.errors import ManagerError
 from manager.quorum.comparison import StateComparison
-from manager.quorum.divergence import Claim
+from manager.quorum.reports import Claim
 from manager.quorum.round import Participant, format_error
 from manager.state.replica_state import StateObserver
 

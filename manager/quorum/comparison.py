@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ft_transport import TransportError
 from ft_transport.state.state_digest import TensorDigests
 from manager.errors import LockTimeoutError, ManagerError
-from manager.quorum.divergence import Claim
+from manager.quorum.reports import Claim
 from manager.quorum.round import QuorumRound
 from manager.snapshots.boundary_keeper import BoundaryKeeper
 from manager.snapshots.run import BOUNDARY_TIMEOUT

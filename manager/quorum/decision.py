@@ -19,11 +19,16 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from manager.errors import HyperparametersDivergedError, QuorumError, StatesDivergedError
-from manager.quorum.divergence import Claim, Divergence, find_divergence
-from manager.quorum.structure import Structure, is_in_other_order, misfits, usual_structure
+from manager.quorum.reports import (
+    NO_WHOLE_STATE,
+    Divergence,
+    Member,
+    find_divergence,
+    is_in_other_order,
+    misfits,
+    usual_structure,
+)
 
-NO_WHOLE_STATE: Final = -1
-"""The step of a member with a partial state: behind all others."""
 _AVERAGED: Final = "the tensors that were averaged for it"
 
 
@@ -37,49 +42,6 @@ class WorldSizeMode(Enum):
 
     DYNAMIC = 0
     FIXED_WITH_SPARES = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """The report of one replica in its request for a quorum.
-
-    Attributes:
-        replica_id: Unique among live replicas.
-        step: The committed step that its state shows, or `NO_WHOLE_STATE`.
-        lineage: Digest of the history of that step; empty before the first commit.
-        store_address: ``host:port`` of the store where its process groups may meet.
-        addresses: The address of each of its ranks, which serves the rank's state.
-        group: Key of its working process group; empty without one.
-        num_groups: Number of process groups that it has begun to set up; distinguishes attempts.
-        can_serve: Whether it can take a snapshot of its present step boundary.
-        may_heal: Whether it waits for the decision and heals if it is behind; otherwise it then takes no part.
-        announced_to: The replicas that learned in the previous quorum that it needs a snapshot.
-        rules: Its `Rules` as text; must be the same on all members.
-        is_irregular: Whether an optimizer did not make exactly one step for the last commit.
-        process: Its process and host, for messages.
-        claim: Digest of its state at the last compared step.
-        reductions: Digest of the reductions of its last step.
-        hyperparameters: Digest of its optimizers' hyperparameters, if its last step was committed.
-        structure: Digests of its state's structure (``manager.quorum.structure``).
-    """
-
-    replica_id: str
-    step: int
-    lineage: str
-    store_address: str
-    addresses: tuple[str, ...]
-    group: str = ""
-    num_groups: int = 0
-    can_serve: bool = True
-    may_heal: bool = True
-    announced_to: frozenset[str] = frozenset()
-    rules: tuple[str, ...] = ()
-    is_irregular: bool = False
-    process: str = ""
-    claim: Claim = field(default_factory=Claim)
-    reductions: Claim = field(default_factory=Claim)
-    hyperparameters: Claim = field(default_factory=Claim)
-    structure: Structure = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

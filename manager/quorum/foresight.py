@@ -21,8 +21,9 @@ from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.told import ToldState
 from manager.errors import QuorumError
-from manager.quorum.decision import DoesNotFit, Member, Rules, decide
+from manager.quorum.decision import DoesNotFit, Rules, decide
 from manager.quorum.lighthouse_status import ToldMember
+from manager.quorum.reports import Member
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,13 @@ from manager.config import ManagerConfig
 from manager.errors import HealFailedError, HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum import telemetry
 from manager.quorum.comparison import StateComparison
-from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
-from manager.quorum.group_ranks import Exchange
+from manager.quorum.decision import Decision, DoesNotFit, Heals, StandsBy, UpToDate
 from manager.quorum.hyperparameters import Hyperparameters
+from manager.quorum.membership import QuorumRequest
 from manager.quorum.membership_log import MembershipLog
-from manager.quorum.round import Participant, QuorumRequest, QuorumRound, is_own_shortage
+from manager.quorum.rank_exchange import Exchange
+from manager.quorum.reports import NO_WHOLE_STATE, StateReport
+from manager.quorum.round import Participant, QuorumRound, is_own_shortage
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span, spanned
@@ -232,10 +234,9 @@ class QuorumForming:
             ),
             span("_client::_quorum"),
         ):
-            decision = membership.decide(
+            report = StateReport(
                 step=state.step if state.partial is None else NO_WHOLE_STATE,
                 lineage=state.lineage,
-                rules=request.rules,
                 can_serve=can_serve,
                 may_heal=request.may_heal and is_waiting,
                 is_irregular=bool(participant.irregularity),
@@ -243,10 +244,12 @@ class QuorumForming:
                 reductions=participant.reductions,
                 hyperparameters=self._hyperparameters.claim,
                 structure=self._structures.structure,
+            )
+            decision = membership.decide(
+                report,
+                request,
                 announced_to=participant.announced_to,
                 num_failed_heals=self._healer.num_failures,
-                deadline=request.deadline,
-                shrink_only=request.shrink_only,
             )
         participant.announced_to = frozenset()
         self._metrics.add("quorum_seconds", by=time.monotonic() - start_s)
@@ -372,8 +375,6 @@ class QuorumForming:
         refusals = membership.agree(
             Exchange.HEAL,
             failures[-1:] or ((_GIVEN_UP,) if is_given_up else ()),
-            step=self._state.step,
-            lineage=self._state.lineage,
             timeout=2 * self._config.timeout,
         )
         if not refusals:

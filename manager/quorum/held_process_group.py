@@ -21,7 +21,7 @@ from manager.collectives.reduction_sequence import GatheringGroup, ReductionSequ
 from manager.collectives.reductions import Reduction, ReductionLog
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 from manager.quorum.decision import Decision
-from manager.quorum.divergence import Claim
+from manager.quorum.reports import Claim
 
 _PREFIX: Final = "ft_transport"
 _TORCHFT_GLOO: Final = "torchft-gloo"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from manager.errors import HyperparametersDivergedError
 from manager.quorum.decision import Decision
-from manager.quorum.divergence import Claim
+from manager.quorum.reports import Claim
 from manager.quorum.round import Participant
 from manager.state.hyperparameters import WITHOUT_EFFECT, leaves, named_optimizers, plain
 

@@ -27,10 +27,10 @@ from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeEvent, outcome_of
 from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
-from manager.quorum.decision import Member
 from manager.quorum.heartbeat import Heartbeat
 from manager.quorum.lighthouse_status import ToldMember, read_status
-from manager.quorum.member_data import MemberTelling
+from manager.quorum.member_data import SignedReports
+from manager.quorum.reports import Member
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class LighthouseSession:
         keys: Keys | None,
         is_awaited: bool = True,
     ) -> None:
-        self._telling = MemberTelling(keys)
+        self._telling = SignedReports(keys)
         self._address = address
         self._replica_id = replica_id
         self._connect_timeout = connect_timeout

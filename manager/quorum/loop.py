@@ -31,13 +31,13 @@ from manager.quorum import telemetry
 from manager.quorum.committed_steps import CommittedSteps
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
-from manager.quorum.divergence import Claim
 from manager.quorum.forming import QuorumForming
-from manager.quorum.group_ranks import Exchange
 from manager.quorum.hyperparameters import Hyperparameters
-from manager.quorum.membership import Membership
+from manager.quorum.membership import Membership, QuorumRequest
 from manager.quorum.membership_log import MembershipLog
-from manager.quorum.round import OwnErrors, Participant, QuorumRequest, QuorumRound, refusal_cause
+from manager.quorum.rank_exchange import Exchange
+from manager.quorum.reports import Claim
+from manager.quorum.round import OwnErrors, Participant, QuorumRound, refusal_cause
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.step_reductions import StepReductions
 from manager.quorum.structure_watch import StructureWatch
@@ -316,8 +316,6 @@ class QuorumLoop:
         return self.membership.agree(
             Exchange.COMMIT,
             refusals,
-            step=self._state.step,
-            lineage=self._state.lineage,
             timeout=self._config.timeout,
             deadline=deadline,
         )

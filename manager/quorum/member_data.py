@@ -19,9 +19,7 @@ import msgspec
 
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 from manager.errors import QuorumError
-from manager.quorum.decision import Member
-from manager.quorum.divergence import Claim
-from manager.quorum.structure import Structure
+from manager.quorum.reports import Member
 
 logger = logging.getLogger(__name__)
 
@@ -35,32 +33,10 @@ _numbers = itertools.count(1)
 """Per process: a later manager of it may reuse the id of an earlier one."""
 
 
-class _MemberData(msgspec.Struct, frozen=True):
-    """The content of the field ``data`` of a quorum request."""
-
-    addresses: tuple[str, ...]
-    lineage: str
-    group: str
-    num_groups: int
-    can_serve: bool
-    may_heal: bool
-    announced_to: tuple[str, ...]
-    rules: tuple[str, ...]
-    is_irregular: bool
-    claim: Claim
-    reductions: Claim = msgspec.field(default_factory=Claim)
-    hyperparameters: Claim = Claim()
-    structure: Structure = ()
-    process: str = ""
-    number: int = 0
-    signature: str = ""
+_encoder: Final = msgspec.json.Encoder(order="deterministic")
 
 
-# Unused: ``msgspec.convert`` has no prebuilt decoder, but reuses the type information that this one caches.
-_member_data_decoder: Final = msgspec.json.Decoder(_MemberData)
-
-
-class MemberTelling:
+class SignedReports:
     """Writes this replica's reports, and reads those of others. For the quorum thread alone.
 
     Args:
@@ -76,27 +52,12 @@ class MemberTelling:
 
     def data_of(self, member: Member) -> dict[str, Any]:
         """Return a replica's report as plain values, signed if the job has a token."""
-        data = _MemberData(
-            addresses=member.addresses,
-            lineage=member.lineage,
-            group=member.group,
-            num_groups=member.num_groups,
-            can_serve=member.can_serve,
-            may_heal=member.may_heal,
-            announced_to=tuple(sorted(member.announced_to)),
-            rules=member.rules,
-            is_irregular=member.is_irregular,
-            process=f"{os.getpid()} on {socket.gethostname()}",
-            claim=member.claim,
-            reductions=member.reductions,
-            hyperparameters=member.hyperparameters,
-            structure=member.structure,
-            number=next(_numbers),
+        said = msgspec.structs.replace(
+            member, process=f"{os.getpid()} on {socket.gethostname()}", number=next(_numbers), signature=""
         )
         if self._keys is not None:
-            signed = _signed(member.replica_id, member.step, member.store_address, data)
-            data = msgspec.structs.replace(data, signature=self._keys.sign(_PURPOSE, signed))
-        plain: dict[str, Any] = msgspec.to_builtins(data)
+            said = msgspec.structs.replace(said, signature=self._keys.sign(_PURPOSE, _encoder.encode(said)))
+        plain: dict[str, Any] = msgspec.to_builtins(said)
         return plain
 
     def members_of(self, participants: Sequence[Any], own_id: str) -> tuple[Member, ...]:
@@ -165,51 +126,32 @@ class MemberTelling:
                 "expected replicas that run this package in the quorum, and "
                 f"{replica_id[:_MAX_SHOWN_CHARACTERS]!r} says of itself {str(participant.data)[:200]!r}: {error}"
             ) from error
-        if not self._belongs(replica_id, participant, data):
-            return None
-        return Member(
+        member = msgspec.structs.replace(
+            data,
             replica_id=replica_id,
             step=participant.step,
-            lineage=data.lineage,
             store_address=participant.store_address,
-            addresses=data.addresses,
-            group=data.group,
-            num_groups=data.num_groups,
-            can_serve=data.can_serve,
-            may_heal=data.may_heal,
-            announced_to=frozenset(data.announced_to),
-            rules=data.rules,
-            is_irregular=data.is_irregular,
-            process=data.process,
-            claim=data.claim,
-            reductions=data.reductions,
-            hyperparameters=data.hyperparameters,
-            structure=data.structure,
+            signature="",
         )
+        return member if self._belongs(member, data.signature) else None
 
-    def _belongs(self, replica_id: str, participant: Any, data: _MemberData) -> bool:
+    def _belongs(self, member: Member, signature: str) -> bool:
         if self._keys is None:
-            return not data.signature
-        signed = _signed(replica_id, participant.step, participant.store_address, data)
-        if not self._keys.verifies(data.signature, _PURPOSE, signed):
+            return not signature
+        if not self._keys.verifies(signature, _PURPOSE, _encoder.encode(member)):
             return False
         # Refuse replays: another client may repeat an earlier report.
-        if data.number < self._last_numbers.get(replica_id, 0):
+        if member.number < self._last_numbers.get(member.replica_id, 0):
             return False
-        if replica_id not in self._last_numbers and len(self._last_numbers) >= _MAX_REMEMBERED:
+        if member.replica_id not in self._last_numbers and len(self._last_numbers) >= _MAX_REMEMBERED:
             self._last_numbers.clear()
-        self._last_numbers[replica_id] = data.number
+        self._last_numbers[member.replica_id] = member.number
         return True
 
 
-def _data_of(participant: Any) -> _MemberData:
+def _data_of(participant: Any) -> Member:
     # The Lighthouse's client has already decoded the JSON.
-    return msgspec.convert(participant.data, _MemberData)  # noqa: TID251 # safe with `_member_data_decoder`
-
-
-def _signed(replica_id: str, step: int, store_address: str, data: _MemberData) -> bytes:
-    unsigned = msgspec.structs.replace(data, signature="")
-    return msgspec.json.encode((replica_id, step, store_address, unsigned))
+    return msgspec.convert(participant.data, Member)  # noqa: TID251 # safe: ``reports`` has made a decoder
 
 
 def _shown(replica_ids: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
 
@@ -25,17 +25,15 @@ from manager.collectives.gloo import ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.errors import quorum_errors
-from manager.quorum.decision import Decision, Member, Rules, decide
-from manager.quorum.divergence import Claim
+from manager.quorum.decision import Decision, Rules, decide
 from manager.quorum.foresight import AskState, refusing_members
-from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation
 from manager.quorum.held_process_group import HeldProcessGroup
 from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of, running_members
 from manager.quorum.lighthouse_status import ToldMember
-from manager.quorum.rank_report import RankReport, member_of
+from manager.quorum.rank_exchange import Exchange, Incarnation, RankExchange
 from manager.quorum.replica_ids import ReplicaId, give_back_id, take_id
 from manager.quorum.replica_store import ReplicaStore, find_store
-from manager.quorum.structure import Structure
+from manager.quorum.reports import Member, RankReport, StateReport, member_of
 from manager.quorum.told_differences import ToldDifferences
 
 logger = logging.getLogger(__name__)
@@ -46,6 +44,23 @@ _NO_DEADLINE: Final = Deadline()
 _PROBE_S: Final = 0.2
 
 _members_decoder: Final = msgspec.json.Decoder(tuple[Member, ...])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuorumRequest:
+    """The arguments of `Manager.start_quorum`.
+
+    Attributes:
+        rules: Settings that must be equal on all replicas.
+        deadline: The caller's deadline. Without one each wait has a timeout of the configuration.
+        shrink_only: Whether new replicas have to wait.
+        may_heal: Whether this replica heals if it is behind.
+    """
+
+    rules: Rules
+    deadline: Deadline
+    shrink_only: bool
+    may_heal: bool
 
 
 class Membership:
@@ -102,7 +117,7 @@ class Membership:
         self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
         self._incarnation: Incarnation | None = None
-        self._group = GroupRanks(None, "", 0, 1)
+        self._ranks = RankExchange(None, "", 0, 1)
         self._own_id: ReplicaId | None = None
         self._is_asking = False
         self._store: ReplicaStore | None = None
@@ -128,7 +143,7 @@ class Membership:
             self.replica_id = f"{name}:{uuid.uuid4()}"
             self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
             self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
-        self._group = GroupRanks(
+        self._ranks = RankExchange(
             store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size, self._keys
         )
         if self.group_rank == 0:
@@ -165,84 +180,40 @@ class Membership:
         return running_members(address, self._config.replica_id or NAMELESS) if address is not None else ()
 
     def decide(
-        self,
-        *,
-        step: int,
-        lineage: str,
-        rules: Rules,
-        can_serve: bool,
-        may_heal: bool,
-        is_irregular: bool,
-        claim: Claim,
-        reductions: Claim,
-        hyperparameters: Claim,
-        structure: Structure,
-        announced_to: frozenset[str],
-        num_failed_heals: int,
-        deadline: Deadline,
-        shrink_only: bool,
+        self, report: StateReport, request: QuorumRequest, *, announced_to: frozenset[str], num_failed_heals: int
     ) -> Decision:
         """Ask for a quorum and decide this rank's part in it.
 
         Args:
-            step: The committed step of this rank's state, or ``quorum.decision.NO_WHOLE_STATE``.
-            lineage: Its lineage.
-            rules: See ``quorum.decision.decide``.
-            can_serve: See ``quorum.decision.Member``.
-            may_heal: See ``quorum.decision.Member``; the replica heals only if all of its ranks may.
-            is_irregular: See ``quorum.decision.Member``.
-            claim: See ``quorum.decision.Member``.
-            reductions: See ``quorum.decision.Member``.
-            hyperparameters: See ``quorum.decision.Member``.
-            structure: See ``quorum.decision.Member``.
-            announced_to: See ``quorum.decision.Member``.
+            report: This rank's state, without its process group. The replica heals only if all of its ranks may.
+            request: The arguments of ``start_quorum``.
+            announced_to: See `Member`.
             num_failed_heals: See ``quorum.decision.decide``.
-            deadline: Limit of the whole call. Without one each wait has a timeout of the configuration.
-            shrink_only: Whether new replicas have to wait.
 
         Raises:
             QuorumError: No quorum, a missing rank of this replica, or members with different settings.
         """
-        report = RankReport(
-            step=step,
-            lineage=lineage,
-            group=self.process_group.held,
-            num_groups=self.process_group.num_begun,
-            address=self._address,
-            can_serve=can_serve,
-            may_heal=may_heal,
-            is_irregular=is_irregular,
-            claim=claim,
-            reductions=reductions,
-            hyperparameters=hyperparameters,
-            structure=structure,
-        )
+        own = msgspec.structs.asdict(report)
+        own.update(group=self.process_group.held, num_groups=self.process_group.num_begun, address=self._address)
+        deadline = request.deadline
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = self._config.timeout + self._config.connect_timeout
         # Rank 0 may take all of its attempts.
         asking = (deadline.left() or self._config.quorum_timeout) * (self._config.quorum_retries + 1)
-        answered = self._group.exchange(
+        answered = self._ranks.exchange(
             Exchange.QUORUM,
-            report,
-            lambda reports: self._ask(
-                reports, rules=rules, announced_to=announced_to, deadline=deadline, shrink_only=shrink_only
-            ),
+            RankReport(**own),
+            lambda reports: self._ask(reports, request, announced_to),
             gathering=deadline.cap(gathering),
             answering=deadline.cap(gathering + asking) + _GRACE,
         )
         with quorum_errors():
             members = self.members = from_json(answered, _members_decoder)
-        return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
+        return decide(
+            members, self.replica_id, request.rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals
+        )
 
-    def _ask(
-        self,
-        reports: Sequence[RankReport],
-        *,
-        rules: Rules,
-        announced_to: frozenset[str],
-        deadline: Deadline,
-        shrink_only: bool,
-    ) -> bytes:
+    def _ask(self, reports: Sequence[RankReport], request: QuorumRequest, announced_to: frozenset[str]) -> bytes:
         """Ask the Lighthouse on behalf of all ranks; return the members as JSON."""
         assert self._session is not None, "rank 0 has one"
         own = member_of(
@@ -250,11 +221,11 @@ class Membership:
             replica_id=self.replica_id,
             store_address=self._store_address,
             announced_to=announced_to,
-            rules=rules.told(),
+            rules=request.rules.told(),
         )
         if not self._session.is_heard:
             refusing = refusing_members(
-                own, self.running_members(), rules, self._ask_state, has_token=self._keys is not None
+                own, self.running_members(), request.rules, self._ask_state, has_token=self._keys is not None
             )
             if refusing:
                 return msgspec.json.encode(refusing)
@@ -262,9 +233,9 @@ class Membership:
         members = self._session.quorum(
             own,
             # As in torchft, the caller's timeout replaces the configured one.
-            timeout=deadline.left() or self._config.quorum_timeout,
-            deadline=deadline,
-            shrink_only=shrink_only,
+            timeout=request.deadline.left() or self._config.quorum_timeout,
+            deadline=request.deadline,
+            shrink_only=request.shrink_only,
             num_retries=self._config.quorum_retries,
         )
         self._is_asking = False
@@ -290,41 +261,24 @@ class Membership:
                 )
 
     def agree(
-        self,
-        kind: Exchange,
-        refusals: tuple[str, ...],
-        *,
-        step: int,
-        lineage: str,
-        timeout: timedelta,
-        deadline: Deadline = _NO_DEADLINE,
+        self, kind: Exchange, refusals: tuple[str, ...], *, timeout: timedelta, deadline: Deadline = _NO_DEADLINE
     ) -> tuple[str, ...]:
         """Return all ranks' reasons not to commit, or not to count as healed; empty if there are none.
 
         Args:
             kind: ``COMMIT`` or ``HEAL``.
             refusals: This rank's reasons.
-            step: The committed step of this rank's state.
-            lineage: The lineage of that step.
             timeout: Limit of the wait for the other ranks.
             deadline: Limit of the whole call.
 
         Raises:
             QuorumError: A rank did not answer in time.
         """
-        report = RankReport(
-            step=step,
-            lineage=lineage,
-            group=self.process_group.held,
-            num_groups=self.process_group.num_begun,
-            address=self._address,
-            refusals=refusals,
-        )
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = timeout + self._config.connect_timeout
         # Rank 0 may wait that long for another rank, and then name it.
         answering = deadline.cap(2 * gathering) + _GRACE
-        return self._group.agree(kind, report, gathering=deadline.cap(gathering), answering=answering)
+        return self._ranks.agree(kind, refusals, gathering=deadline.cap(gathering), answering=answering)
 
     def missing(self) -> str:
         """Describe the replicas that a quorum waits for; empty on other ranks than 0, or if they are unknown."""
@@ -351,7 +305,7 @@ class Membership:
     def close(self) -> None:
         """Leave: end the heartbeats and the process group."""
         self.process_group.wait_for_readers()
-        self._group.close()
+        self._ranks.close()
         if self._session is not None:
             self._session.close()
         self.process_group.close()

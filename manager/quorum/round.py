@@ -14,16 +14,15 @@ from typing import Final
 import torch
 from torch.distributed import DistError
 
-from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeFuture
 from ft_transport.telemetry.recorder import Recording
 from manager.collectives.managed_work import ManagedWork
 from manager.errors import ReductionMismatchError, ReplicaFaultError, ReportedError, UnfinishedReductionError
 from manager.quorum import telemetry
-from manager.quorum.decision import Decision, Rules, next_lineage
-from manager.quorum.divergence import Claim
+from manager.quorum.decision import Decision, next_lineage
 from manager.quorum.held_process_group import group_number
 from manager.quorum.membership import Membership
+from manager.quorum.reports import Claim
 from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -108,23 +107,6 @@ class QuorumRound:
                 self.quorum.set_exception(error)
             else:
                 self.quorum.set_result(None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuorumRequest:
-    """The arguments of `Manager.start_quorum`.
-
-    Attributes:
-        rules: Settings that must be equal on all replicas.
-        deadline: The caller's deadline.
-        shrink_only: Whether new replicas have to wait.
-        may_heal: Whether this replica heals if it is behind.
-    """
-
-    rules: Rules
-    deadline: Deadline
-    shrink_only: bool
-    may_heal: bool
 
 
 class Participant:

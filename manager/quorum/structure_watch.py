@@ -11,8 +11,8 @@ import torch
 from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import HealFailedError
 from manager.quorum.decision import Decision, DoesNotFit
+from manager.quorum.reports import Structure, Tables, describe, order_tables, structure_of
 from manager.quorum.round import Participant
-from manager.quorum.structure import Structure, Tables, describe, order_tables, structure_of
 from manager.state.compatibility import ModuleGlance, tables_of
 from manager.state.parameter_order import orders_of
 from manager.state.registration_check import EncodingCheck, check_averaged, check_registered

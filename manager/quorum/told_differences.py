@@ -15,7 +15,7 @@ from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.errors import TransportError
 from manager.errors import StatesDivergedError
-from manager.quorum.structure import Tables
+from manager.quorum.reports import Tables
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from served_memory import until
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import Manager, ManagerError
-from manager.quorum.decision import Member
 from manager.quorum.lighthouse_status import read_status
-from manager.quorum.member_data import MemberTelling
+from manager.quorum.member_data import SignedReports
+from manager.quorum.reports import Member
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready")]
 
@@ -63,7 +63,7 @@ def ask_for_quorums(address: str, served_at: str, over: threading.Event, asked: 
     from torchft.coordination import LighthouseClient
 
     member = Member(replica_id="evil:1", step=STEP, lineage="evil", store_address="127.0.0.1:9", addresses=(served_at,))
-    telling, client = MemberTelling(None), LighthouseClient(address, TIMEOUT)
+    telling, client = SignedReports(None), LighthouseClient(address, TIMEOUT)
     while not over.is_set():
         with suppress(RuntimeError, TimeoutError):
             client.heartbeat("evil:1")

@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,13 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from msgspec.structs import replace
 from proxy import Fault, Link, Proxy, cut, delay, proxied, stall
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, ManagerConfig, StateTornError
-from manager.quorum.decision import Heals, Member
+from manager.quorum.decision import Heals
+from manager.quorum.reports import Member
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.healing import MAX_ATTEMPTS, Healer
 from manager.recovery.peers import PeerRecovery

@@ -15,9 +15,9 @@ from served_memory import until
 
 from ft_transport.runtime.deadline import Deadline
 from manager import LighthouseUnavailableError, QuorumError
-from manager.quorum.decision import Member
 from manager.quorum.heartbeat import Heartbeat
 from manager.quorum.lighthouse import LighthouseSession
+from manager.quorum.reports import Member
 
 pytest.importorskip("torchft")
 

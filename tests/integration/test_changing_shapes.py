@@ -16,7 +16,7 @@ from torch.ao.quantization import FakeQuantize, HistogramObserver, MovingAverage
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
 from manager import Manager, StateMismatchError
-from manager.quorum.structure import misfits, structure_of
+from manager.quorum.reports import misfits, structure_of
 from manager.state.compatibility import names_loaded_freely, tables_of
 
 _TIMEOUT = timedelta(seconds=20)

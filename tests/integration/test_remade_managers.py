@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from ft_transport.coordination.store_channel import StoreChannel
 from manager import Manager, QuorumError
-from manager.quorum.group_ranks import GroupRanks, Incarnation
+from manager.quorum.rank_exchange import Incarnation, RankExchange
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 
@@ -91,7 +91,7 @@ def test_ranks_of_a_remade_replica_decide_together(
     else:
         # Rank 0 has died: nobody tells the store.
         with monkeypatch.context() as patch:
-            for told_by in (GroupRanks, Incarnation):
+            for told_by in (RankExchange, Incarnation):
                 patch.setattr(told_by, "close", lambda self: None)
             earlier[0].shutdown()
     has_looked = when_rank_1_has_looked(monkeypatch)

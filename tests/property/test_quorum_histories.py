@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 from property_examples import num_examples
 
 from manager.errors import QuorumError
-from manager.quorum.decision import (
-    NO_WHOLE_STATE,
-    Decision,
-    Heals,
-    Member,
-    Rules,
-    StandsBy,
-    UpToDate,
-    WorldSizeMode,
-    decide,
-    next_lineage,
-)
+from manager.quorum.decision import Decision, Heals, Rules, StandsBy, UpToDate, WorldSizeMode, decide, next_lineage
+from manager.quorum.reports import NO_WHOLE_STATE, Member
 
 IDS = st.text("abcdef", min_size=1, max_size=3)
 

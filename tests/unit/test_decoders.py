@@ -42,7 +42,7 @@ from ft_transport.telemetry.record import decode_record
 from ft_transport.telemetry.told import decode_state
 from ft_transport.wire.delta import decode_delta
 from manager.errors import QuorumError
-from manager.quorum.member_data import MemberTelling
+from manager.quorum.member_data import SignedReports
 
 @dataclass
 class Unknown:
@@ -68,7 +68,7 @@ decodes = {
     "server": lambda: fetch_server_id(Connection()),
     "session": lambda: begin_session(keys, challenge, b"{}"),
     "delta": lambda: decode_delta((1).to_bytes(8, "little") + b"x"),
-    "member": lambda: MemberTelling(None).members_of([stranger], "own"),
+    "member": lambda: SignedReports(None).members_of([stranger], "own"),
 }
 own_python = str(Path(msgspec.__file__).parent)
 

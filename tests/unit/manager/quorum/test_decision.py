@@ -3,14 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from manager.errors import QuorumError
 from manager.quorum.decision import (
-    NO_WHOLE_STATE,
     Decision,
     DoesNotFit,
     Heals,
-    Member,
     Rules,
     StandsBy,
     UpToDate,
@@ -19,6 +18,7 @@ from manager.quorum.decision import (
     decide,
     next_lineage,
 )
+from manager.quorum.reports import NO_WHOLE_STATE, Member
 
 RULES = Rules(min_replica_size=2)
 
@@ -31,7 +31,7 @@ def member(replica_id: str, step: int = 7, **changes: object) -> Member:
         store_address=f"{replica_id}:1",
         addresses=(f"http://{replica_id}/0", f"http://{replica_id}/1"),
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return structs.replace(base, **changes)  # type: ignore[arg-type]
 
 
 def decisions(members: list[Member], rules: Rules = RULES) -> dict[str, Decision]:
@@ -151,7 +151,7 @@ def test_a_process_group_is_kept_exactly_as_long_as_its_members_hold_it() -> Non
     # One of them lost it; one came; one left.
     seen = {key}
     for changed in (
-        [held[0], replace(held[1], group="")],
+        [held[0], structs.replace(held[1], group="")],
         [*held, member("c")],
         held[:1],
         [held[0], member("c", group=key)],
@@ -161,7 +161,7 @@ def test_a_process_group_is_kept_exactly_as_long_as_its_members_hold_it() -> Non
             assert other not in seen
         seen.add(other)
     # A second attempt at the same members is another one.
-    again = [replace(each, group="", num_groups=2) for each in held]
+    again = [structs.replace(each, group="", num_groups=2) for each in held]
     assert decide(again, "a", RULES).group not in seen
 
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from msgspec import structs
 
 from ft_transport.errors import DeadlineExceededError, PeerAuthenticationError
 from ft_transport.telemetry.told import ToldManager, ToldState
 from manager import QuorumError
 from manager.quorum import foresight
-from manager.quorum.decision import Member, Rules
+from manager.quorum.decision import Rules
 from manager.quorum.lighthouse_status import ToldMember
+from manager.quorum.reports import Member
 
 RULES = Rules(min_replica_size=1)
 COMMON, OTHER = (("model", "1"),), (("model", "2"),)
@@ -89,23 +91,23 @@ def test_in_doubt_the_quorum_decides(answer: Answer) -> None:
 def test_what_most_look_like_counts() -> None:
     ask = _ask(a=_told("a"), b=_told("b", structure=OTHER), c=_told("c", structure=OTHER))
     assert refusing_members(OWN, _running("a", "b", "c"), RULES, ask) == ()
-    assert refusing_members(replace(OWN, structure=COMMON), _running("a", "b", "c"), RULES, ask) != ()
+    assert refusing_members(structs.replace(OWN, structure=COMMON), _running("a", "b", "c"), RULES, ask) != ()
 
 
 def test_one_whose_own_state_is_as_new_asks_nobody() -> None:
-    assert refusing_members(replace(OWN, step=7), _running("a"), RULES, _ask()) == ()
+    assert refusing_members(structs.replace(OWN, step=7), _running("a"), RULES, _ask()) == ()
     assert refusing_members(OWN, (), RULES, _ask()) == ()
 
 
 def test_other_rules_are_named() -> None:
     rules = Rules(min_replica_size=2)
     with pytest.raises(QuorumError, match=r"same rules.*min_replica_size=2"):
-        refusing_members(replace(OWN, rules=rules.told()), _running("a"), rules, _ask(a=_told("a")))
+        refusing_members(structs.replace(OWN, rules=rules.told()), _running("a"), rules, _ask(a=_told("a")))
 
 
 def test_another_number_of_ranks_is_named() -> None:
     with pytest.raises(QuorumError, match="same number of ranks"):
-        refusing_members(replace(OWN, addresses=("x", "y")), _running("a"), RULES, _ask(a=_told("a")))
+        refusing_members(structs.replace(OWN, addresses=("x", "y")), _running("a"), RULES, _ask(a=_told("a")))
 
 
 def test_one_without_a_token_names_the_replicas_that_have_one() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ft_transport.keys import Keys
 from manager import QuorumError
-from manager.quorum.decision import Member
-from manager.quorum.member_data import MemberTelling
+from manager.quorum.member_data import SignedReports
+from manager.quorum.reports import Member
 
 OURS, FOREIGN = Keys.of("ours"), Keys.of("foreign")
 
@@ -23,22 +23,20 @@ def _member(name: str, step: int = 7) -> Member:
 
 
 def _participant(member: Member, keys: Keys | None, **changed: Any) -> SimpleNamespace:
-    data = MemberTelling(keys).data_of(member)
+    data = SignedReports(keys).data_of(member)
     said = {"replica_id": member.replica_id, "step": member.step, "store_address": member.store_address, "data": data}
     return SimpleNamespace(**{**said, **changed})
 
 
-def _names(telling: MemberTelling, *participants: SimpleNamespace) -> list[str]:
+def _names(telling: SignedReports, *participants: SimpleNamespace) -> list[str]:
     return [member.replica_id for member in telling.members_of(participants, "own")]
 
 
 @pytest.mark.parametrize("keys", [OURS, None])
 def test_what_is_said_arrives(keys: Keys | None) -> None:
-    member = dataclasses.replace(
-        _member("b"), announced_to=frozenset({"x", "y"}), rules=("r",), structure=(("m", "1"),)
-    )
-    [found] = MemberTelling(keys).members_of([_participant(member, keys)], "own")
-    assert dataclasses.replace(found, process="") == member
+    member = structs.replace(_member("b"), announced_to=frozenset({"x", "y"}), rules=("r",), structure=(("m", "1"),))
+    [found] = SignedReports(keys).members_of([_participant(member, keys)], "own")
+    assert structs.replace(found, process="", number=0) == member
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_what_is_said_arrives(keys: Keys | None) -> None:
 )
 def test_who_does_not_prove_the_token_is_not_there(stranger: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    telling = MemberTelling(OURS)
+    telling = SignedReports(OURS)
     for _ in range(3):
         participants = [_participant(_member("own"), OURS), stranger, _participant(_member("b"), OURS)]
         assert _names(telling, *participants) == ["own", "b"]
@@ -65,14 +63,14 @@ def test_who_does_not_prove_the_token_is_not_there(stranger: SimpleNamespace, ca
 def test_an_address_that_was_changed_is_nobodys() -> None:
     said = _participant(_member("b"), OURS)
     said.data["addresses"] = ["http://10.6.6.6:2"]
-    assert _names(MemberTelling(OURS), _participant(_member("own"), OURS), _participant(_member("c"), OURS), said) == [
+    assert _names(SignedReports(OURS), _participant(_member("own"), OURS), _participant(_member("c"), OURS), said) == [
         "own",
         "c",
     ]
 
 
 def test_what_was_said_before_is_not_believed_again() -> None:
-    telling = MemberTelling(OURS)
+    telling = SignedReports(OURS)
     old, new = _participant(_member("b", 7), OURS), _participant(_member("b", 8), OURS)
     own = _participant(_member("own"), OURS)
     assert _names(telling, own, old) == ["own", "b"]
@@ -84,11 +82,11 @@ def test_what_was_said_before_is_not_believed_again() -> None:
 @pytest.mark.parametrize(("own", "other"), [(OURS, FOREIGN), (OURS, None), (None, OURS)])
 def test_who_comes_to_strangers_alone_may_have_the_wrong_token(own: Keys | None, other: Keys | None) -> None:
     with pytest.raises(QuorumError, match="expected replicas with the same job token"):
-        _names(MemberTelling(own), _participant(_member("own"), own), _participant(_member("b"), other))
+        _names(SignedReports(own), _participant(_member("own"), own), _participant(_member("b"), other))
 
 
 def test_who_was_there_first_goes_on_alone() -> None:
-    telling = MemberTelling(OURS)
+    telling = SignedReports(OURS)
     own = _participant(_member("own"), OURS)
     assert _names(telling, own) == ["own"]
     assert _names(telling, own, _participant(_member("evil", 1000), FOREIGN)) == ["own"]
@@ -96,7 +94,7 @@ def test_who_was_there_first_goes_on_alone() -> None:
 
 def test_while_the_token_is_replaced_all_are_there() -> None:
     first, second = Keys.of("old new"), Keys.of("new old")
-    for telling in (MemberTelling(first), MemberTelling(second)):
+    for telling in (SignedReports(first), SignedReports(second)):
         assert _names(telling, _participant(_member("a"), first), _participant(_member("b"), second)) == ["a", "b"]
 
 
@@ -106,7 +104,7 @@ def test_where_a_token_was_replaced_too_early_the_job_does_not_fall_in_two(
 ) -> None:
     names = ("a", "b", "c", "d")
     tokens = dict.fromkeys(names, "old")
-    tellings: dict[str, MemberTelling] = {}
+    tellings: dict[str, SignedReports] = {}
 
     def members_of_all() -> dict[str, list[str] | QuorumError]:
         said = [_participant(_member(name), Keys.of(tokens[name])) for name in names]
@@ -124,7 +122,7 @@ def test_where_a_token_was_replaced_too_early_the_job_does_not_fall_in_two(
     now_s = 1000.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ft_transport.keys.time", SimpleNamespace(monotonic=lambda: now_s))
-        tellings.update({name: MemberTelling(Keys(functools.partial(read, name))) for name in names})
+        tellings.update({name: SignedReports(Keys(functools.partial(read, name))) for name in names})
         assert members_of_all() == {key: list(names) for key in names}
         tokens.update(dict.fromkeys(names[:num_ahead], "new"))
         for _ in range(2):
@@ -139,7 +137,7 @@ def test_where_a_token_was_replaced_too_early_the_job_does_not_fall_in_two(
 
 
 def test_what_a_dead_replica_has_said_stops_nobody() -> None:
-    telling = MemberTelling(OURS)
+    telling = SignedReports(OURS)
     own, old, new = (_participant(_member(name), OURS) for name in ("own", "b", "b"))
     assert _names(telling, own, new) == ["own", "b"]
     assert _names(telling, own, old) == ["own"]
@@ -148,5 +146,5 @@ def test_what_a_dead_replica_has_said_stops_nobody() -> None:
 def test_another_package_in_the_quorum_is_named_without_what_a_terminal_would_act_upon() -> None:
     stranger = _participant(_member("evil\x1b[2J"), None, data={"x": "\x1b[2J"})
     with pytest.raises(QuorumError, match="run this package") as caught:
-        _names(MemberTelling(None), stranger)
+        _names(SignedReports(None), stranger)
     assert "\x1b" not in str(caught.value)

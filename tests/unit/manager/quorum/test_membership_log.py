@@ -11,8 +11,9 @@ import pytest
 
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.told import NUM_CHANGES
-from manager.quorum.decision import Decision, Heals, Member, Role, StandsBy, UpToDate
+from manager.quorum.decision import Decision, Heals, Role, StandsBy, UpToDate
 from manager.quorum.membership_log import MembershipLog
+from manager.quorum.reports import Member
 from manager.state.step_log import StepLog
 
 HOLDS = UpToDate(serves_now=(), serves_next=())

@@ -24,7 +24,7 @@ from ft_transport.errors import TransportError
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
-from manager.quorum.rank_report import RankReport
+from manager.quorum.reports import RankReport
 
 _RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
@@ -144,14 +144,14 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 _sent_decoder: Final = msgspec.json.Decoder(_Sent)
 _answer_decoder: Final = msgspec.json.Decoder(_Answer)
-_refusals_decoder: Final = msgspec.json.Decoder(list[str])
+_refusals_decoder: Final = msgspec.json.Decoder(tuple[str, ...])
 
 
 class _AtOddsError(QuorumError):
     """Ranks of one replica came for different exchanges."""
 
 
-class GroupRanks:
+class RankExchange:
     """The ranks of one replica. Every rank makes the same exchanges in the same order; none from two threads at once.
 
     A rank may miss its turn: a signal handler raises while it waits, or it comes too late. So an exchange that a rank
@@ -216,13 +216,13 @@ class GroupRanks:
                     raise
 
     def agree(
-        self, kind: Exchange, report: RankReport, *, gathering: timedelta, answering: timedelta
+        self, kind: Exchange, refusals: tuple[str, ...], *, gathering: timedelta, answering: timedelta
     ) -> tuple[str, ...]:
         """Return every rank's reasons not to commit, the same for all ranks. Empty if the replica commits.
 
         Args:
             kind: ``HEAL`` or ``COMMIT``.
-            report: This rank's.
+            refusals: This rank's.
             gathering: See `exchange`.
             answering: See `exchange`.
 
@@ -230,14 +230,15 @@ class GroupRanks:
             QuorumError: A rank did not answer in time.
         """
         if self._messages is None:
-            return report.refusals
+            return refusals
         try:
-            agreed = self.exchange(kind, report, _refusals, gathering=gathering, answering=answering)
+            agreed = self.exchange(
+                kind, RankReport(refusals=refusals), _refusals, gathering=gathering, answering=answering
+            )
         except _AtOddsError as error:
             return (str(error),)
         with quorum_errors():
-            refusals = from_json(agreed, _refusals_decoder)
-        return tuple(refusals)
+            return from_json(agreed, _refusals_decoder)
 
     def close(self) -> None:
         """End the waits of other ranks for this one, if the store still answers."""

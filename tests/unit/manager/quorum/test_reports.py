@@ -1,4 +1,4 @@
-"""What the ranks of a replica say of themselves becomes what the replica says."""
+"""Reports of ranks become one report of their replica, and comparisons of reports show which replicas differ."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from manager.quorum.decision import NO_WHOLE_STATE, Member
-from manager.quorum.divergence import Claim
-from manager.quorum.rank_report import RankReport, member_of
-from manager.quorum.structure import UNKNOWN
+from manager.quorum.reports import (
+    NO_WHOLE_STATE,
+    UNKNOWN,
+    Claim,
+    Divergence,
+    Member,
+    RankReport,
+    find_divergence,
+    member_of,
+)
 
 
 def report(rank: int, **fields: Any) -> RankReport:
@@ -60,3 +66,42 @@ def test_what_one_rank_cannot_do_the_replica_cannot() -> None:
 def test_a_part_that_one_rank_does_not_have_is_not_compared() -> None:
     member = whole(report(0, structure=(("a", "1"), ("b", "2"))), report(1, structure=(("a", "3"),)))
     assert member.structure == (("a", "1-3"), ("b", UNKNOWN))
+
+
+def claims(**digests: str) -> dict[str, Claim]:
+    return {name: Claim(step=8, lineage="x", digest=digest) for name, digest in digests.items()}
+
+
+@pytest.mark.parametrize("digests", [{}, {"a": "1"}, {"a": "1", "b": "1"}, {"a": "1", "b": "1", "c": "1"}])
+def test_equal_digests_show_nothing(digests: dict[str, str]) -> None:
+    assert find_divergence("state", claims(**digests)) is None
+
+
+def test_the_majority_names_who_differs() -> None:
+    found = find_divergence("state", claims(a="1", b="2", c="1", d="3", e="1"))
+    assert found == Divergence(step=8, replicas=frozenset("bd"), has_majority=True, majority=frozenset("ace"))
+
+
+@pytest.mark.parametrize(
+    "digests", [{"a": "1", "b": "2"}, {"a": "1", "b": "1", "c": "2", "d": "2"}, {"a": "1", "b": "2", "c": "3"}]
+)
+def test_half_is_no_majority(digests: dict[str, str]) -> None:
+    assert find_divergence("state", claims(**digests)) == Divergence(
+        step=8, replicas=frozenset(digests), has_majority=False
+    )
+
+
+def test_only_the_newest_step_of_one_history_is_compared() -> None:
+    mixed = {
+        **claims(a="1", b="1"),
+        "older": Claim(step=4, lineage="w", digest="2"),
+        "other": Claim(step=8, lineage="y", digest="3"),
+        "new": Claim(),
+    }
+    assert find_divergence("state", mixed) is None
+    assert find_divergence("state", {"new": Claim(), "newer": Claim()}) is None
+
+
+def test_replicas_that_digested_different_tensors_are_not_compared() -> None:
+    mixed = {**claims(a="1", b="1"), "fewer": Claim(step=8, lineage="x", tensors="w", digest="2")}
+    assert find_divergence("state", mixed) is None

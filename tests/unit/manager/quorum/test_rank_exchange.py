@@ -17,8 +17,8 @@ from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
 from ft_transport.keys import Keys
 from manager.errors import QuorumError, QuorumTimeoutError
-from manager.quorum.group_ranks import Exchange, GroupRanks
-from manager.quorum.rank_report import RankReport
+from manager.quorum.rank_exchange import Exchange, RankExchange
+from manager.quorum.reports import RankReport
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Ranks:
         keys = Keys.of(token) if token is not None else None
         self.connections = [Interrupted(self._store) for _ in range(number)]
         self.groups = [
-            GroupRanks(StoreChannel(connection), "test", rank, number, keys)
+            RankExchange(StoreChannel(connection), "test", rank, number, keys)
             for rank, connection in enumerate(self.connections)
         ]
         self._mutex = threading.Lock()
@@ -79,7 +79,7 @@ class Ranks:
         )
 
     def commit(self, rank: int, *refusals: str, timeout: timedelta = LONG) -> tuple[str, ...]:
-        return self.groups[rank].agree(Exchange.COMMIT, report(refusals=refusals), gathering=timeout, answering=timeout)
+        return self.groups[rank].agree(Exchange.COMMIT, refusals, gathering=timeout, answering=timeout)
 
     def _answer(self, reports: Sequence[RankReport]) -> bytes:
         with self._mutex:
@@ -263,9 +263,9 @@ def test_a_store_that_does_not_answer_is_an_error_of_the_quorum(
         def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
             raise error
 
-    group = GroupRanks(StoreChannel(Gone()), "test", rank, 2)
+    group = RankExchange(StoreChannel(Gone()), "test", rank, 2)
     with pytest.raises(QuorumError, match=error.message) as caught:
-        group.agree(Exchange.COMMIT, report(), gathering=LONG, answering=LONG)
+        group.agree(Exchange.COMMIT, (), gathering=LONG, answering=LONG)
     assert type(caught.value) is raised
     group.close()
 
