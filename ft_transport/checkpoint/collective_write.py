@@ -105,13 +105,13 @@ class CollectiveWrite:
     Args:
         agreement: The group's agreement, for this thread only.
         directory: As this rank sees it. No rank writes to a path that another rank names.
-        visible_s: How long a new directory may take to appear on all ranks; ``None`` if only the first rank writes.
+        all_write: Whether all ranks write to the directory, and have to see it; else only the first one does.
     """
 
-    def __init__(self, agreement: Agreement, directory: NumberedDirectory, *, visible_s: float | None) -> None:
+    def __init__(self, agreement: Agreement, directory: NumberedDirectory, *, all_write: bool) -> None:
         self._agreement = agreement
         self._directory = directory
-        self._visible_s = visible_s
+        self._all_write = all_write
         self._marker = Path()
         self._plan_key: tuple[object, ...] | None = None
         self._assigned = _Assigned(RankPlan(), False)
@@ -152,8 +152,8 @@ class CollectiveWrite:
         )
         directory = self._directory.incomplete(number)
         self._marker = directory / _marker_name(drawn)
-        if self._visible_s is not None:
-            agreement.run("find the directory", self._find)
+        if self._all_write:
+            agreement.run("find the directory", lambda: wait_until_visible(self._marker, agreement.check_others))
         taken = agreement.values_of_all(
             "take the snapshot", lambda: _Taken(job.take(), self._plan_key is not None), _taken_decoder
         )
@@ -195,10 +195,6 @@ class CollectiveWrite:
         drawn = secrets.randbits(_MARKER_BITS)
         os.close(create_file(directory / _marker_name(drawn)))
         return drawn
-
-    def _find(self) -> None:
-        assert self._visible_s is not None, "all ranks write"
-        wait_until_visible(self._marker, self._visible_s, self._agreement.check_others)
 
     def _plan(self, job: WriteJob, taken: Sequence[_Taken]) -> None:
         """Divide the work, if the ranks' structure differs from that of the last write."""

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _SUFFIXES: Final = r"(\.incomplete|\.replaced|\.deleted(?:-[0-9]+)?)?"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # include/uapi/linux/fs.h
+_VISIBLE_S: Final = 60.0
+"""How long a new path may take to appear on another host; NFS caches a listing for as long (acdirmax of nfs(5))."""
 _LOOK_S: Final = 0.02
 _MAX_DIGITS: Final = 18
 MAX_NUMBER: Final = 10**_MAX_DIGITS - 1
@@ -288,18 +290,17 @@ def _delete(path: Path) -> None:
         os.unlink(path)
 
 
-def wait_until_visible(path: Path, timeout_s: float, check: Callable[[], None]) -> None:
+def wait_until_visible(path: Path, check: Callable[[], None]) -> None:
     """Wait for a path that another host has created: a shared file system may take a moment to show it.
 
     Args:
         path: The path that the host has created.
-        timeout_s: How long it may take.
         check: Called now and then; an error that it raises ends the wait.
 
     Raises:
         FileNotFoundError: The path is not visible here in time.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + _VISIBLE_S
     while not path.exists():
         if time.monotonic() > deadline_s:
             raise FileNotFoundError(

@@ -20,7 +20,6 @@ from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
-    StoreSettings,
     checked_selector,
     compare_settings,
 )
@@ -49,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 MAX_GONE: Final = 10
 """Number of checkpoints that may disappear during a search for a good one."""
+_CLAIM_S: Final = 10.0
+"""How long to wait for a process that still holds the root and is about to exit."""
 _MAX_SHOWN: Final = 5
 
 
@@ -103,14 +104,13 @@ class Inventory:
         self._mutex = threading.Lock()
         self._retired: list[Path] = []
 
-    def open_root(self, claim: RootClaim, owner: str, existing: Existing, settings: StoreSettings) -> None:
+    def open_root(self, claim: RootClaim, owner: str, existing: Existing) -> None:
         """Claim the root for this group, and delete the leftovers of an interrupted run.
 
         Args:
             claim: Taken on the first rank.
             owner: The group that claims the root, for other processes to read.
             existing: How to treat existing checkpoints.
-            settings: The store's settings.
 
         Raises:
             CheckpointInUseError: Another group saves there.
@@ -119,7 +119,7 @@ class Inventory:
         directory = self._directory
 
         def set_up() -> None:
-            claim.take(owner, settings.claim_timeout.total_seconds())
+            claim.take(owner, _CLAIM_S)
             directory.recover()
             foreign = directory.foreign()
             if existing == "clear" and foreign:
@@ -134,7 +134,7 @@ class Inventory:
                 raise CheckpointExistsError(f"expected no checkpoints in {directory.root}, there are {steps}")
 
         def find() -> None:
-            wait_until_visible(directory.root, settings.visible_timeout.total_seconds(), self._agreement.check_others)
+            wait_until_visible(directory.root, self._agreement.check_others)
 
         self._agreement.on_first("set up the root", set_up)
         self._agreement.run_on_all_ranks("find the root", find)

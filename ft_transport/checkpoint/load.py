@@ -227,8 +227,7 @@ class _Loading:
         self._check_needs()
 
     def _restore(self, manifest: Manifest, into: object) -> Restore:
-        settings = self._request.settings
-        return Restore(manifest, into=into, meshes=settings.meshes, max_bytes=MEMORY_BYTES)
+        return Restore(manifest, into=into, max_bytes=MEMORY_BYTES)
 
     def _plan_local(self, into: object) -> None:
         """Plan the rank-local part, which comes from the rank of the same number if as many ranks saved."""

@@ -56,6 +56,8 @@ A = TypeVar("A", bound=WriterAnswer)
 
 MAX_TIMEOUTS: Final = 10
 """Rereading written files, or deleting old checkpoints, may take this many times ``timeout``."""
+_MAX_ATTEMPTS: Final = 3
+"""Number of attempts of a save, if its errors may pass."""
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _LEAST_BYTES_PER_S: Final = 1 << 20
@@ -199,7 +201,7 @@ class SaveJob:
                         return
                 except TransportError as error:
                     # The vote decides by type and errno, the same on all ranks.
-                    if not means.agreement.may_try_again or attempt == means.settings.max_attempts:
+                    if not means.agreement.may_try_again or attempt == _MAX_ATTEMPTS:
                         raise
                     attempt += 1
                     logger.warning("step %d: writing it failed, attempt %d follows: %s", step, attempt, error)

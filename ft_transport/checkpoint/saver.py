@@ -93,7 +93,7 @@ class BackgroundSaver:
         self._agreement = Agreement(group, "background", settings.timeout)
         self._means = SaveMeans(
             agreement=self._agreement,
-            collective=CollectiveWrite(self._agreement, directory, visible_s=settings.visible_timeout.total_seconds()),
+            collective=CollectiveWrite(self._agreement, directory, all_write=True),
             directory=directory,
             writer=self.writer,
             settings=settings,

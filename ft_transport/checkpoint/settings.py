@@ -1,28 +1,29 @@
 """The settings of a checkpoint store: defaults, validation, and the comparison between ranks."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import msgspec
-from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.checkpoint.directory import MAX_NUMBER
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
-from ft_transport.settings import NotNegative, NotNegativeTime, check_fields, check_number
+from ft_transport.settings import NotNegative, check_fields, check_number
 
 BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
 Existing: TypeAlias = Literal["keep", "clear", "refuse"]
 CheckpointSelector: TypeAlias = int | Literal["latest"]
 
-_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read", "private", "accept_unsigned", "job")
+_COMMON_SETTINGS: Final = ("max_failed_saves", "busy", "read", "private", "accept_unsigned", "job")
 """Fields of `StoreSettings` that have to be the same on all ranks."""
+_RETRY_S: Final = 10.0
+"""How long a read is retried if it fails for a reason that does not concern the checkpoint."""
 
 _settings_decoder: Final = msgspec.msgpack.Decoder(dict[str, str])
 
@@ -34,11 +35,6 @@ class StoreSettings:
     Attributes:
         timeout: How long a rank may go without a heartbeat before the others give it up, and how long its writer
             process may take for anything but writing.
-        visible_timeout: How long a new directory may take to appear on all ranks.
-        claim_timeout: How long to wait for a process that still holds the root and is about to exit.
-        retry_timeout: How long a read is retried if it fails for a reason that does not concern the checkpoint: no
-            descriptor is left, a permission is missing, a file server has lost a handle. At most half of ``timeout``.
-        max_attempts: Number of attempts of a save, if its errors may pass.
         max_failed_saves: Number of saves in a row that may fail, each with a warning; one more failure stops the
             trainer.
         busy: Effect on a save while the one before is not finished: it waits, is skipped, or is refused.
@@ -49,14 +45,9 @@ class StoreSettings:
             checkpoints are signed, and only signed ones are loaded.
         accept_unsigned: Whether checkpoints without a signature are loaded nevertheless.
         job: Name of the run, which the signature covers: a checkpoint that was signed for another name is not loaded.
-        meshes: Device meshes for loaded DTensors that have no counterpart in the loader's own state.
     """
 
     timeout: timedelta = timedelta(minutes=10)
-    visible_timeout: timedelta = timedelta(seconds=30)
-    claim_timeout: timedelta = timedelta(seconds=10)
-    retry_timeout: NotNegativeTime = timedelta(seconds=10)
-    max_attempts: int = 3
     max_failed_saves: NotNegative = 3
     busy: BusyPolicy = "wait"
     read: Literal["once", "each"] = "once"
@@ -64,15 +55,14 @@ class StoreSettings:
     token: str | None = field(default=None, repr=False)
     accept_unsigned: bool = False
     job: str = ""
-    meshes: Sequence[DeviceMesh] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def retry_s(self) -> float:
-        """`retry_timeout` in seconds, limited by the time that other ranks wait."""
-        return min(self.retry_timeout, self.timeout / 2).total_seconds()
+        """How long a read is retried, in seconds; less than the other ranks wait."""
+        return min(_RETRY_S, self.timeout.total_seconds() / 2)
 
     def trust(self) -> Trust:
         """Return the rule that decides which checkpoints are trusted.

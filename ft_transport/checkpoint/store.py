@@ -137,7 +137,7 @@ class CheckpointStore:
             compare_settings(self._agreement, "compare the settings", check)
             if not read_only:
                 owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
-                self._inventory.open_root(self._claim, owner, existing, self._settings)
+                self._inventory.open_root(self._claim, owner, existing)
                 if start_writers:
                     self._agreement.run_on_all_ranks("start the writer", self._background.start_writer)
                     self._health.connect()

@@ -113,7 +113,7 @@ class Exporter:
         self._is_private = is_private
         self._format = weight_format
         self._directory = directory
-        self._write = CollectiveWrite(agreement, directory, visible_s=None)
+        self._write = CollectiveWrite(agreement, directory, all_write=False)
         self._stager = Stager(max_snapshots=1, num_threads=num_threads, chunk_bytes=CHUNK_BYTES, is_digested=False)
         self._request: ExportRequest | None = None
         self._content: Content | None = None

@@ -12,6 +12,7 @@ import pytest
 from ranks_on_threads import groups_of, run_ranks
 from torch.distributed import HashStore
 
+from ft_transport.checkpoint import directory
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.coordination.consensus import Agreement
@@ -140,11 +141,14 @@ def _agree(write: CollectiveWrite) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "right"])
-def test_no_rank_writes_below_a_root_that_is_not_its_own(tmp_path: Path, token: str | None) -> None:
+def test_no_rank_writes_below_a_root_that_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
     """The first rank names no directory: whatever it says, or whoever speaks for it, the others look into their own."""
+    monkeypatch.setattr(directory, "_VISIBLE_S", 0.2)
     roots = [tmp_path / "first", tmp_path / "second"]
     writes = [
-        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), visible_s=0.2)
+        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), all_write=True)
         for group, root in zip(groups_of(2, HashStore(), token), roots, strict=True)
     ]
 
@@ -169,7 +173,7 @@ def test_a_place_that_somebody_else_names_is_written_to_by_nobody(tmp_path: Path
     phase = "set up the directory"
     store.set("test/verdict/2", encode_all([Vote(phase=phase, payload=named), Vote(phase=phase)]).decode())
     writes = [
-        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), visible_s=0.2)
+        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), all_write=True)
         for group in groups_of(2, store, token)
     ]
 

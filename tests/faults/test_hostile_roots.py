@@ -20,7 +20,7 @@ from ft_transport.checkpoint.manifest import MANIFEST_NAME
 from ft_transport.errors import CheckpointError, CheckpointInUseError
 
 _OWNER = ".owner"
-_SETTINGS = StoreSettings(timeout=timedelta(seconds=30), claim_timeout=timedelta(milliseconds=200))
+_SETTINGS = StoreSettings(timeout=timedelta(seconds=30))
 
 
 @pytest.fixture

@@ -36,7 +36,8 @@ _FILES = (_DATA, "rank-0.json", ".metadata", _MANIFEST)
 
 
 def settings(retry_s: float) -> StoreSettings:
-    return StoreSettings(timeout=timedelta(seconds=60), retry_timeout=timedelta(seconds=retry_s))
+    """Reads are retried for half of the timeout, and ten seconds at most."""
+    return StoreSettings(timeout=timedelta(seconds=2 * retry_s))
 
 
 def state(value: int) -> dict[str, Any]:

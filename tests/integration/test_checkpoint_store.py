@@ -32,9 +32,10 @@ from ft_transport import (
     StoreSettings,
     TransportSettings,
 )
+from ft_transport.checkpoint import inventory
 from manager import RegistryError, StateManager
 
-_SETTINGS = StoreSettings(timeout=timedelta(seconds=30), claim_timeout=timedelta(milliseconds=200))
+_SETTINGS = StoreSettings(timeout=timedelta(seconds=30))
 
 
 @pytest.fixture
@@ -123,7 +124,8 @@ def test_existing_checkpoints_are_kept_cleared_or_refused(tmp_path: Path) -> Non
         assert store.steps() == ()
 
 
-def test_a_second_store_is_refused_and_may_read(store: CheckpointStore) -> None:
+def test_a_second_store_is_refused_and_may_read(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_CLAIM_S", 0.2)
     store.save(1, _state(1), wait=True)
     with pytest.raises(CheckpointInUseError, match="another one does"):
         CheckpointStore(store.root, settings=_SETTINGS)
@@ -135,7 +137,8 @@ def test_a_second_store_is_refused_and_may_read(store: CheckpointStore) -> None:
                 refused()
 
 
-def test_a_forked_child_does_not_keep_the_root(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_CLAIM_S", 0.2)
     store = CheckpointStore(tmp_path, start_writers=False, settings=_SETTINGS)
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
@@ -266,7 +269,7 @@ def test_arguments_that_cannot_work_are_named(tmp_path: Path, keywords: dict[str
         CheckpointStore(tmp_path, **keywords)
 
 
-@pytest.mark.parametrize("keywords", [{"busy": "later"}, {"read": "twice"}, {"max_attempts": 0}, {"timeout": 5}])
+@pytest.mark.parametrize("keywords", [{"busy": "later"}, {"read": "twice"}, {"max_failed_saves": -1}, {"timeout": 5}])
 def test_settings_that_cannot_work_are_named(keywords: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(keywords))):
         StoreSettings(**keywords)

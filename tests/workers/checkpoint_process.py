@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,13 @@ from state_equality import exact
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ft_transport import CheckpointStore, StoreSettings, TransportError
+from ft_transport import CheckpointStore, TransportError
+from ft_transport.checkpoint import inventory
 from ft_transport.checkpoint.writer_process import WriterProcess
 
 NUM_LEAVES = 3000
 MAX_DESCRIPTORS = 256
-SHORT = StoreSettings(claim_timeout=timedelta(seconds=1))
+CLAIM_S = 1.0
 
 
 def say(**values: Any) -> None:
@@ -67,7 +68,7 @@ def hold_and_fork(root: Path) -> None:
 def want(root: Path) -> None:
     """Wants to save where another process may be."""
     try:
-        with CheckpointStore(root, settings=SHORT) as store:
+        with CheckpointStore(root) as store:
             store.save(2, {"weight": torch.ones(10)}, wait=True)
             say(error=None, steps=store.steps())
     except TransportError as error:
@@ -76,11 +77,11 @@ def want(root: Path) -> None:
 
 def reopen(root: Path) -> None:
     """Forks a child, closes its store, and opens another one there while the child lives."""
-    store = CheckpointStore(root, start_writers=False, settings=SHORT)
+    store = CheckpointStore(root, start_writers=False)
     child = sleeping_child()
     store.close()
     try:
-        CheckpointStore(root, start_writers=False, settings=SHORT).close()
+        CheckpointStore(root, start_writers=False).close()
         say(error=None)
     except TransportError as error:
         say(error=type(error).__name__, text=str(error))
@@ -173,4 +174,5 @@ ROLES = {role.__name__: role for role in (hold, hold_and_fork, want, reopen, man
 if __name__ == "__main__":
     if sys.argv[1] != many_leaves.__name__:  # what is limited there is inherited
         fork_writers()
-    ROLES[sys.argv[1]](Path(sys.argv[2]))
+    with patch.object(inventory, "_CLAIM_S", CLAIM_S):
+        ROLES[sys.argv[1]](Path(sys.argv[2]))

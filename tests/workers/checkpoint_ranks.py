@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from ranks import run_ranks
 from state_equality import exact
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
-from ft_transport.checkpoint import collective_write, writer_process
+from ft_transport.checkpoint import collective_write, directory, inventory, writer_process
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.save_job import SaveJob
@@ -295,7 +296,7 @@ def _differing(ranks: Ranks, store: CheckpointStore, step: int, errors: dict[int
 
 def classified(ranks: Ranks) -> dict[str, Any]:
     passing, final = OSError(errno.EIO, os.strerror(errno.EIO)), PermissionError(errno.EACCES, "Permission denied")
-    with ranks.store(settings={"max_attempts": 3}) as store:
+    with ranks.store() as store:
         return {
             "final beside passing": _differing(ranks, store, 1, {1: passing, 2: final}, 1),
             "final before passing": _differing(ranks, store, 2, {1: final, 2: passing}, 1),
@@ -359,7 +360,6 @@ def _in_a_namespace_of_its_own(path: Path) -> bool:
 
 def invisible_root(ranks: Ranks) -> dict[str, Any]:
     """On the last rank, another directory is where the root should be."""
-    settings = {"visible_timeout": timedelta(seconds=VISIBLE_TIMEOUT_S)}
     is_last = ranks.rank == ranks.size - 1
     outer = ranks.root.parent / "outer"
     outer.mkdir(exist_ok=True)
@@ -369,19 +369,19 @@ def invisible_root(ranks: Ranks) -> dict[str, Any]:
         root = ranks.root.parent / "elsewhere" / "root"
     dist.barrier()
     started_s = time.monotonic()
-    error = raised(lambda: ranks.store(root=root, settings=settings))
+    with patch.object(directory, "_VISIBLE_S", VISIBLE_TIMEOUT_S):
+        error = raised(lambda: ranks.store(root=root))
     return {"error": error, "took_s": error["at_s"] - started_s}
 
 
 def invisible_step(ranks: Ranks) -> dict[str, Any]:
     """All see a root, and the last rank sees another one."""
-    settings = {"visible_timeout": timedelta(seconds=VISIBLE_TIMEOUT_S)}
     is_last = ranks.rank == ranks.size - 1
     ranks.root.mkdir(exist_ok=True)
     dist.barrier()
     is_hidden = is_last and _in_a_namespace_of_its_own(ranks.root)
     dist.barrier()
-    with ranks.store(settings=settings) as store:
+    with patch.object(directory, "_VISIBLE_S", VISIBLE_TIMEOUT_S), ranks.store() as store:
 
         def look_elsewhere(wait: Callable[..., None], marker: Path, *args: Any) -> None:
             wait(ranks.directory / "elsewhere" / marker.parent.name / marker.name, *args)
@@ -540,8 +540,8 @@ def two_groups(ranks: Ranks) -> dict[str, Any]:
     store = ranks.store(process_group=first) if is_first else None
     dist.barrier()
     if store is None:
-        settings = {"claim_timeout": timedelta(seconds=0.5)}
-        report["error"] = raised(lambda: ranks.store(process_group=second, settings=settings))
+        with patch.object(inventory, "_CLAIM_S", 0.5):
+            report["error"] = raised(lambda: ranks.store(process_group=second))
         # Who only reads is in nobody's way.
         with ranks.store(process_group=second, read_only=True) as reading:
             report["steps_seen"] = list(reading.steps())

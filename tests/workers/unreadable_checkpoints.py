@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ft_transport import CheckpointStore, RankFailedError, StoreSettings
+from ft_transport.checkpoint import settings as settings_module
 
 OLD, NEW = 1, 2
 _NUM_ELEMENTS = 4 << 20
@@ -70,8 +72,8 @@ def main() -> None:
     fork_writers()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     report: dict[str, Any] = {}
-    settings = StoreSettings(timeout=timedelta(seconds=30), retry_timeout=timedelta(seconds=0.3))
-    with CheckpointStore(root, settings=settings) as store:
+    settings = StoreSettings(timeout=timedelta(seconds=30))
+    with patch.object(settings_module, "_RETRY_S", 0.3), CheckpointStore(root, settings=settings) as store:
         for step in (OLD, NEW):
             store.save(step, state(step), wait=True)
         with failing(errno.EINTR, 1, rank=1):

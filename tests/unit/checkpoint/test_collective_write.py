@@ -41,10 +41,10 @@ class Saves:
         directory = NumberedDirectory(root, "step", None)
         self._means = SaveMeans(
             agreement=self.agreement,
-            collective=CollectiveWrite(self.agreement, directory, visible_s=1.0),
+            collective=CollectiveWrite(self.agreement, directory, all_write=True),
             directory=directory,
             writer=WriterProcess(),
-            settings=StoreSettings(max_attempts=3),
+            settings=StoreSettings(),
             trust=Trust(None, "", accepts_unsigned=False),
             consolidate=None,
             retire_old=lambda step: self.note("committed"),
