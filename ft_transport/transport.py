@@ -21,9 +21,9 @@ from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import Taking
 from ft_transport.telemetry.metrics import build_readings
+from ft_transport.telemetry.process_state import ProcessState
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import ToldState
-from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.known import Known, Received
 from ft_transport.transfer.server import StateServer
@@ -58,7 +58,7 @@ class HTTPTransport(Generic[T]):
     Attributes:
         recorder: See the argument.
         server: Takes snapshots of this process's state and serves them.
-        watch: The state of this process, for the server's ``/state`` and ``/metrics``. Its owners add parts.
+        process_status: The state of this process, for the server's ``/state`` and ``/metrics``. Its owners add parts.
 
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.
@@ -87,8 +87,8 @@ class HTTPTransport(Generic[T]):
         keys = settings.keys()
         self._keys = keys
         self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
-        self.watch = Watch(self.recorder)
-        self.watch.metrics.collect(partial(build_readings, settings.replica))
+        self.process_status = ProcessStatus(self.recorder)
+        self.process_status.metrics.collect(partial(build_readings, settings.replica))
         certificates = settings.certificates()
         self._connect = connecting(keys, certificates)
         self.server = StateServer(
@@ -96,7 +96,7 @@ class HTTPTransport(Generic[T]):
             keys=self._keys,
             certificates=certificates,
             max_wait_s=timeout.total_seconds(),
-            watch=self.watch,
+            process_status=self.process_status,
         )
         self._client = StateClient[T](
             settings,
@@ -366,7 +366,7 @@ class HTTPTransport(Generic[T]):
         peers = peer_addresses(sources)
         return common_step(peers, self._client.group_fetch_settings(timeout))
 
-    def ask_state(self, address: str, timeout: timedelta) -> ToldState:
+    def ask_state(self, address: str, timeout: timedelta) -> ProcessState:
         """Request a peer's ``/state``; the peer takes no snapshot for that.
 
         Args:

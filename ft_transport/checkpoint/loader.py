@@ -47,7 +47,7 @@ class CheckpointLoader:
                 self._inventory.refuse_newer_of_dcp()
             loaded = self._load(agreed, destination)
             # In a load by several ranks, each records the bytes that it has read itself.
-            recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
+            recording.describe(step=loaded.step, num_bytes=loaded.num_bytes_read)
             return loaded
 
     def load_newest_good(
@@ -63,7 +63,7 @@ class CheckpointLoader:
             self._inventory.refuse_newer_of_dcp()
             loaded = load_newest_good(list_steps, lambda step: self._load(step, destination))
             if loaded is not None:
-                recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
+                recording.describe(step=loaded.step, num_bytes=loaded.num_bytes_read)
             return loaded
 
     def _load(self, step: CheckpointSelector, destination: Destination) -> LoadedCheckpoint[Any]:

@@ -386,7 +386,7 @@ class CheckpointStore:
         if not self._health.admits(step, self._settings.busy):
             return SaveHandle(step, is_skipped=True)
         recording = self.recorder.begin("save", phase="clone")
-        recording.tell(step=step)
+        recording.describe(step=step)
         try:
             staged = stage()
             self._agreement.step = step

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import typer
 
-from ft_transport.errors import TransportError, escape_peer_text
-from ft_transport.telemetry.explain import megabytes
+from ft_transport.cli.output import escape, megabytes
+from ft_transport.errors import TransportError
 
 if TYPE_CHECKING:
     from ft_transport import HTTPTransport
@@ -166,7 +166,7 @@ def _fetch_rates(url: str, num_bytes: int, num_rounds: int) -> list[Rate]:
         except (OSError, subprocess.SubprocessError) as error:
             raise BenchFailedError(f"expected a process that receives: {error}; try --quick") from error
     if done.returncode:
-        told = escape_peer_text(done.stderr.decode("utf-8", "replace")[-_MAX_ERROR:], max_characters=_MAX_ERROR)
+        told = escape(done.stderr.decode("utf-8", "replace")[-_MAX_ERROR:], _MAX_ERROR)
         raise BenchFailedError(f"expected a process that receives, it ended with {done.returncode}: {told}")
     seconds = _seconds_decoder.decode(done.stdout)
     samples = {name: [num_bytes / each for each in values] for name, values in seconds.items()}

@@ -14,14 +14,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from ft_transport.errors import TransportError, escape_peer_text
+from ft_transport.cli.output import escape, megabytes
+from ft_transport.errors import TransportError
 from ft_transport.http.own_address import ADVERTISE_VARIABLE, addresses_of, advertised_host
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.rate_probe import Connect, PeerStatus, ProbedRate, ask_status, probe_rates
 from ft_transport.http.reachability import interfaces
 from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.settings import TransportSettings
-from ft_transport.telemetry.explain import megabytes
 
 Verdict: TypeAlias = Literal["ok", "warn", "bad"]
 
@@ -242,7 +242,7 @@ def _clock(peer: PeerAddress, status: PeerStatus, asked: float, answered: float)
 
 def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> Iterator[Check]:
     as_named, best = rates[0], max(rates, key=lambda rate: rate.bytes_per_s)
-    replica = escape_peer_text(status.replica, max_characters=_MAX_NAME)
+    replica = escape(status.replica, _MAX_NAME)
     for rate in rates:
         name = f"{peer}: rate over {rate.interface or '?'}"
         way = f"{rate.local_address} → {rate.peer}" + (f" ({rate.peer_interface} there)" if rate.peer_interface else "")
@@ -250,7 +250,7 @@ def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> It
             verdict: Verdict = "ok"  # an address that the peer does not publish may be unreachable
             if rate is as_named:
                 verdict = "warn" if status.step is None else "bad"
-            yield Check(name=name, verdict=verdict, found=f"{way}: {escape_peer_text(rate.error, max_characters=300)}")
+            yield Check(name=name, verdict=verdict, found=f"{way}: {escape(rate.error, 300)}")
             continue
         told = ", as peers are told" if rate is as_named else ""
         found = f"{megabytes(rate.bytes_per_s)}/s {way}{told}; {megabytes(rate.num_bytes)} were fetched"

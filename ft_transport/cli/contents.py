@@ -26,7 +26,7 @@ class UnreadableError(TransportError, ValueError):
     """The named file is unreadable, or contradicts itself."""
 
 
-class NothingThereError(UnreadableError):
+class NotFoundError(UnreadableError):
     """No such file or directory, or one of an unknown kind."""
 
 

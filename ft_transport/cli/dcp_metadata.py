@@ -33,7 +33,7 @@ from ft_transport.cli.contents import (
     TensorPiece,
     UnreadableError,
 )
-from ft_transport.errors import escape_peer_text
+from ft_transport.cli.output import escape
 from ft_transport.runtime.child_python import child_command, child_environment
 from ft_transport.runtime.regular_files import read_regular
 
@@ -86,7 +86,7 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
     except (OSError, subprocess.SubprocessError) as error:
         raise UnreadableError(f"expected DCP's metadata in {path}: it could not be read: {error}") from error
     if done.returncode == _REFUSED:
-        told = escape_peer_text(done.stdout.decode("utf-8", "replace"), max_characters=_MAX_MESSAGE)
+        told = escape(done.stdout.decode("utf-8", "replace"), _MAX_MESSAGE)
         raise UnreadableError(f"expected DCP's metadata in {path}: {told}")
     if done.returncode:
         raise UnreadableError(f"expected DCP's metadata in {path}: its reader ended with {done.returncode}")
@@ -203,7 +203,7 @@ class _Reader(pickle.Unpickler):
             return found
         if module == "torch" and name in ITEM_BITS:
             return _DType(name)
-        asked = escape_peer_text(f"{module}.{name}", max_characters=_MAX_NAME)
+        asked = escape(f"{module}.{name}", _MAX_NAME)
         raise UnreadableError(f"expected DCP's metadata, which has no {asked}: it is not read, for it may run code")
 
     def persistent_load(self, pid: object) -> Any:
@@ -259,7 +259,7 @@ def _places_of(storage: Any) -> _Places:
 
 
 def _shown(name: object) -> str:
-    return escape_peer_text(str(name), max_characters=_MAX_NAME)
+    return escape(str(name), _MAX_NAME)
 
 
 def _dtype_of(properties: _Kept) -> str:

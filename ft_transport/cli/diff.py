@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import typer
 
-from ft_transport.cli.contents import NotComparedError, NothingThereError
-from ft_transport.errors import TransportError, escape_peer_text
-from ft_transport.telemetry.explain import megabytes
+from ft_transport.cli.contents import NotComparedError, NotFoundError
+from ft_transport.cli.output import escape, megabytes
+from ft_transport.errors import TransportError
 
 if TYPE_CHECKING:
     from ft_transport.cli.differences import Comparison, Difference
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ft_transport.cli.stored_state import StoredState
 
 _MAX_SHOWN: Final = 50
-_MAX_NAME: Final = 200
 _TIMEOUT_S: Final = 60.0
 _IN_WORDS: Final = {
     "ft_transport.tree": "what lies beside the tensors in a snapshot (names, order, numbers and texts of the state)",
@@ -56,7 +55,7 @@ def diff_command(
         with opened_states(one, other, step=step, by_digests=digests, timeout_s=_TIMEOUT_S) as opened:
             comparison = find_differences(opened.one, opened.other, chunks=opened.chunks)
             told = _as_object(opened, comparison) if as_json else _as_text(opened, comparison)
-    except NothingThereError:
+    except NotFoundError:
         raise
     except TransportError as error:
         raise NotComparedError(str(error)) from error
@@ -109,7 +108,7 @@ def _as_text(opened: OpenedStates, comparison: Comparison) -> str:
         lines.append(f"  and {len(comparison.differences) - _MAX_SHOWN} more; --json lists all")
     for letter, state in (("A", opened.one), ("B", opened.other)):
         at = f", step {state.contents.step}" if state.contents.step is not None else ""
-        lines.append(f"{letter}: {_shown(state.name)}, {state.contents.kind}{at}")
+        lines.append(f"{letter}: {escape(state.name)}, {state.contents.kind}{at}")
     size = f"{comparison.num_common} tensors in common, {megabytes(comparison.num_bytes)}"
     if comparison.num_bytes_by_digest:
         size += f" ({megabytes(comparison.num_bytes_by_digest)} of it equal by their digests, and not read)"
@@ -126,13 +125,13 @@ def _as_text(opened: OpenedStates, comparison: Comparison) -> str:
 
 
 def _line(difference: Difference) -> str:
-    name, tally = _shown(difference.name), difference.tally
+    name, tally = escape(difference.name), difference.tally
     match difference.kind:
         case "only in A" | "only in B":
-            what = f" ({_shown(difference.one or difference.other)})" if difference.one or difference.other else ""
+            what = f" ({escape(difference.one or difference.other)})" if difference.one or difference.other else ""
             return f"✗ {name}: {difference.kind}{what}"
         case "dtype or shape":
-            return f"✗ {name}: {_shown(difference.one)} in A, {_shown(difference.other)} in B"
+            return f"✗ {name}: {escape(difference.one)} in A, {escape(difference.other)} in B"
         case "value":
             return f"✗ {_IN_WORDS.get(difference.name, name)}: another value"
         case "elements":
@@ -149,7 +148,3 @@ def _allow_many_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=_MAX_NAME)

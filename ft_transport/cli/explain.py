@@ -1,23 +1,93 @@
-"""``ft-transport explain``: why was that recovery slow?"""
+"""``ft-transport explain``: why was that recovery slow, and which setting helps?"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
-from ft_transport.cli.records_files import read_records
-from ft_transport.errors import escape_peer_text
-from ft_transport.telemetry.explain import Explanation, explain, phase_lengths
-from ft_transport.telemetry.record import KINDS, Record
+from ft_transport.cli.output import escape, megabytes
+from ft_transport.cli.trace import read_records
+from ft_transport.telemetry.record import KINDS, Record, Transfer
 
 _INTERFACES: Final = Path("/sys/class/net")
 _BAR: Final = 40
 _LONG_S: Final = 1e9
-_MAX_CHARACTERS: Final = 600
+_shown: Final = partial(escape, max_characters=600)
+_DOMINANT: Final = 0.25
+"""Minimum fraction of the whole for a phase to be examined."""
+_MUCH_SLOWER: Final = 3.0
+"""Minimum factor between two ways for the slower one to be named."""
+_LEAST_BYTES: Final = 1 << 20
+"""Minimum bytes for a rate to be meaningful."""
+_NEAR_THE_LINK: Final = 0.7
+"""Fraction of a link's speed from which a transfer is as fast as the link allows."""
+_LEAST_WAIT_S: Final = 1.0
+_MUCH_OF_IT: Final = 0.5
+"""Shorter waits for a quorum, or smaller fractions of the whole, are not due to a missing replica."""
+_LOOPBACK: Final = "lo"
+
+_PHASES: Final[Mapping[str, tuple[str, str]]] = {
+    "quorum": (
+        "waiting until the Lighthouse formed a quorum",
+        "a replica that hangs or has died is waited for until the Lighthouse's heartbeat or join timeout: see which "
+        "one is missing (`ft-transport top LIGHTHOUSE`), or shorten heartbeat_timeout_ms and join_timeout_ms",
+    ),
+    "rendezvous": (
+        "making the process group with the other replicas, and agreeing with the other ranks",
+        "look at how long the others took; ManagerConfig.timeout and connect_timeout bound it",
+    ),
+    "lock": (
+        "waiting for the lock over this replica's own state",
+        "something here reads or writes the state for long: a save's clone, or a section of read_lock()",
+    ),
+    "manifest": (
+        "reaching the source, and waiting until it had a snapshot to serve",
+        "a source takes a snapshot at its next step boundary: its step is long, or it waited for memory "
+        "(TransportSettings.max_snapshots); if it was not reached, see the retries",
+    ),
+    "plan": (
+        "finding out what is here already",
+        'known="into" digests all of the state; leave it out where little of it lasts',
+    ),
+    "verify": ("comparing digests that came after the data", "memory bandwidth"),
+    "load": (
+        "load functions of what is registered",
+        "look at the load functions of what is registered with this replica",
+    ),
+    "compare": (
+        "comparing what is loaded with what was sent",
+        "ManagerConfig.verify_heal turns it off, at the price that a load function may change the state unseen",
+    ),
+    "first_step": (
+        "the first step after the heal, until it was committed",
+        "this is training: compile, data loading, or the step itself, which a forward and backward before the first "
+        "start_quorum() warms up; on CPUs also page faults, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes few",
+    ),
+}
+_RETRIES: Final[Mapping[str, str]] = {
+    "PeerUnreachableError": "is it running, does its name lead to it, and does a firewall let its port through? "
+    "`ft-transport doctor URL` tells",
+    "PeerSilentError": "is its process stopped, or its host or the network between overloaded? "
+    "TransportSettings.stall_timeout and min_bytes_per_s say how long it is waited for",
+    "PeerAuthenticationError": "both sides need the same FT_TRANSPORT_TOKEN, and each other's addresses "
+    "(TransportSettings.reached_at behind a translation)",
+    "IntegrityError": "bytes were damaged on their way or in memory; look at the hosts' ECC and network counters",
+    "PeerNotReadyError": "the source had no snapshot of that step yet",
+    "SnapshotReplacedError": "the source trained on meanwhile; TransportSettings.lease holds a snapshot longer",
+    "UnknownHostError": "the name does not resolve here; set FT_TRANSPORT_ADVERTISE at the source to an address",
+}
+_ADVERTISE: Final = (
+    "at the source set FT_TRANSPORT_ADVERTISE (TransportSettings.advertise) to its interface or address in the network "
+    "of {interface}"
+)
 
 
 def explain_command(
@@ -37,7 +107,7 @@ def explain_command(
     """
     if kind and kind not in KINDS:
         raise typer.BadParameter(f"expected one of {', '.join(KINDS)} as --kind, got {kind!r}")
-    records = read_records(files, on_missing=lambda said: typer.echo(f"! {_shown(said)}", err=True))
+    records = read_records(files)
     chosen = [record for record in records if not kind or record.kind == kind]
     if slowest:
         chosen.sort(key=lambda record: record.length_s)
@@ -72,15 +142,19 @@ def link_speeds() -> dict[str, float]:
 def _as_object(record: Record, explanation: Explanation) -> dict[str, Any]:
     return {
         "summary": explanation.summary,
-        "phases": phase_lengths(record),
+        "phases": record.phase_lengths(),
         "findings": msgspec.to_builtins(explanation.findings),
         "record": msgspec.to_builtins(record),
     }
 
 
 def _as_text(record: Record, explanation: Explanation) -> str:
-    lines = [_shown(explanation.summary), f"began {_date(record.begun_unix_s)}, rank {record.group_rank}", ""]
-    for name, length_s in phase_lengths(record).items():
+    lines = [
+        _shown(explanation.summary),
+        f"began {_date(record.begun_unix_s)}, rank {record.group_rank}",
+        "",
+    ]
+    for name, length_s in record.phase_lengths().items():
         # In records of other origin a phase may be longer than the whole.
         share = min(1.0, max(0.0, length_s / record.length_s)) if record.length_s else 0.0
         lines.append(f"  {_shown(name):<11} {_seconds(length_s)} {100 * share:4.0f} %  {'█' * round(_BAR * share)}")
@@ -104,6 +178,174 @@ def _seconds(length_s: float) -> str:
     return f"{length_s:9.3f} s" if abs(length_s) < _LONG_S else f"{length_s:9.3g} s"
 
 
-def _shown(text: str) -> str:
-    """Escape text of a record, which may come from a peer."""
-    return escape_peer_text(text, max_characters=_MAX_CHARACTERS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact that a record shows.
+
+    Attributes:
+        text: The fact, with its figures.
+        remedy: How to fix it; empty if no fix is needed.
+        cost_s: The part of the time that it explains, in seconds; findings are sorted by it.
+    """
+
+    text: str
+    remedy: str = ""
+    cost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The explanation of one record: a line about the whole, and findings, the most important first."""
+
+    summary: str
+    findings: tuple[Finding, ...]
+
+
+def explain(
+    record: Record, *, others: Sequence[Record] = (), link_bits_per_s: Mapping[str, float] | None = None
+) -> Explanation:
+    """Explain a record.
+
+    Args:
+        record: The record of the slow operation.
+        others: Records of the same job, to compare with other ways and times.
+        link_bits_per_s: The nominal speed of this host's interfaces, by name.
+    """
+    findings = [
+        *_of_phases(record),
+        *_of_transfers(record, others, link_bits_per_s or {}),
+        *_of_retries(record),
+    ]
+    if record.outcome != "ok":
+        findings.insert(
+            0,
+            Finding(
+                text=f"it {record.outcome}: {record.error or 'something else took its place'}", cost_s=record.length_s
+            ),
+        )
+    return Explanation(summary=_summary(record), findings=tuple(sorted(findings, key=lambda each: -each.cost_s)))
+
+
+def _summary(record: Record) -> str:
+    who = f" of {record.replica}" if record.replica else ""
+    at = f" at step {record.step}" if record.step is not None else ""
+    size = f", {megabytes(record.num_bytes)}" if record.num_bytes else ""
+    return f"{record.kind}{who}{at}: {record.outcome} in {record.length_s:.2f} s{size}"
+
+
+def _of_phases(record: Record) -> list[Finding]:
+    found = []
+    for name, length_s in record.phase_lengths().items():
+        if record.length_s and name != "transfer" and length_s >= _DOMINANT * record.length_s:
+            about, remedy = _PHASES.get(name, ("", ""))
+            if name == "quorum" and not _is_long_wait(length_s, record):
+                # The others come to their step boundary, as expected.
+                remedy = ""
+            text = f"{name} took {_part_of(length_s, record)}" + (f": {about}" if about else "")
+            found.append(Finding(text=text, remedy=remedy, cost_s=length_s))
+    return found
+
+
+def _is_long_wait(length_s: float, record: Record) -> bool:
+    return length_s >= _LEAST_WAIT_S and length_s >= _MUCH_OF_IT * record.length_s
+
+
+def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, float]) -> list[Finding]:
+    length_s = record.phase_lengths().get("transfer", 0.0)
+    if not record.transfers or not record.length_s or length_s < _DOMINANT * record.length_s:
+        return []
+    known = [
+        transfer for each in (record, *others) for transfer in each.transfers if transfer.num_bytes >= _LEAST_BYTES
+    ]
+    found = [
+        Finding(
+            text=f"transfer took {_part_of(length_s, record)}: " + "; ".join(map(_described, record.transfers)),
+            cost_s=length_s,
+        )
+    ]
+    for transfer in record.transfers:
+        if transfer.num_bytes < _LEAST_BYTES or not transfer.interface:
+            continue
+        finding = _of_slow_way(transfer, known, links)
+        if finding is not None:
+            found.append(finding)
+    return found
+
+
+def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[str, float]) -> Finding | None:
+    """Return a finding if another way was, or is, much faster."""
+    own = transfer.interface
+    ways = [each for each in known if each.interface not in ("", own, _LOOPBACK)]
+    best = max(ways, key=lambda each: each.bytes_per_s, default=None)
+    rate = transfer.bytes_per_s
+    if not rate:
+        return None
+    if best is not None and best.bytes_per_s > _MUCH_SLOWER * rate:
+        times = best.bytes_per_s / rate
+        return Finding(
+            text=f"{transfer.peer} was reached over {own} ({transfer.local_address} → {transfer.peer_address}) with "
+            f"{megabytes(rate)}/s; over {best.interface} ({best.local_address} → {best.peer_address}) "
+            f"{megabytes(best.bytes_per_s)}/s came, {times:.0f} times as much",
+            remedy=_ADVERTISE.format(interface=best.interface),
+            cost_s=transfer.length_s * (1 - 1 / times),
+        )
+    same = max((each for each in known if each.interface == own), key=lambda each: each.bytes_per_s)
+    if same.bytes_per_s > _MUCH_SLOWER * rate:
+        times = same.bytes_per_s / rate
+        return Finding(
+            text=f"{transfer.peer} sent {megabytes(rate)}/s over {own}; {same.peer} sent "
+            f"{megabytes(same.bytes_per_s)}/s over the same interface",
+            remedy=f"look at {transfer.peer}: its link, its load, or its TransportSettings.max_send_bytes_per_s",
+            cost_s=transfer.length_s * (1 - 1 / times),
+        )
+    link = links.get(own, 0.0) / 8
+    faster = max(((speed, name) for name, speed in links.items() if name not in (own, _LOOPBACK)), default=(0.0, ""))
+    if link and rate >= _NEAR_THE_LINK * link and faster[0] > _MUCH_SLOWER * links[own]:
+        return Finding(
+            text=f"{own} is a link of {links[own] / 1e6:.0f} Mbit/s, and that was the limit; {faster[1]} has "
+            f"{faster[0] / 1e6:.0f} Mbit/s",
+            remedy=_ADVERTISE.format(interface=faster[1]),
+            cost_s=transfer.length_s * (1 - links[own] / faster[0]),
+        )
+    return None
+
+
+def _of_retries(record: Record) -> list[Finding]:
+    found = []
+    first_s: dict[tuple[str, str], float] = {}
+    last_s: dict[tuple[str, str], float] = {}
+    causes: dict[tuple[str, str], str] = {}
+    numbers: Counter[tuple[str, str]] = Counter()
+    for retry in record.retries:
+        key = (retry.cause.partition(":")[0], retry.peer)
+        numbers[key] += 1
+        first_s.setdefault(key, retry.at_s)
+        last_s[key] = retry.at_s
+        causes[key] = retry.cause
+    for key, number in numbers.items():
+        kind, peer = key
+        times = (
+            f"{number} times, {first_s[key]:.1f} to {last_s[key]:.1f} s after the beginning"
+            if number > 1
+            else f"{first_s[key]:.1f} s after the beginning"
+        )
+        found.append(
+            Finding(
+                text=f"tried again{f' with {peer}' if peer else ''} {times}: {causes[key]}",
+                remedy=_RETRIES.get(kind, ""),
+                cost_s=last_s[key] - first_s[key],
+            )
+        )
+    return found
+
+
+def _described(transfer: Transfer) -> str:
+    way = (
+        f" over {transfer.interface} ({transfer.local_address} → {transfer.peer_address})" if transfer.interface else ""
+    )
+    role = "" if transfer.role == "source" else f" ({transfer.role.replace('_', ' ')})"
+    return f"{megabytes(transfer.num_bytes)} from {transfer.peer}{role}{way} with {megabytes(transfer.bytes_per_s)}/s"
+
+
+def _part_of(length_s: float, record: Record) -> str:
+    return f"{length_s:.2f} s of {record.length_s:.2f} s ({100 * length_s / record.length_s:.0f} %)"

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import typer
 
-from ft_transport.errors import ConfigurationError, escape_peer_text
-from ft_transport.telemetry.explain import megabytes, phase_lengths
+from ft_transport.cli.output import escape, megabytes
+from ft_transport.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ft_transport.transfer.file_client import FetchedFile
 
-_MAX_NAME: Final = 200
 _INTERRUPTED: Final = 130
 """As shells count: 128 and the number of SIGINT."""
 _BESIDE: Final = {
@@ -91,7 +90,7 @@ def _as_object(path: Path, fetched: FetchedFile) -> dict[str, Any]:
         "num_bytes_fetched": sum(transfer.num_bytes for transfer in record.transfers),
         "num_bytes_kept": fetched.plan.kept_bytes,
         "seconds": record.length_s,
-        "seconds_by_phase": phase_lengths(record),
+        "seconds_by_phase": record.phase_lengths(),
         "sources": [
             {"peer": each.peer, "num_bytes": each.num_bytes, "seconds": each.length_s, "bytes_per_s": each.bytes_per_s}
             for each in record.transfers
@@ -103,7 +102,7 @@ def _as_object(path: Path, fetched: FetchedFile) -> dict[str, Any]:
 def _as_text(path: Path, fetched: FetchedFile) -> str:
     manifest, record, plan = fetched.manifest, fetched.record, fetched.plan
     num_fetched = sum(transfer.num_bytes for transfer in record.transfers)
-    lengths = phase_lengths(record)
+    lengths = record.phase_lengths()
     transfer_s = lengths.get("transfer", 0.0)
     beside = ", ".join(
         f"{lengths[name]:.2f} s {what}" for name, what in _BESIDE.items() if lengths.get(name, 0.0) >= _LEAST_TOLD_S
@@ -118,13 +117,9 @@ def _as_text(path: Path, fetched: FetchedFile) -> str:
     ]
     if len(record.transfers) > 1:
         lines += [
-            f"  {_shown(each.peer)}: {megabytes(each.num_bytes)} in {each.length_s:.2f} s, "
+            f"  {escape(each.peer)}: {megabytes(each.num_bytes)} in {each.length_s:.2f} s, "
             f"{megabytes(each.bytes_per_s)}/s"
             for each in record.transfers
         ]
-    lines += [f"  tried again: {_shown(each.cause)}" for each in record.retries]
+    lines += [f"  tried again: {escape(each.cause)}" for each in record.retries]
     return "\n".join(lines)
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=_MAX_NAME)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ft_transport.errors import escape_peer_text
-from ft_transport.telemetry.explain import megabytes
+from ft_transport.cli.output import escape, megabytes
 
 if TYPE_CHECKING:
     from ft_transport.settings import FetchProgress
@@ -44,7 +43,7 @@ class FetchDisplay:
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task = self._bar.add_task(_shown(path.name), total=None)
+            self._task = self._bar.add_task(escape(path.name, 80), total=None)
         self._kept_bytes = self._total_bytes = 0
         self._told_s = time.monotonic()
 
@@ -65,7 +64,7 @@ class FetchDisplay:
 
     def plan(self, plan: FilePlan) -> None:
         """Show a new plan of the transfer, from its beginning."""
-        names = ", ".join(_shown(str(each)) for each in plan.sources[:_MAX_NAMES])
+        names = ", ".join(escape(str(each), 80) for each in plan.sources[:_MAX_NAMES])
         more = f" and {len(plan.sources) - _MAX_NAMES} more" if len(plan.sources) > _MAX_NAMES else ""
         text = f"step {plan.step} from {names}{more}"
         with self._lock:
@@ -95,7 +94,3 @@ class FetchDisplay:
     def _say(self, text: str) -> None:
         self._told_s = time.monotonic()
         print(text, file=sys.stderr, flush=True)
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=80)

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from ft_transport.cli.contents import Contents, NothingThereError, TensorEntry, UnreadableError
+from ft_transport.cli.contents import Contents, NotFoundError, TensorEntry, UnreadableError
 from ft_transport.cli.dcp_metadata import METADATA_NAME, read_dcp
+from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.safetensors_files import INDEX_SUFFIX, SUFFIX, read_file, read_files, read_header
-from ft_transport.errors import escape_peer_text
-from ft_transport.telemetry.explain import megabytes
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
 _NUMBERED: Final = re.compile(r"(?:step|version)-([0-9]{1,18})")
@@ -25,7 +24,6 @@ MANIFEST: Final = "manifest.json"
 OURS: Final = "checkpoint of ft_transport"
 OF_A_RANK: Final = "rank-*.json"
 """Beside the files of DCP in a checkpoint of ours."""
-_MAX_NAME: Final = 200
 _MAX_TROUBLE: Final = 500
 _PEER_WITHIN_S: Final = 30.0
 
@@ -46,7 +44,7 @@ def inspect_command(
     Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read, is a
     file that was cut off, or lacks a file of its index.
     """
-    contents = open_thing(thing)
+    contents = open_source(thing)
     if as_json:
         typer.echo(msgspec.json.encode(_as_object(contents)))
     else:
@@ -55,7 +53,7 @@ def inspect_command(
         raise typer.Exit(1)
 
 
-def open_thing(thing: str, *, with_places: bool = False) -> Contents:
+def open_source(thing: str, *, with_places: bool = False) -> Contents:
     """Return the contents of a replica, a file or a checkpoint.
 
     Args:
@@ -63,7 +61,7 @@ def open_thing(thing: str, *, with_places: bool = False) -> Contents:
         with_places: Whether it is also told where in a checkpoint everything is stored; of files it is always.
 
     Raises:
-        NothingThereError: There is nothing, or nothing of these kinds.
+        NotFoundError: There is nothing, or nothing of these kinds.
         UnreadableError: It is not what it says.
         ConfigurationError: It is a URL of something else.
         TransportError: The replica cannot be asked.
@@ -89,7 +87,7 @@ def checkpoint_at(path: Path) -> Path:
     """The newest complete checkpoint, or version, in a directory of them; anything else as it is.
 
     Raises:
-        NothingThereError: It is a directory without any, or cannot be looked into.
+        NotFoundError: It is a directory without any, or cannot be looked into.
     """
     try:
         if not path.is_dir() or (path / METADATA_NAME).exists():
@@ -101,13 +99,11 @@ def checkpoint_at(path: Path) -> Path:
             and ((entry / MANIFEST).exists() or (_is_stored_in(entry) and not any(entry.glob(OF_A_RANK))))
         )
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise NothingThereError(
-            f"expected a checkpoint in {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        raise NotFoundError(f"expected a checkpoint in {path}: {getattr(error, 'strerror', None) or error}") from error
     if not steps and _is_stored_in(path):
         return path
     if not steps:
-        raise NothingThereError(
+        raise NotFoundError(
             f"expected a checkpoint in {path}: it has neither {METADATA_NAME}, nor safetensors files, nor a complete "
             "step-N or version-N directory; name the directory that the trainer saves to, a file or a URL"
         )
@@ -190,7 +186,7 @@ def _as_object(contents: Contents) -> dict[str, Any]:
 
 def _as_text(contents: Contents, *, with_values: bool) -> str:
     rows = [
-        (_shown(each.path), _shown(each.dtype), _shape(each), f"{each.num_bytes:,}", f"{each.num_parts}")
+        (escape(each.path), escape(each.dtype), _shape(each), f"{each.num_bytes:,}", f"{each.num_parts}")
         for each in contents.tensors
     ]
     rows.insert(0, ("tensor", "dtype", "shape", "bytes", "parts"))
@@ -199,22 +195,18 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
     by_dtype = Counter[str]()
     for each in contents.tensors:
         by_dtype[each.dtype] += each.num_bytes
-    shares = ", ".join(f"{_shown(name)} {megabytes(num_bytes)}" for name, num_bytes in by_dtype.most_common())
+    shares = ", ".join(f"{escape(name)} {megabytes(num_bytes)}" for name, num_bytes in by_dtype.most_common())
     at = f", step {contents.step}" if contents.step is not None else ""
     lines += ["", f"{contents.kind}{at}: {len(contents.tensors)} tensors, {megabytes(contents.num_bytes)} ({shares})"]
     lines.append(f"{len(contents.values)} values beside them")
     if contents.num_bytes_missing:
         lines.append(f"✗ the file was cut off: {contents.num_bytes_missing:,} bytes of that are not in it")
-    lines += [f"✗ {escape_peer_text(each, max_characters=_MAX_TROUBLE)}" for each in _troubles(contents)]
+    lines += [f"✗ {escape(each, _MAX_TROUBLE)}" for each in _troubles(contents)]
     if with_values:
-        lines += [f"  {_shown(each)}" for each in contents.values]
+        lines += [f"  {escape(each)}" for each in contents.values]
     return "\n".join(lines)
 
 
 def _shape(tensor: TensorEntry) -> str:
     # All rows are as wide as the widest one.
-    return _shown("×".join(map(str, tensor.shape)) or "·")
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=_MAX_NAME)
+    return escape("×".join(map(str, tensor.shape)) or "·")

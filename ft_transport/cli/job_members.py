@@ -9,7 +9,7 @@ from ft_transport.cli.job_state import KnownJob, KnownMember
 from ft_transport.errors import TransportError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.rate_probe import Connect, ask_state
-from ft_transport.telemetry.told import ToldManager, ToldMember, ToldTransport
+from ft_transport.telemetry.process_state import ManagerStatus, MemberStatus, TransportStatus
 from manager.quorum.lighthouse import name_of
 from manager.quorum.lighthouse_status import LighthouseStatus, read_status
 
@@ -36,7 +36,7 @@ class JobFinder:
         PeerAddress.from_url(self._address)
         self._connect = connect
         self._is_lighthouse = False
-        self._members: tuple[ToldMember, ...] = ()
+        self._members: tuple[MemberStatus, ...] = ()
         self._alone: tuple[KnownMember, ...] = ()
 
     def __call__(self) -> KnownJob:
@@ -53,9 +53,9 @@ class JobFinder:
             told = ask_state(self._address, self._connect, _STATE_S)
         except TransportError:
             return
-        manager = told.manager if told.manager is not None else ToldManager()
+        manager = told.manager if told.manager is not None else ManagerStatus()
         self._lighthouse, self._members = manager.lighthouse, manager.members
-        transport = told.transport if told.transport is not None else ToldTransport()
+        transport = told.transport if told.transport is not None else TransportStatus()
         name = manager.replica_id or transport.replica
         self._alone = (KnownMember(name=name_of(name) or "the process", replica_id=name, addresses=(self._address,)),)
 
@@ -63,7 +63,7 @@ class JobFinder:
 def job_of(
     lighthouse: str,
     status: LighthouseStatus | None,
-    members: Sequence[ToldMember],
+    members: Sequence[MemberStatus],
     alone: tuple[KnownMember, ...] = (),
 ) -> KnownJob:
     """Joins what the Lighthouse's page says with the members of a quorum.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from ft_transport.telemetry.process_state import VERSION, ErrorStatus, MembershipChange, ProcessState
 from ft_transport.telemetry.record import Record
-from ft_transport.telemetry.told import VERSION, ToldChange, ToldError, ToldState
 
 Presence: TypeAlias = Literal["here", "silent", "gone", "coming"]
 """``here``: it answers. ``silent``: it does not answer, and is a member of the quorum or has a heartbeat. ``gone``: it
@@ -78,7 +78,7 @@ class JobProcess:
     since_s: float = 0.0
     error: str = ""
     step: int | None = None
-    told: ToldState | None = None
+    told: ProcessState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class JobError:
 
     name: str
     group_rank: int
-    error: ToldError
+    error: ErrorStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,4 +127,4 @@ class JobState:
     num_left_out: int = 0
     records: tuple[JobRecord, ...] = ()
     errors: tuple[JobError, ...] = ()
-    changes: tuple[ToldChange, ...] = ()
+    changes: tuple[MembershipChange, ...] = ()

@@ -18,8 +18,8 @@ from ft_transport.cli.job_state import FindJob, JobError, JobProcess, JobRecord,
 from ft_transport.errors import PeerProtocolError, TransportError
 from ft_transport.http.rate_probe import Connect, ask_state
 from ft_transport.runtime.handler_safety import SafeExecutor
-from ft_transport.telemetry.encoding import encode_told
-from ft_transport.telemetry.told import ToldChange, ToldState, short_phases, short_retries, shortened
+from ft_transport.telemetry.process_state import MembershipChange, ProcessState, short_phases, short_retries, shortened
+from ft_transport.telemetry.record import encode_json
 from manager.quorum.lighthouse import name_of
 
 MAX_PROCESSES: Final = 512
@@ -52,7 +52,7 @@ class _Key(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    told: ToldState | None
+    told: ProcessState | None
     error: str
     is_late: bool = False
 
@@ -76,7 +76,7 @@ class _Seen:
     address: str
     presence: Presence
     since_s: float
-    told: ToldState | None = None
+    told: ProcessState | None = None
     error: str = ""
     step: int | None = None
     ahead_s: float = 0.0
@@ -192,7 +192,7 @@ class JobWatch:
         processes: list[JobProcess] = []
         records: list[JobRecord] = []
         errors: list[JobError] = []
-        changes: dict[tuple[str, str, float], ToldChange] = {}
+        changes: dict[tuple[str, str, float], MembershipChange] = {}
         for key, seen in sorted(self._seen.items(), key=lambda item: (item[1].name, item[0].group_rank, item[0])):
             told = seen.told
             if told is not None:
@@ -250,18 +250,18 @@ def _update(seen: _Seen, asked: _Asked | None, now_s: float, *, is_counted_on: b
         seen.presence = presence
 
 
-def _records(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iterable[JobRecord]:
+def _records(name: str, group_rank: int, told: ProcessState, ahead_s: float) -> Iterable[JobRecord]:
     for record in told.records:
         shifted = replace(record, begun_unix_s=record.begun_unix_s + ahead_s)
         yield JobRecord(name=name, group_rank=group_rank, record=shifted)
 
 
-def _errors(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iterable[JobError]:
+def _errors(name: str, group_rank: int, told: ProcessState, ahead_s: float) -> Iterable[JobError]:
     for error in told.errors:
         yield JobError(name=name, group_rank=group_rank, error=replace(error, unix_s=error.unix_s + ahead_s))
 
 
-def _add_changes(changes: dict[tuple[str, str, float], ToldChange], told: ToldState, ahead_s: float) -> None:
+def _add_changes(changes: dict[tuple[str, str, float], MembershipChange], told: ProcessState, ahead_s: float) -> None:
     """Add the changes that one process reports. All survivors report the same departure; the earliest report counts."""
     for change in told.changes:
         key, shifted = (change.kind, change.replica_id, change.step), replace(change, unix_s=change.unix_s + ahead_s)
@@ -269,7 +269,7 @@ def _add_changes(changes: dict[tuple[str, str, float], ToldChange], told: ToldSt
             changes[key] = shifted
 
 
-def _departed(changes: Iterable[ToldChange], names: set[str]) -> Iterator[JobProcess]:
+def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[JobProcess]:
     """Replicas that left before the first look, as the survivors report them.
 
     Args:
@@ -284,7 +284,7 @@ def _departed(changes: Iterable[ToldChange], names: set[str]) -> Iterator[JobPro
             )
 
 
-def _bounded(told: ToldState, peer: str) -> ToldState:
+def _bounded(told: ProcessState, peer: str) -> ProcessState:
     """Truncates a state, because every browser gets all states.
 
     Raises:
@@ -315,7 +315,7 @@ def _bounded(told: ToldState, peer: str) -> ToldState:
             for each in told.changes[-_NUM_CHANGES:]
         ),
     )
-    num_bytes = len(encode_told(replace(kept, records=(), errors=())))
+    num_bytes = len(encode_json(replace(kept, records=(), errors=())))
     if num_bytes > _MAX_KEPT_BYTES:
         raise PeerProtocolError(
             f"expected at most {_MAX_KEPT_BYTES} bytes as the state of a process, got {num_bytes}", peer=peer

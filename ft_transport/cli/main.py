@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from ft_transport.cli.bench import bench_command
-from ft_transport.cli.contents import NotComparedError, NothingThereError
+from ft_transport.cli.contents import NotComparedError, NotFoundError
 from ft_transport.cli.demo import demo_command
 from ft_transport.cli.diff import diff_command
 from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
-from ft_transport.cli.failures import message_of, remedy_for
 from ft_transport.cli.fetch import fetch_command
 from ft_transport.cli.inspect import inspect_command
+from ft_transport.cli.output import message_of, remedy_for
 from ft_transport.cli.status import status_command
 from ft_transport.cli.top import top_command, watch_token_command
 from ft_transport.cli.trace import trace_command
@@ -81,4 +81,4 @@ def main() -> None:
         remedy = remedy_for(cause)
         if remedy:
             print(f"  → {remedy}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, NothingThereError | NotComparedError | ConfigurationError) else 1)
+        sys.exit(2 if isinstance(error, NotFoundError | NotComparedError | ConfigurationError) else 1)

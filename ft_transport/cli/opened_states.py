@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft_transport.cli.differences import UnequalChunks
-from ft_transport.cli.inspect import checkpoint_at, is_url, open_thing
+from ft_transport.cli.inspect import checkpoint_at, is_url, open_source
 from ft_transport.cli.stored_file import StoredFile
 from ft_transport.cli.stored_state import StoredState, open_state
 from ft_transport.cli.wholeness import DIGESTS, read_manifest
@@ -95,7 +95,7 @@ def opened_states(
 def _manifest_of(thing: str) -> Manifest | None:
     """Return the manifest of a file that ``fetch`` has written; ``None`` for anything else."""
     path = checkpoint_at(Path(thing))
-    if path.is_dir() or DIGESTS not in open_thing(thing).metadata:
+    if path.is_dir() or DIGESTS not in open_source(thing).metadata:
         return None
     file = StoredFile.at(path)
     try:
@@ -106,6 +106,6 @@ def _manifest_of(thing: str) -> Manifest | None:
 
 def _open(thing: str, fetched: Path | None) -> StoredState:
     if fetched is None:
-        return open_state(thing, checkpoint_at(Path(thing)), open_thing(thing, with_places=True))
-    contents = replace(open_thing(str(fetched)), kind="snapshot of a replica")
+        return open_state(thing, checkpoint_at(Path(thing)), open_source(thing, with_places=True))
+    contents = replace(open_source(str(fetched)), kind="snapshot of a replica")
     return open_state(thing, fetched, contents)

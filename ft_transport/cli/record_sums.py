@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ft_transport.cli.contents import Contents, StoredPart, UnreadableError
+from ft_transport.cli.output import escape
 from ft_transport.cli.saved_tensor import start_of, zip_entries
 from ft_transport.cli.stored_file import StoredFile
 from ft_transport.cli.stored_state import PartFinder, StoredState
-from ft_transport.errors import escape_peer_text
 from ft_transport.runtime.handler_safety import SafeExecutor
 
 _NUM_THREADS: Final = 2
@@ -22,7 +22,6 @@ _BLOCK_BYTES: Final = 1 << 20
 """Length of one read."""
 _BEFORE_ZIP: Final = b"\x80\x02\x8a\x0a"
 """The first bytes of the format before torch 1.6, which ``torch.save`` can still write: a pickled magic number."""
-_MAX_NAME: Final = 200
 
 _Found: TypeAlias = "tuple[list[str], bool | None]"
 """The damages, and whether the records have checksums (``None``: unknown)."""
@@ -93,7 +92,7 @@ class _Summing:
             self._found.append(pool.submit(self._sum_up, name, file, at))
 
     def _sum_up(self, name: str, file: StoredFile, at: StoredPart) -> _Found:
-        shown = f"{_shown(at.file)}: {_shown(name)}"
+        shown = f"{escape(at.file)}: {escape(name)}"
         try:
             read = self._finder.reader(file, at)
             if read(0, len(_BEFORE_ZIP)) == _BEFORE_ZIP:
@@ -107,7 +106,7 @@ class _Summing:
                 end = start + entry.num_bytes
                 if self._crc_of(file, start, end) != entry.crc and not self._is_stopped:
                     troubles.append(
-                        f"{shown}: its record {_shown(entry.name)}, in bytes [{start}, {end}), differs from the CRC-32 "
+                        f"{shown}: its record {escape(entry.name)}, in bytes [{start}, {end}), differs from the CRC-32 "
                         "that torch.save has written"
                     )
             return troubles, True
@@ -123,7 +122,3 @@ class _Summing:
             crc = zlib.crc32(buffer[:num_bytes], crc)
             start += num_bytes
         return crc
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=_MAX_NAME)

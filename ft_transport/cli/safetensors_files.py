@@ -25,8 +25,8 @@ from ft_transport.cli.contents import (
     TensorPiece,
     UnreadableError,
 )
+from ft_transport.cli.output import escape
 from ft_transport.cli.stored_file import StoredFile, path_in
-from ft_transport.errors import escape_peer_text
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 SUFFIX: Final = ".safetensors"
@@ -36,7 +36,6 @@ _LENGTH: Final = struct.Struct("<Q")
 _MAX_BYTES: Final = 100_000_000
 """The longest header that the library reads; an index is shorter."""
 _MAX_COUNT: Final = (1 << 64) - 1
-_MAX_NAME: Final = 200
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = {_METADATA, "dtype", "shape", "data_offsets"}
 _STEP: Final = "ft_transport.step"
@@ -168,7 +167,7 @@ def read_files(directory: Path, index: Path | None) -> Contents:
             contents = read_file(path_in(directory, name), file=name)
             sharding = _sharding.decode(contents.metadata.get(_SHARDING, "{}"))
         except (UnreadableError, *DECODE_ERRORS) as error:
-            troubles.append(f"{_shown(name)}: {error}")
+            troubles.append(f"{escape(name)}: {error}")
             unread.add(name)
             continue
         troubles += contents.troubles
@@ -177,7 +176,7 @@ def read_files(directory: Path, index: Path | None) -> Contents:
             offsets = sharding[tensor.path].saved_offsets if tensor.path in sharding else None
             pieces.setdefault(tensor.path, []).append((name, _moved(tensor, offsets)))
     troubles += _index_troubles(weight_map, pieces, unread) if index is not None else ()
-    others = ", ".join(_shown(name) for name in there if name not in names)
+    others = ", ".join(escape(name) for name in there if name not in names)
     return Contents(
         kind="directory of safetensors files",
         form="files",
@@ -202,14 +201,14 @@ def _index_troubles(
     weight_map: dict[str, str], pieces: dict[str, list[tuple[str, TensorEntry]]], unread: set[str]
 ) -> Iterator[str]:
     for name, parts in pieces.items():
-        files = ", ".join(_shown(file) for file, _ in parts)
+        files = ", ".join(escape(file) for file, _ in parts)
         if name not in weight_map:
-            yield f"{_shown(name)}: it is in {files}, and not in the index"
-        elif files != _shown(weight_map[name]):
-            yield f"{_shown(name)}: the index says that it is in {_shown(weight_map[name])}, it is in {files}"
+            yield f"{escape(name)}: it is in {files}, and not in the index"
+        elif files != escape(weight_map[name]):
+            yield f"{escape(name)}: the index says that it is in {escape(weight_map[name])}, it is in {files}"
     for name, file in weight_map.items():
         if name not in pieces and file not in unread:
-            yield f"{_shown(name)}: the index says that it is in {_shown(file)}, it is in no file"
+            yield f"{escape(name)}: the index says that it is in {escape(file)}, it is in no file"
 
 
 def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
@@ -217,7 +216,7 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
     if len(parts) == 1 and first.shape == first.pieces[0].sizes:
         return first
     if any((part.dtype, len(part.shape)) != (first.dtype, len(first.shape)) for part in parts):
-        troubles.append(f"{_shown(first.path)}: its parts are of several dtypes or numbers of dimensions")
+        troubles.append(f"{escape(first.path)}: its parts are of several dtypes or numbers of dimensions")
         return first
     shape = tuple(max(lengths) for lengths in zip(*(part.shape for part in parts), strict=True))
     pieces = tuple(part.pieces[0] for part in parts)
@@ -250,7 +249,7 @@ def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator
     """Return the faults that the library's ``Metadata::validate`` refuses: the tensors must fill the file in order."""
     for tensor in contents.tensors:
         yield from _size_troubles(tensor)
-    shown, end = _shown(name), 0
+    shown, end = escape(name), 0
     for start, stop in sorted(
         (part.start - contents.data_start, part.start - contents.data_start + part.num_bytes)
         for part in _parts(contents)
@@ -269,7 +268,7 @@ def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator
 def _size_troubles(tensor: TensorEntry) -> Iterator[str]:
     bits = ITEM_BITS.get(tensor.dtype)
     if bits is None:
-        yield f"{_shown(tensor.path)}: its dtype {_shown(tensor.dtype)} is not known"
+        yield f"{escape(tensor.path)}: its dtype {escape(tensor.dtype)} is not known"
         return
     (piece,) = tensor.pieces
     assert piece.stored is not None, "that of a file is"
@@ -278,12 +277,12 @@ def _size_troubles(tensor: TensorEntry) -> Iterator[str]:
         num_bits *= length
         if num_bits > _MAX_COUNT:
             # The library computes it this way even if another dimension is 0.
-            yield f"{_shown(tensor.path)}: its shape has a product above 64 bits"
+            yield f"{escape(tensor.path)}: its shape has a product above 64 bits"
             return
     if num_bits != 8 * piece.stored.num_bytes:
         size = f"{num_bits // 8} bytes" + (f" and {num_bits % 8} bits" if num_bits % 8 else "")
         yield (
-            f"{_shown(tensor.path)}: {tensor.dtype} of {list(tensor.shape)} takes {size}, {piece.stored.num_bytes} are "
+            f"{escape(tensor.path)}: {tensor.dtype} of {list(tensor.shape)} takes {size}, {piece.stored.num_bytes} are "
             "stored"
         )
 
@@ -297,7 +296,3 @@ def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
     fields = [name for name, _ in pairs if name in _FIELDS]
     if len(fields) > len({*fields}):
         raise ValueError(f"expected each field once, one of {', '.join(sorted({*fields}))} is there twice")
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=_MAX_NAME)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import typer
 
-from ft_transport.cli.failures import message_of, remedy_for
-from ft_transport.errors import ConfigurationError, TransportError, escape_peer_text
+from ft_transport.cli.output import escape, megabytes, message_of, remedy_for
+from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor
-from ft_transport.telemetry.explain import megabytes
 
 if TYPE_CHECKING:
     from ft_transport.http.rate_probe import Connect, PeerStatus
@@ -68,7 +67,7 @@ def _as_line(url: str, answer: PeerStatus | TransportError) -> str:
     if isinstance(answer, TransportError):
         remedy = remedy_for(answer)
         return f"✗ {url}  {message_of(answer)}" + (f"\n    → {remedy}" if remedy else "")
-    replica = escape_peer_text(answer.replica, max_characters=_MAX_NAME)
+    replica = escape(answer.replica, _MAX_NAME)
     if answer.step is None:
         return f"✓ {url}  {replica}: has no snapshot now; it takes one when somebody recovers"
     return f"✓ {url}  {replica}: step {answer.step}, {megabytes(answer.snapshot_bytes)}, {answer.clients} receive it"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, cast
 
-from ft_transport.cli.contents import NothingThereError, StoredPart, UnreadableError
-from ft_transport.errors import escape_peer_text
+from ft_transport.cli.contents import NotFoundError, StoredPart, UnreadableError
+from ft_transport.cli.output import escape
 from ft_transport.runtime.regular_files import open_regular
 
 _MAX_NAME: Final = 200
@@ -29,12 +29,12 @@ class StoredFile:
         """Open a file, also through links, which a Hugging Face cache consists of.
 
         Raises:
-            NothingThereError: The file does not exist.
+            NotFoundError: The file does not exist.
         """
         try:
             return cls(open_regular(Path(os.path.realpath(path))))
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-            raise NothingThereError(f"expected a file at {path}: {getattr(error, 'strerror', error)}") from error
+            raise NotFoundError(f"expected a file at {path}: {getattr(error, 'strerror', error)}") from error
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Read a number of bytes from a position; fewer at the end."""
@@ -60,9 +60,7 @@ def path_in(directory: Path, name: str) -> Path:
         UnreadableError: The name leads out of the directory.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UnreadableError(
-            f"expected files of the checkpoint, {escape_peer_text(name, max_characters=_MAX_NAME)} lies outside of it"
-        )
+        raise UnreadableError(f"expected files of the checkpoint, {escape(name, _MAX_NAME)} lies outside of it")
     return (directory if directory.is_dir() else directory.parent) / name if name else directory
 
 

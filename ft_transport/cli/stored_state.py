@@ -17,11 +17,10 @@ from ft_transport.cli.contents import (
     UnreadableError,
 )
 from ft_transport.cli.coverage import Box, find_gap
+from ft_transport.cli.output import escape
 from ft_transport.cli.saved_tensor import locate_tensor, start_of, zip_entries
 from ft_transport.cli.stored_file import StoredFile, expanded, path_in
-from ft_transport.errors import escape_peer_text
 
-_MAX_NAME: Final = 200
 _READ_WHOLE_BYTES: Final = 16 << 10
 """Parts below this length are read whole, to search their structure."""
 _MAX_AROUND_BYTES: Final = 1 << 20
@@ -130,7 +129,7 @@ class PartFinder:
         """
         gap = find_gap(entry.shape, [(piece.offsets, piece.sizes) for piece in entry.pieces])
         if gap:
-            raise UnreadableError(f"expected the whole of {_shown(entry.path)}, {gap}")
+            raise UnreadableError(f"expected the whole of {escape(entry.path)}, {gap}")
         bits = ITEM_BITS.get(entry.dtype)
         if bits is None or bits % 8:
             return self._bytes_of(entry)
@@ -158,7 +157,7 @@ class PartFinder:
     def _piece(self, entry: TensorEntry, piece: TensorPiece, item_bytes: int) -> StoredPiece:
         box, part = (piece.offsets, piece.sizes), piece.stored
         if part is None:
-            raise UnreadableError(f"expected the whole of {_shown(entry.path)}, a part of it is nowhere stored")
+            raise UnreadableError(f"expected the whole of {escape(entry.path)}, a part of it is nowhere stored")
         file, part = self.located(part, entry.path, entry.num_bytes + _MAX_AROUND_BYTES)
         if part.is_raw:
             self._check_length(entry, part, _volume(box) * item_bytes)
@@ -166,14 +165,14 @@ class PartFinder:
         try:
             found = locate_tensor(self.reader(file, part), part.num_bytes, item_bytes)
         except UnreadableError as error:
-            raise UnreadableError(f"{_shown(entry.path)}: {error.message}") from error
+            raise UnreadableError(f"{escape(entry.path)}: {error.message}") from error
         if found.shape != piece.sizes:
             raise UnreadableError(
-                f"expected {_shown(entry.path)} in parts as the metadata say, one of {piece.sizes} has {found.shape}"
+                f"expected {escape(entry.path)} in parts as the metadata say, one of {piece.sizes} has {found.shape}"
             )
         if found.is_quantized and not self._takes_quantized:
             raise UnreadableError(
-                f"expected a plain tensor, {_shown(entry.path)} is quantized: its scale is not compared"
+                f"expected a plain tensor, {escape(entry.path)} is quantized: its scale is not compared"
             )
         return StoredPiece(box, file, part.start + found.start, found.strides)
 
@@ -182,7 +181,7 @@ class PartFinder:
         piece = entry.pieces[0]
         assert piece.stored is not None, "that of a file is"
         if len(entry.pieces) > 1:
-            raise UnreadableError(f"expected {_shown(entry.path)} in one part, {entry.dtype} is not divided into bytes")
+            raise UnreadableError(f"expected {escape(entry.path)} in one part, {entry.dtype} is not divided into bytes")
         self._check_length(entry, piece.stored, entry.num_bytes)
         file = self._open(piece.stored, entry.path)
         bytes_of = StoredPiece(((0,), (entry.num_bytes,)), file, piece.stored.start)
@@ -191,7 +190,7 @@ class PartFinder:
     def _check_length(self, entry: TensorEntry, part: StoredPart, num_bytes: int) -> None:
         if part.num_bytes != num_bytes:
             raise UnreadableError(
-                f"expected {num_bytes} bytes of {_shown(entry.path)}, {part.num_bytes} are stored of it"
+                f"expected {num_bytes} bytes of {escape(entry.path)}, {part.num_bytes} are stored of it"
             )
 
     def _open(self, part: StoredPart, name: str) -> StoredFile:
@@ -200,9 +199,9 @@ class PartFinder:
             file = self._files[part.file] = StoredFile.at(path_in(self._path, part.file))
         start, end = part.start, part.start + part.num_bytes
         if start < 0 or end < start or end > file.num_bytes:
-            where = _shown(str(path_in(self._path, part.file)))
+            where = escape(str(path_in(self._path, part.file)))
             raise UnreadableError(
-                f"expected bytes [{start}, {end}) of {_shown(name)} in {where}, it has {file.num_bytes}"
+                f"expected bytes [{start}, {end}) of {escape(name)} in {where}, it has {file.num_bytes}"
             )
         return file
 
@@ -219,7 +218,7 @@ class PartFinder:
         try:
             whole = self._files.get(key) or self._files.setdefault(key, expanded(file, part, most_bytes=most_bytes))
         except UnreadableError as error:
-            raise UnreadableError(f"{_shown(part.file)}: {_shown(name)}: {error.message}") from error
+            raise UnreadableError(f"{escape(part.file)}: {escape(name)}: {error.message}") from error
         return whole, replace(part, start=0, num_bytes=whole.num_bytes, is_zstd=False)
 
     def drop(self, part: StoredPart) -> None:
@@ -250,7 +249,3 @@ def _volume(box: Box) -> int:
     for size in box[1]:
         volume *= size
     return volume
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=_MAX_NAME)

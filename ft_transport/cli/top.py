@@ -39,7 +39,7 @@ def top_command(
     host: Annotated[str, typer.Option("--host", help="With --serve: the address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="With --serve: the port, 0 for any.")] = 0,
 ) -> None:
-    """Watch the whole job in a terminal of 24 lines: replicas, steps, transfers, recoveries, errors.
+    """ProcessStatus the whole job in a terminal of 24 lines: replicas, steps, transfers, recoveries, errors.
 
     The replicas that need attention come first. q or Ctrl-C ends it. The Lighthouse, or a replica, names the replicas,
     and each process is asked for its state; the job's token and certificates come from the environment. Exits with 1
@@ -108,12 +108,12 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
     from ft_transport.http.server import SnapshotServer
     from ft_transport.http.snapshot_cache import SnapshotCache
     from ft_transport.settings import TransportSettings
+    from ft_transport.telemetry.process_status import ProcessStatus
     from ft_transport.telemetry.recorder import Recorder
-    from ft_transport.telemetry.watch import Watch
 
     settings = TransportSettings()
-    told = Watch(Recorder())
-    told.tell("job", watch.recent)
+    told = ProcessStatus(Recorder())
+    told.set_part("job", watch.recent)
     server = SnapshotServer(
         SnapshotCache(max_snapshots=1, lease_s=0.0, contended_bytes_per_s=1.0, clock=time.monotonic),
         host=host,
@@ -125,7 +125,7 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
         allow_anyone=settings.allow_anyone,
         max_wait_s=0.0,
         stall_timeout_s=_STALL_S,
-        watch=told,
+        process_status=told,
     )
     try:
         typer.echo(f"the job is at {server.address}/")

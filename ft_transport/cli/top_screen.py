@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from ft_transport.cli.job_state import JobProcess, JobState
-from ft_transport.errors import escape_peer_text
-from ft_transport.telemetry.explain import phase_lengths
+from ft_transport.cli.output import escape
+from ft_transport.telemetry.process_state import ManagerStatus, ProcessState, StepStatus
 from ft_transport.telemetry.record import Record
-from ft_transport.telemetry.told import ToldManager, ToldState, ToldStep
 
 _LEAST_ROWS: Final = 3
 _MAX_RECORDS: Final = 4
@@ -45,7 +44,7 @@ class _Row(NamedTuple):
     @property
     def title(self) -> str:
         rank = f"/{self.process.group_rank}" if self.several_ranks else ""
-        return escape_peer_text(self.process.name, max_characters=11) + rank
+        return escape(self.process.name, 11) + rank
 
 
 def is_well(job: JobState) -> bool:
@@ -135,7 +134,7 @@ def _netloc(address: str) -> str:
 
 
 def _name(text: str) -> str:
-    return escape_peer_text(text, max_characters=18)
+    return escape(text, 18)
 
 
 def _row(process: JobProcess, *, several_ranks: bool) -> _Row:
@@ -150,10 +149,10 @@ def _condition(process: JobProcess) -> tuple[str, str]:
         case "coming":
             return "starting", "starting"
         case "here":
-            return _told_condition(process.told if process.told is not None else ToldState())
+            return _told_condition(process.told if process.told is not None else ProcessState())
 
 
-def _told_condition(told: ToldState) -> tuple[str, str]:
+def _told_condition(told: ProcessState) -> tuple[str, str]:
     manager = told.manager
     if manager is None:
         return "serving", "serving"
@@ -162,7 +161,7 @@ def _told_condition(told: ToldState) -> tuple[str, str]:
     match manager.activity:
         case "healing":
             running = next((each for each in told.running if each.kind == "heal" and each.phases), None)
-            phase = escape_peer_text(running.phases[-1].name, max_characters=12) if running is not None else ""
+            phase = escape(running.phases[-1].name, 12) if running is not None else ""
             return "healing", f"heals {phase}".strip()
         case "waiting":
             return "waiting", f"waits {seconds(manager.activity_s)}"
@@ -175,28 +174,28 @@ def _told_condition(told: ToldState) -> tuple[str, str]:
             return "training", "training"
 
 
-def _usual_s(manager: ToldManager) -> float:
+def _usual_s(manager: ManagerStatus) -> float:
     periods = [_period_s(step) for step in manager.steps if step.is_committed]
     return median(periods) if periods else 0.0
 
 
-def _period_s(step: ToldStep) -> float:
+def _period_s(step: StepStatus) -> float:
     """From one step boundary to the next; until the commit where no boundary has followed yet."""
     return step.period_s or step.length_s
 
 
-def _managers(rows: list[_Row]) -> list[ToldManager]:
+def _managers(rows: list[_Row]) -> list[ManagerStatus]:
     tolds = (row.process.told for row in rows if row.process.presence == "here")
     return [told.manager for told in tolds if told is not None and told.manager is not None]
 
 
 def _headline(job: JobState, rows: list[_Row]) -> Text:
     text = Text()
-    text.append("ft-transport top", style="bold").append(f"  {escape_peer_text(job.lighthouse, max_characters=60)}")
+    text.append("ft-transport top", style="bold").append(f"  {escape(job.lighthouse, 60)}")
     if _is_unread(job) and not _is_lighthouse_lost(job, rows):
         text.append("  its page cannot be read", style="yellow")
     elif not any(row.condition == "training" for row in rows) and job.status:
-        text.append(f"  {escape_peer_text(job.status, max_characters=80)}", style="yellow")
+        text.append(f"  {escape(job.status, 80)}", style="yellow")
     if job.num_left_out:
         text.append(f"  {job.num_left_out} not asked", style="yellow")
     return text
@@ -261,16 +260,16 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     return text
 
 
-def _held(manager: ToldManager | None, process: JobProcess) -> str:
+def _held(manager: ManagerStatus | None, process: JobProcess) -> str:
     """Return the holder of a lock that is held for long, or the reason for a missing answer."""
     if process.error and process.presence != "here":
-        return escape_peer_text(process.error, max_characters=60)
+        return escape(process.error, 60)
     holders = manager.lock.holders if manager is not None else ()
     long = next((holder for holder in holders if holder.age_s > 1.0), None)
     return f"lock: {_name(long.what)} {seconds(long.age_s)}" if long is not None else ""
 
 
-def _spark(steps: tuple[ToldStep, ...]) -> str:
+def _spark(steps: tuple[StepStatus, ...]) -> str:
     last = steps[-9:]
     if not last:
         return ""
@@ -290,8 +289,8 @@ def _record_line(job: JobState, index: int) -> Text:
     each = job.records[index]
     record: Record = each.record
     ago_s = max(0.0, job.unix_s - record.begun_unix_s - record.length_s)
-    longest = sorted(phase_lengths(record).items(), key=lambda item: -item[1])[:3]
-    phases = ", ".join(f"{escape_peer_text(name, max_characters=12)} {seconds(length_s)}" for name, length_s in longest)
+    longest = sorted(record.phase_lengths().items(), key=lambda item: -item[1])[:3]
+    phases = ", ".join(f"{escape(name, 12)} {seconds(length_s)}" for name, length_s in longest)
     step = f" at {record.step}" if record.step is not None else ""
     text = Text(f"  {_name(each.name)} {record.kind}{step} ")
     text.append("" if record.outcome == "ok" else f"{record.outcome} ", style="bold red")
@@ -301,7 +300,7 @@ def _record_line(job: JobState, index: int) -> Text:
 def _change_line(job: JobState, index: int) -> Text:
     change = job.changes[index]
     name = _name(change.replica_id.rpartition(":")[0] or change.replica_id)
-    text = escape_peer_text(change.text, max_characters=200)
+    text = escape(change.text, 200)
     style = "bold red" if change.kind == "left" else ""
     return Text(f"  {seconds(max(0.0, job.unix_s - change.unix_s))} ago: {name} {text}", style=style)
 
@@ -310,5 +309,5 @@ def _error_line(job: JobState, index: int) -> Text:
     each = job.errors[index]
     ago_s = max(0.0, job.unix_s - each.error.unix_s)
     count = f" {each.error.count}×" if each.error.count > 1 else ""
-    told = escape_peer_text(each.error.text, max_characters=200)
+    told = escape(each.error.text, 200)
     return Text(f"  {_name(each.name)} {seconds(ago_s)} ago{count}: {told}", style="red")

@@ -9,8 +9,9 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
-from ft_transport.cli.contents import Contents, NothingThereError, TensorEntry, UnreadableError
-from ft_transport.cli.inspect import MANIFEST, OF_A_RANK, OURS, checkpoint_at, is_url, open_thing
+from ft_transport.cli.contents import Contents, NotFoundError, TensorEntry, UnreadableError
+from ft_transport.cli.inspect import MANIFEST, OF_A_RANK, OURS, checkpoint_at, is_url, open_source
+from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.record_sums import Sums, find_damage
 from ft_transport.cli.wholeness import DIGESTS, digest_troubles, file_troubles, tensor_troubles
 from ft_transport.errors import (
@@ -18,9 +19,7 @@ from ft_transport.errors import (
     FetchFailedError,
     IntegrityError,
     ManifestError,
-    escape_peer_text,
 )
-from ft_transport.telemetry.explain import megabytes
 
 _MAX_SHOWN: Final = 20
 _MAX_CHARACTERS: Final = 500
@@ -51,9 +50,9 @@ def verify_command(
         if is_url(thing):
             contents = _of_peer(thing, timeout)
         else:
-            contents = open_thing(thing, with_places=True)
+            contents = open_source(thing, with_places=True)
             troubles += _troubles(thing, contents, notes)
-    except NothingThereError:
+    except NotFoundError:
         raise
     except UnreadableError as error:
         troubles = [str(error)]
@@ -64,14 +63,14 @@ def verify_command(
         typer.echo(msgspec.json.encode(told))
     elif troubles:
         for trouble in troubles[:_MAX_SHOWN]:
-            typer.echo(f"✗ {escape_peer_text(trouble, max_characters=_MAX_CHARACTERS)}")
+            typer.echo(f"✗ {escape(trouble, _MAX_CHARACTERS)}")
         if len(troubles) > _MAX_SHOWN:
             typer.echo(f"  and {len(troubles) - _MAX_SHOWN} more")
     else:
         at = f", step {contents.step}" if contents.step is not None else ""
         typer.echo(f"✓ {contents.kind}{at}: {len(contents.tensors)} tensors, {megabytes(contents.num_bytes)}")
         for note in notes:
-            typer.echo(f"  {escape_peer_text(note, max_characters=_MAX_CHARACTERS)}")
+            typer.echo(f"  {escape(note, _MAX_CHARACTERS)}")
     if troubles:
         raise typer.Exit(1)
 

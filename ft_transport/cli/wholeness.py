@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from ft_transport.cli.contents import ITEM_BITS, Contents, UnreadableError
 from ft_transport.cli.coverage import find_gap
+from ft_transport.cli.output import escape
 from ft_transport.cli.stored_file import StoredFile, path_in
-from ft_transport.errors import ManifestError, escape_peer_text
+from ft_transport.errors import ManifestError
 
 if TYPE_CHECKING:
     from ft_transport.wire.manifest import Manifest
@@ -18,13 +19,11 @@ if TYPE_CHECKING:
 DIGESTS: Final = "ft_transport.digests"
 """In the metadata of a snapshot's file."""
 
-_MAX_NAME: Final = 200
-
 
 def tensor_troubles(contents: Contents) -> Iterator[str]:
     """Whether the parts of each are all of it, and in a DCP checkpoint as long as its elements."""
     for tensor in contents.tensors:
-        name = _shown(tensor.path)
+        name = escape(tensor.path)
         gap = find_gap(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
         if gap:
             yield f"{name}: {gap}"
@@ -47,7 +46,7 @@ def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
         # Bytes that two names share are stored once.
         by_file.setdefault(part.file, set()).add((part.start, part.num_bytes))
     for name, places in by_file.items():
-        shown = _shown(name)
+        shown = escape(name)
         try:
             file = StoredFile.at(path_in(path, name))
         except UnreadableError as error:
@@ -85,7 +84,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
 
         for chunk in find_damaged(manifest, views, num_threads=default_num_threads()):
             start, end = manifest.chunks.range_of(chunk, chunk + 1)
-            yield f"{_shown(path.name)}: bytes [{start}, {end}) of the data differ from their digest"
+            yield f"{escape(path.name)}: bytes [{start}, {end}) of the data differ from their digest"
     finally:
         file.close()
 
@@ -102,7 +101,3 @@ def read_manifest(file: StoredFile) -> Manifest:
     keys = TransportSettings().keys()
     num_bytes = min(int.from_bytes(file.read(0, 8), "little"), MAX_HEADER_BYTES)
     return decode_header(file.read(8, num_bytes), keys=keys.current() if keys is not None else ())
-
-
-def _shown(text: str) -> str:
-    return escape_peer_text(text, max_characters=_MAX_NAME)

@@ -19,7 +19,7 @@ from ft_transport.http.reachability import interfaces
 from ft_transport.http.transfer_log import interface_of
 from ft_transport.keys import Keys
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.telemetry.told import ToldState, decode_state
+from ft_transport.telemetry.process_state import ProcessState, decode_state
 from ft_transport.tls import Certificates
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.nodes import Count
@@ -126,7 +126,7 @@ def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerS
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(peer)) from error
 
 
-def ask_state(address: str, connect: Connect, within_s: float) -> ToldState:
+def ask_state(address: str, connect: Connect, within_s: float) -> ProcessState:
     """Request a process's state (``/state``).
 
     Args:

@@ -43,7 +43,7 @@ from ft_transport.http.trouble_log import TroubleLog
 from ft_transport.http.upload_log import UploadLog
 from ft_transport.http.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
-from ft_transport.telemetry.watch import Watch
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.tls import Certificates
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 
@@ -72,7 +72,7 @@ class SnapshotServer:
         same_host: Whether to lend snapshots' memory to receivers on this host, if the system can.
         max_clients: Maximum number of receivers that are sent data at once; ``None`` for any number.
         max_send_bytes_per_s: Throughput limit of all bodies together; ``None`` for none.
-        watch: Status and metrics of this process.
+        process_status: Status and metrics of this process.
 
     Attributes:
         requests: Finds the snapshots of requests; its ``fresh_snapshot`` may be replaced at any time.
@@ -97,7 +97,7 @@ class SnapshotServer:
         same_host: bool = False,
         max_clients: int | None = None,
         max_send_bytes_per_s: float | None = None,
-        watch: Watch,
+        process_status: ProcessStatus,
     ) -> None:
         sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
         self.server_id = secrets.token_hex(8)
@@ -125,7 +125,7 @@ class SnapshotServer:
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
             self._admission = Admission(max_connections(), time.monotonic)
             strangers = Strangers(time.monotonic)
-            trouble = TroubleLog(logger, time.monotonic, errors=watch.errors)
+            trouble = TroubleLog(logger, time.monotonic, errors=process_status.errors)
             self._guard = RequestGuard(
                 cache,
                 keys=keys,
@@ -167,11 +167,16 @@ class SnapshotServer:
                 clients=ClientLimit(max_clients, time.monotonic),
             )
             telling = TransportTelling(
-                cache, self._uploads, watch.recorder, server=self.server_id, replica=replica, address=self.address
+                cache,
+                self._uploads,
+                process_status.recorder,
+                server=self.server_id,
+                replica=replica,
+                address=self.address,
             )
-            watch.tell("transport", telling.told)
-            self._watch_routes = WatchRoutes(watch)
-            watch.metrics.collect(self._routes.sent.readings)
+            process_status.set_part("transport", telling.told)
+            self._watch_routes = WatchRoutes(process_status)
+            process_status.metrics.collect(self._routes.sent.readings)
             self._server.start()
         except BaseException:
             self._socket.close()

@@ -1,4 +1,4 @@
-"""The state of a transport for ``/state``; see ``telemetry.told``."""
+"""The state of a transport for ``/state``; see ``telemetry.process_state``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.upload_log import UploadLog
-from ft_transport.telemetry.rates import Rates
+from ft_transport.telemetry.process_state import SnapshotStatus, TransferStatus, TransportStatus
+from ft_transport.telemetry.process_status import Rates
 from ft_transport.telemetry.record import KINDS
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import ToldFlow, ToldSnapshot, ToldTransport
 
 _RECEIVING = frozenset(KINDS) - {"save", "load", "publish"}
 
@@ -22,9 +22,9 @@ class TransportTelling:
         cache: The snapshots that the transport serves.
         uploads: The log of sent data.
         recorder: The records of received data.
-        server: As in `ToldTransport`.
-        replica: As in `ToldTransport`.
-        address: As in `ToldTransport`.
+        server: As in `TransportStatus`.
+        replica: As in `TransportStatus`.
+        address: As in `TransportStatus`.
     """
 
     def __init__(
@@ -38,28 +38,28 @@ class TransportTelling:
         self._address = address
         self._rates = Rates()
 
-    def told(self) -> ToldTransport:
+    def told(self) -> TransportStatus:
         """Return the current state."""
-        return ToldTransport(
+        return TransportStatus(
             server=self._server,
             replica=self._replica,
             address=self._address,
             snapshots=tuple(
-                ToldSnapshot(step=step, num_bytes=num_bytes, num_readers=num_readers)
+                SnapshotStatus(step=step, num_bytes=num_bytes, num_readers=num_readers)
                 for step, num_bytes, num_readers in self._cache.alive()
             ),
             sends=self._uploads.told(),
             receives=tuple(self._receives()),
         )
 
-    def _receives(self) -> Iterable[ToldFlow]:
+    def _receives(self) -> Iterable[TransferStatus]:
         now_s = time.monotonic()
         for running in self._recorder.running():
             if running.kind not in _RECEIVING:
                 continue
             for transfer in running.transfers:
                 key = (running.begun_unix_s, transfer.peer, transfer.role)
-                yield ToldFlow(
+                yield TransferStatus(
                     peer=transfer.peer,
                     role=transfer.role,
                     step=running.step,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ft_transport.telemetry.watch import LastErrors
+from ft_transport.telemetry.process_status import LastErrors
 
 _PERIOD_S: Final = 60.0
 _MAX_ADDRESSES: Final = 256

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple, Protocol
 
 from ft_transport.errors import escape_peer_text
 from ft_transport.http.admission import Place
-from ft_transport.telemetry.rates import Rates
-from ft_transport.telemetry.told import ToldFlow
+from ft_transport.telemetry.process_state import TransferStatus
+from ft_transport.telemetry.process_status import Rates
 
 logger = logging.getLogger("ft_transport.audit")
 
@@ -101,7 +101,7 @@ class UploadLog:
             began_s: When the response began, by the clock.
             outcome: How the response ended.
             content: The argument of `begun`; ``None`` for a request without that call.
-            role: See `ToldFlow`.
+            role: See `TransferStatus`.
         """
         with self._mutex:
             upload = self._upload(place, key, began_s, role)
@@ -127,7 +127,7 @@ class UploadLog:
             for key, upload in self._uploads.items():
                 _end(key, upload)
 
-    def told(self) -> tuple[ToldFlow, ...]:
+    def told(self) -> tuple[TransferStatus, ...]:
         """Return the running uploads and those that just ended; the newest at the end."""
         now_s = self._clock()
         with self._mutex:
@@ -138,13 +138,13 @@ class UploadLog:
             ]
             return tuple(self._flow(key, upload, now_s) for key, upload in recent[-_MAX_SHOWN:])
 
-    def _flow(self, key: FetchKey, upload: _Upload, now_s: float) -> ToldFlow:
+    def _flow(self, key: FetchKey, upload: _Upload, now_s: float) -> TransferStatus:
         num_bytes, length_s = upload.bytes_so_far(), upload.ended_s - upload.began_s
         bytes_per_s = num_bytes / max(length_s, 1e-6)
         if upload.running:
             length_s = now_s - upload.began_s
             bytes_per_s = self._rates.of((key, upload.began_s), num_bytes, began_s=upload.began_s, now_s=now_s)
-        return ToldFlow(
+        return TransferStatus(
             peer=key.address,
             replica=key.replica,
             role=upload.role,

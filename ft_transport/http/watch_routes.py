@@ -14,9 +14,9 @@ from typing import Final
 
 from aiohttp import web
 
-from ft_transport.telemetry.encoding import encode_told
-from ft_transport.telemetry.exposition import Exposition, accepted
-from ft_transport.telemetry.watch import Watch
+from ft_transport.telemetry.metrics import accepted, encode_metrics
+from ft_transport.telemetry.process_status import ProcessStatus
+from ft_transport.telemetry.record import encode_json
 from ft_transport.wire.routes import METRICS_ROUTE, PAGE_ROUTE, STATE_ROUTE
 
 _JSON: Final = "application/json"
@@ -40,13 +40,13 @@ class WatchRoutes:
     """Answers these requests. Runs on the server's event loop.
 
     Args:
-        watch: Status and metrics of the process.
+        process_status: Status and metrics of the process.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._scraping = Scraping(Exposition(watch.metrics).encode)
-        self._states = Scraping(lambda form: (encode_told(watch.state()), form))
+    def __init__(self, process_status: ProcessStatus) -> None:
+
+        self._scraping = Scraping(functools.partial(encode_metrics, process_status.metrics))
+        self._states = Scraping(lambda form: (encode_json(process_status.state()), form))
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add all routes."""

@@ -178,7 +178,7 @@ class Publisher:
             compare_settings(self._agreement, "compare the settings", check)
             self._agreement.on_first("set up the root", self._set_up_root)
             if transport is not None:
-                self._tell(transport.watch.metrics)
+                self._tell(transport.process_status.metrics)
         except BaseException:
             self.close()
             raise
@@ -226,7 +226,7 @@ class Publisher:
         assert self._exporter is not None, "it is open"
         request = ExportRequest(version, weights, files, missing_ok)
         recording = self.recorder.begin("publish", phase="export")
-        recording.tell(step=version)
+        recording.describe(step=version)
         try:
             directory = self._exporter.run(request)
             if self._agreement.is_first:

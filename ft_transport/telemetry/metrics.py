@@ -1,4 +1,4 @@
-"""The metrics of one process: the table of all metrics, their values, and the sources that a scrape reads.
+"""The metrics of one process: the table of all metrics, their values, and the forms that Prometheus reads.
 
 Code that counts adds to its own values, which takes about a microsecond. Only a scrape reads them.
 """
@@ -15,8 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, groupby
+from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from ft_transport.errors import escape_peer_text
 from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder
 
@@ -26,7 +29,11 @@ PREFIX: Final = "ft_transport_"
 OTHER: Final = "other"
 """The last label of every series beyond the first `_MAX_SERIES` of a metric."""
 
+OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0"
+TEXT: Final = "text/plain; version=0.0.4"
+
 _MAX_SERIES: Final = 64
+_MAX_LABEL_CHARACTERS: Final = 200
 _CAUSE: Final = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _LOCK_S: Final = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _STEP_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -219,7 +226,7 @@ def _zeros(metric: Metric) -> list[float]:
 
 
 class Metrics:
-    """Collects the sources of one transport's `Watch`. Any thread may use it."""
+    """Collects the sources of one transport's `ProcessStatus`. Any thread may use it."""
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # a finalizer may end a source at any moment
@@ -337,3 +344,62 @@ def _merged(first: Reading, second: Reading) -> Reading:
             return first._replace(value=one + other)
         case _:
             return second
+
+
+def accepted(header: str) -> str:
+    """Return the form that a request's ``Accept`` asks for: `OPENMETRICS` or `TEXT`. Pure."""
+    for each in header.split(","):
+        kind, *parameters = (part.strip() for part in each.split(";"))
+        versions = [part for part in parameters if part.startswith("version=")]
+        if kind == OPENMETRICS.partition(";")[0] and versions in ([], ["version=1.0.0"]):
+            return OPENMETRICS
+    return TEXT
+
+
+def encode_metrics(metrics: Metrics, form: str) -> tuple[bytes, str]:
+    """Encode all present values for Prometheus.
+
+    The first scrape imports ``prometheus_client``: a process without scrapes does not need it.
+
+    Args:
+        metrics: The metrics of one transport; the global registry of ``prometheus_client`` stays unused.
+        form: `OPENMETRICS` or `TEXT`.
+
+    Returns:
+        The text, and its content type.
+    """
+    from prometheus_client.exposition import choose_encoder  # noqa: PLC0415
+
+    def collect() -> Iterator[Any]:
+        return (_family(list(same)) for _, same in groupby(metrics.readings(), key=lambda each: each.name))
+
+    encode, content_type = choose_encoder(form)
+    registry: Any = SimpleNamespace(collect=collect)
+    return encode(registry), content_type
+
+
+def _family(readings: list[Reading]) -> Any:
+    from prometheus_client import core  # noqa: PLC0415
+
+    metric = METRICS[readings[0].name]
+    kinds: dict[str, Any] = {
+        "counter": core.CounterMetricFamily,
+        "gauge": core.GaugeMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+    }
+    family = kinds[metric.kind](PREFIX + metric.name, metric.help, labels=metric.label_names.split())
+    shown = set()
+    for reading in readings:
+        labels = tuple(escape_peer_text(each, max_characters=_MAX_LABEL_CHARACTERS) for each in reading.labels)
+        if labels in shown:  # cut off after the same beginning; a scrape with both would be refused as a whole
+            continue
+        shown.add(labels)
+        match reading.value:
+            case Distribution(bounds=bounds, counts=counts, total=total):
+                names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+                family.add_metric(labels, buckets=list(zip(names, accumulate(counts), strict=True)), sum_value=total)
+            case int() | float() as value:
+                family.add_metric(labels, value)
+            case None:
+                pass
+    return family

@@ -6,6 +6,7 @@ readers ignore unknown keys.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
@@ -13,7 +14,6 @@ import msgspec
 
 from ft_transport.errors import RecordError
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.telemetry.encoding import encode_told
 
 Kind: TypeAlias = Literal["heal", "fetch", "save", "load", "publish"]
 Outcome: TypeAlias = Literal["ok", "failed", "abandoned"]
@@ -121,17 +121,32 @@ class Record:
     retries: tuple[Retry, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
+    def phase_lengths(self) -> dict[str, float]:
+        """Return the seconds of each phase, summed by name, in the order of first occurrence."""
+        lengths: dict[str, float] = {}
+        for phase in self.phases:
+            lengths[phase.name] = lengths.get(phase.name, 0.0) + phase.length_s
+        return lengths
+
 
 _record_decoder: Final = msgspec.json.Decoder(Record)
 
 
-def encode_record(record: Record) -> bytes:
-    """Return one line of JSON, without its end."""
-    return encode_told(record)
+def encode_json(value: object) -> bytes:
+    """Encode a record, or another value that quotes peers and paths, as JSON in one line.
+
+    A header or a path with bytes that are no UTF-8 has lone surrogates (PEP 383), which JSON cannot represent: a
+    question mark replaces each of them.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+        return msgspec.json.encode(json.loads(text.encode(errors="replace")))
 
 
 def decode_record(line: bytes | str) -> Record:
-    """Decode a line of `encode_record`.
+    """Decode the line of a record, as `encode_json` makes it.
 
     Raises:
         RecordError: The line is no record.

@@ -21,10 +21,9 @@ from types import TracebackType
 from typing import Final
 
 from ft_transport.runtime.regular_files import open_regular
-from ft_transport.telemetry.otel import tell_spans
-from ft_transport.telemetry.profiled import ProfiledPhase
-from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_record
-from ft_transport.telemetry.told import Running, short_phases, short_retries
+from ft_transport.telemetry.process_state import RunningRecord, short_phases, short_retries
+from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_json
+from ft_transport.telemetry.spans import ProfiledPhase, send_spans
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class Recorder:
         with self._lock:
             return tuple(self._kept)
 
-    def running(self) -> tuple[Running, ...]:
+    def running(self) -> tuple[RunningRecord, ...]:
         """Return the open recordings so far, the oldest first."""
         with self._lock:
             recordings = [recording for ref in self._running.values() if (recording := ref()) is not None]
@@ -155,12 +154,12 @@ class Recorder:
             path = self._path
         if path is not None:
             try:
-                _append(path, encode_record(record) + b"\n")
+                _append(path, encode_json(record) + b"\n")
             except OSError as error:
                 with self._lock:
                     self._path = None
                 logger.warning("records are no longer written to %s: %s", path, error)
-        for listener in (tell_spans, *listeners):
+        for listener in (send_spans, *listeners):
             try:
                 listener(record)
             except Exception:
@@ -247,7 +246,7 @@ class Recording:
         """
         (self._whole or self)._followed = transfers
 
-    def so_far(self) -> Running | None:
+    def so_far(self) -> RunningRecord | None:
         """Return the record so far; ``None`` if it has ended."""
         followed = self._followed
         going_on = followed() if followed is not None else ()
@@ -266,7 +265,7 @@ class Recording:
                 known = transfers.get(key)
                 transfers[key] = transfer if known is None else _sum(known, transfer)
             beginning = self._beginning
-            return Running(
+            return RunningRecord(
                 kind=beginning.kind,
                 begun_unix_s=beginning.begun_unix_s,
                 length_s=now_s - self._began_s,
@@ -297,10 +296,10 @@ class Recording:
         with self._lock:
             self._notes.update(notes)
 
-    def tell(self, *, step: int | None = None, num_bytes: int | None = None) -> None:
+    def describe(self, *, step: int | None = None, num_bytes: int | None = None) -> None:
         """Set the final step and the size of the whole, as soon as they are known."""
         if self._whole is not None:
-            self._whole.tell(step=step, num_bytes=num_bytes)
+            self._whole.describe(step=step, num_bytes=num_bytes)
             return
         with self._lock:
             self._step = self._step if step is None else step

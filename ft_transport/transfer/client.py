@@ -227,7 +227,7 @@ class StateClient(Generic[T]):
         manifest = agreed.manifest
         recording = current()
         if recording is not None:
-            recording.tell(step=manifest.step, num_bytes=manifest.data_bytes)
+            recording.describe(step=manifest.step, num_bytes=manifest.data_bytes)
         restore = Restore(
             manifest,
             into=request.into,

@@ -134,7 +134,7 @@ def _receive(
         manifest = agreed.manifest
         recording = current()
         assert recording is not None, "the caller has begun it"
-        recording.tell(step=manifest.step, num_bytes=manifest.data_bytes)
+        recording.describe(step=manifest.step, num_bytes=manifest.data_bytes)
         phase("plan")
         table = manifest.chunks
         missing = list(range(table.num_chunks))

@@ -19,7 +19,7 @@ from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.telemetry.metrics import Reading, weakly
-from ft_transport.telemetry.watch import Watch
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.tls import Certificates
 from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
@@ -111,7 +111,7 @@ class StateServer:
         keys: The job's keys, if it has any; then every request requires a proof of them.
         certificates: This side's certificates, if it has any; then the server speaks only TLS.
         max_wait_s: Longest time that a request waits, in seconds.
-        watch: Status and metrics of this process.
+        process_status: Status and metrics of this process.
 
     Attributes:
         http: The HTTP server.
@@ -127,7 +127,7 @@ class StateServer:
         keys: Keys | None,
         certificates: Certificates | None,
         max_wait_s: float,
-        watch: Watch,
+        process_status: ProcessStatus,
     ) -> None:
         self._cache = SnapshotCache(
             max_snapshots=settings.max_snapshots,
@@ -158,13 +158,13 @@ class StateServer:
                 same_host=settings.same_host and settings.max_send_bytes_per_s is None,
                 max_clients=settings.max_clients,
                 max_send_bytes_per_s=settings.max_send_bytes_per_s,
-                watch=watch,
+                process_status=process_status,
             )
         except BaseException:
             self._stager.close()
             raise
-        watch.metrics.collect(self._stager.costs.readings)
-        watch.metrics.collect(weakly(self._readings))
+        process_status.metrics.collect(self._stager.costs.readings)
+        process_status.metrics.collect(weakly(self._readings))
         self._sharings: list[_Sharing] = []
         self._sharings_mutex = threading.Lock()
         self._end = SafeEnd()

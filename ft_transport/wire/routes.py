@@ -8,7 +8,7 @@ GET       /checkpoint/{step}/memory     a ticket for the snapshot's memory, for 
 GET       /checkpoint/{step}/delta      the delta from this step to a later one, if it is cached: see ``wire.delta``
 GET       /relay/{content}              chunks that a receiver has, or will have, as they land: see `CHUNK_HEADER`
 GET       /status                       JSON: the served snapshots, and their numbers of readers
-GET       /state                        JSON: the state of this process, see ``telemetry.told``
+GET       /state                        JSON: the state of this process, see ``telemetry.process_state``
 GET       /metrics                      the metrics of this process, as Prometheus reads them
 GET       /                             a page for people, which shows ``/state`` as it changes
 GET       /challenge                    begins a session of peers that know the job token: see ``wire.signing``

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from ft_transport.errors import PeerAuthenticationError, TransportError
 from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.runtime.handler_safety import SafeExecutor
-from ft_transport.telemetry.told import ToldState
+from ft_transport.telemetry.process_state import ProcessState
 from manager.errors import QuorumError
 from manager.quorum.decision import DoesNotFit, Rules, decide
 from manager.quorum.lighthouse_status import ToldMember
@@ -27,7 +27,7 @@ from manager.quorum.reports import Member
 
 logger = logging.getLogger(__name__)
 
-AskState: TypeAlias = Callable[[str, timedelta], ToldState]
+AskState: TypeAlias = Callable[[str, timedelta], ProcessState]
 
 _MAX_ASKED: Final = 8
 _ANSWERING: Final = timedelta(seconds=1)

@@ -121,14 +121,14 @@ class QuorumLoop:
             changes=changes,
             stall_watch=stall_watch,
         )
-        transport.watch.metrics.collect(self._metrics.readings)
-        transport.watch.metrics.collect(weakly(self.membership.readings))
+        transport.process_status.metrics.collect(self._metrics.readings)
+        transport.process_status.metrics.collect(weakly(self.membership.readings))
         self._participated_last_round = False
         self._num_refused_commits = 0
         self._own_errors = OwnErrors()
-        self._errors = transport.watch.errors
-        transport.watch.tell("manager", telling(self._participant, told_loop))
-        transport.watch.tell("changes", changes.recent())
+        self._errors = transport.process_status.errors
+        transport.process_status.set_part("manager", telling(self._participant, told_loop))
+        transport.process_status.set_part("changes", changes.recent())
         self._state.add_observer(CommittedSteps(self._participant, self._comparison))
 
     # ------------------------------------------------------------------------------------------------------ the round
@@ -400,7 +400,7 @@ class QuorumLoop:
         self._metrics.add("step_until_commit_seconds", by=length_s)
         participant.is_settled = True
         if participant.healing is not None:
-            participant.healing.tell(step=state.step)
+            participant.healing.describe(step=state.step)
             participant.healing.end()
             participant.healing = None
         logger.info(

@@ -12,7 +12,7 @@ from typing import Final
 
 from ft_transport.errors import escape_peer_text
 from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.telemetry.told import NUM_CHANGES, Change, ToldChange
+from ft_transport.telemetry.process_state import NUM_CHANGES, Change, MembershipChange
 from manager.quorum.decision import Decision, DoesNotFit, UpToDate
 from manager.quorum.round import Participant
 
@@ -35,7 +35,7 @@ class MembershipLog:
     def __init__(self, participant: Participant, metrics: MetricValues) -> None:
         self._participant = participant
         self._metrics = metrics
-        self._kept: deque[ToldChange] = deque(maxlen=NUM_CHANGES)
+        self._kept: deque[MembershipChange] = deque(maxlen=NUM_CHANGES)
         self._present: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()
         self._healing: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class MembershipLog:
         text = f"healed to step {decision.step} in {length_s:.1f} s, from {sources}"
         self._note("healed", self._participant.membership.replica_id, decision.step, text, length_s)
 
-    def recent(self) -> Callable[[], tuple[ToldChange, ...]]:
+    def recent(self) -> Callable[[], tuple[MembershipChange, ...]]:
         """Return a function that returns the last changes, the newest at the end, and refers to no replica."""
         kept = self._kept
         return lambda: tuple(kept.copy())
@@ -107,7 +107,7 @@ class MembershipLog:
         participant = self._participant
         subject = escape_peer_text(replica_id, max_characters=_MAX_ID)
         self._kept.append(
-            ToldChange(
+            MembershipChange(
                 unix_s=datetime.now(timezone.utc).timestamp(),
                 kind=kind,
                 replica_id=subject,

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Final
 
-from ft_transport.telemetry.told import Activity, ToldManager, ToldMember
+from ft_transport.telemetry.process_state import Activity, ManagerStatus, MemberStatus
 from manager.quorum.decision import DoesNotFit, StandsBy
 from manager.quorum.held_process_group import group_number
 from manager.quorum.round import Participant
@@ -16,7 +16,7 @@ _QUICK_S: Final = 1.0
 """A quorum that forms during ``forward`` counts as waiting only after this long."""
 
 
-def told_loop(participant: Participant) -> ToldManager:
+def told_loop(participant: Participant) -> ManagerStatus:
     """Return the state of a manager in a quorum. Any thread may call it."""
     state, membership, current = participant.state, participant.membership, participant.round
     decision, said = current.decision if current is not None else None, membership.said
@@ -29,7 +29,7 @@ def told_loop(participant: Participant) -> ToldManager:
         activity_s=time.monotonic() - state.steps.began_s if activity != "idle" else 0.0,
         quorum=str(group_number(decision.group)) if decision is not None else "",
         members=tuple(
-            ToldMember(replica_id=member.replica_id, step=member.step, addresses=member.addresses)
+            MemberStatus(replica_id=member.replica_id, step=member.step, addresses=member.addresses)
             for member in membership.members
         ),
         num_participants=decision.num_participants if decision is not None else 0,

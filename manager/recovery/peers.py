@@ -86,7 +86,7 @@ class PeerRecovery:
             if options.is_warm:
                 recording.note(warm_join="before the first quorum, while the others train")
             recovery = self._recover_from(metadata, step, options, process_group)
-            recording.tell(step=recovery.step)
+            recording.describe(step=recovery.step)
             return recovery
 
     def _recover_from(

@@ -81,13 +81,13 @@ class Replica:
         if transport is not None:
             snapshots = SnapshotScheduler(state, transport, prefault=prefault)
             peers = PeerRecovery(state, transport)
-            transport.watch.tell("manager", telling(state, told_state))
+            transport.process_status.set_part("manager", telling(state, told_state))
             if store is not None:
-                transport.watch.tell_records([transport.recorder, store.recorder])
+                transport.process_status.set_recorders([transport.recorder, store.recorder])
         if store is not None:
             checkpoints = Checkpoints(state, store, save_every=save_every, snapshots=snapshots)
         if transport is not None:
-            metrics = transport.watch.metrics
+            metrics = transport.process_status.metrics
             metrics.collect(state.lock.costs.readings)
             metrics.collect(weakly(state.readings))
             for each in (peers, checkpoints):

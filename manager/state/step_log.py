@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Final
 
-from ft_transport.telemetry.told import NUM_STEPS, ToldStep
+from ft_transport.telemetry.process_state import NUM_STEPS, StepStatus
 
 _MAX_CAUSE: Final = 300
 
@@ -74,10 +74,10 @@ class StepLog:
             self.num_committed += 1
         return length_s
 
-    def recent(self) -> tuple[ToldStep, ...]:
+    def recent(self) -> tuple[StepStatus, ...]:
         """Return the steps, the newest last."""
         return tuple(
-            ToldStep(
+            StepStatus(
                 step=step,
                 length_s=length_s,
                 period_s=period_s,

@@ -7,36 +7,36 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from ft_transport.telemetry.told import ToldHolder, ToldLock, ToldManager
+from ft_transport.telemetry.process_state import HolderStatus, LockStatus, ManagerStatus
 from manager.state.replica_state import ReplicaState
 
 T = TypeVar("T")
 
 
-def telling(owner: T, tell: Callable[[T], ToldManager]) -> Callable[[], ToldManager | None]:
+def telling(owner: T, tell: Callable[[T], ManagerStatus]) -> Callable[[], ManagerStatus | None]:
     """Return ``tell`` of an owner while the owner exists: showing its state keeps no manager alive."""
     found = weakref.ref(owner)
 
-    def told() -> ToldManager | None:
+    def told() -> ManagerStatus | None:
         present = found()
         return tell(present) if present is not None else None
 
     return told
 
 
-def told_state(state: ReplicaState) -> ToldManager:
+def told_state(state: ReplicaState) -> ManagerStatus:
     """Return the state of a manager without a quorum. Any thread may call it."""
     partial, waits = state.partial, state.lock.contended
     is_training = state.training_thread is not None
-    return ToldManager(
+    return ManagerStatus(
         activity="training" if is_training else "idle",
         activity_s=time.monotonic() - state.steps.began_s if is_training else 0.0,
         step=state.step,
         batches=state.batches_committed,
         partial=partial.reason if partial is not None else "",
-        lock=ToldLock(
+        lock=LockStatus(
             holders=tuple(
-                ToldHolder(kind=holder.kind, what=holder.what, age_s=holder.age_s) for holder in state.lock.holders()
+                HolderStatus(kind=holder.kind, what=holder.what, age_s=holder.age_s) for holder in state.lock.holders()
             ),
             num_waits=waits.num,
             waited_s=waits.total_s,

@@ -21,8 +21,8 @@ from ft_transport import WeightReceiver
 from ft_transport.http import strangers
 from ft_transport.http.peer_sessions import make_challenge
 from ft_transport.keys import Keys
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.watch import Watch
 from ft_transport.wire.routes import CHALLENGE_ROUTE
 
 WORKER = Path(__file__).parents[1] / "workers" / "flooding_clients.py"
@@ -91,10 +91,10 @@ def test_who_watches_is_answered_some_hundred_times_a_second(
 ) -> None:
     # Long answers are none that somebody fetches.
     monkeypatch.setattr(strangers, "_MOVING_BYTES", 1000)
-    watch = Watch(Recorder())
-    watch.tell("much", lambda: "x" * 10_000)
+    watch = ProcessStatus(Recorder())
+    watch.set_part("much", lambda: "x" * 10_000)
     headers = f"Authorization: Bearer {Keys.of(TOKEN).watch_tokens()[0]}\r\n" if token is not None else ""
-    with serving(token=token, watch=watch) as served:
+    with serving(token=token, process_status=watch) as served:
         content = served.put(5, bytes(1 << 20)).content
         with flood(served.server.port, "asking", path, "127.0.0.2", headers) as made:
             while made.lasts():

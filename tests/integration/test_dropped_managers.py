@@ -152,7 +152,7 @@ def test_a_transport_that_is_kept_keeps_no_model_of_a_manager_that_was_shut_down
     del manager, model
     gc.collect()
     assert found() is None
-    assert kept.watch.state()["changes"] == ()
+    assert kept.process_status.state()["changes"] == ()
 
 
 def test_a_manager_that_is_shut_down_is_not_complained_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -204,7 +204,7 @@ def test_a_manager_that_is_dropped_is_kept_by_no_metric() -> None:
         del manager
         gc.collect()  # the managers' own cycles are not what is asked here
         assert reference() is None
-        assert ("step",) not in {(each.name,) for each in transport.watch.metrics.readings()}
+        assert ("step",) not in {(each.name,) for each in transport.process_status.metrics.readings()}
     finally:
         gc.enable()
         transport.shutdown()

@@ -250,8 +250,8 @@ def test_neither_do_the_names_of_dtypes(tmp_path: Path) -> None:
 def test_nothing_of_torch_is_imported_for_a_checkpoint(tmp_path: Path) -> None:
     save_with_dcp(tmp_path)
     code = (
-        "import sys; from ft_transport.cli.inspect import open_thing; "
-        f"assert open_thing({str(tmp_path)!r}).num_bytes == 59; sys.exit('torch' in sys.modules)"
+        "import sys; from ft_transport.cli.inspect import open_source; "
+        f"assert open_source({str(tmp_path)!r}).num_bytes == 59; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 

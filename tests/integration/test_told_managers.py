@@ -17,15 +17,15 @@ from quorum_threads import lighthouse, loopback_transport, make_manager, run_rep
 from ft_transport import HTTPTransport
 from ft_transport.cli.job_members import JobFinder
 from ft_transport.http.rate_probe import connecting
-from ft_transport.telemetry.told import ToldManager, ToldState, decode_state
+from ft_transport.telemetry.process_state import ManagerStatus, ProcessState, decode_state
 from manager import Manager, StateManager
 
 
-def told_by(transport: HTTPTransport[Any]) -> ToldState:
-    return decode_state(msgspec.json.encode(transport.watch.state()))
+def told_by(transport: HTTPTransport[Any]) -> ProcessState:
+    return decode_state(msgspec.json.encode(transport.process_status.state()))
 
 
-def manager_part(transport: HTTPTransport[Any]) -> ToldManager:
+def manager_part(transport: HTTPTransport[Any]) -> ManagerStatus:
     part = told_by(transport).manager
     assert part is not None
     return part

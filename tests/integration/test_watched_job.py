@@ -31,22 +31,22 @@ from ft_transport.cli.job_watch import JobWatch
 from ft_transport.cli.main import app
 from ft_transport.http.rate_probe import connecting
 from ft_transport.keys import TOKEN_VARIABLE, Keys
+from ft_transport.telemetry.process_state import (
+    ErrorStatus,
+    HolderStatus,
+    LockStatus,
+    ManagerStatus,
+    MembershipChange,
+    MemberStatus,
+    ProcessState,
+    RunningRecord,
+    StepStatus,
+    TransferStatus,
+    TransportStatus,
+)
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.record import Phase, Record, Retry, Transfer
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import (
-    Running,
-    ToldChange,
-    ToldError,
-    ToldFlow,
-    ToldHolder,
-    ToldLock,
-    ToldManager,
-    ToldMember,
-    ToldState,
-    ToldStep,
-    ToldTransport,
-)
-from ft_transport.telemetry.watch import Watch
 
 LONG_S = 100.0
 _IN_ITS_TERMINAL = """
@@ -192,7 +192,7 @@ def test_a_killed_replica_leaves_the_page_heals_and_returns(
     assert exit_code == 1
 
 
-def hostile_state() -> ToldState:
+def hostile_state() -> ProcessState:
     phases = (Phase(name=HOSTILE, start_s=0.0, length_s=1.0), Phase(name="transfer", start_s=1.0, length_s=1.0))
     transfers = (Transfer(peer=HOSTILE, role="source", num_bytes=5, length_s=1.0, interface=HOSTILE),)
     retries = (Retry(at_s=0.5, cause=HOSTILE, peer=HOSTILE),)
@@ -200,22 +200,22 @@ def hostile_state() -> ToldState:
     record = Record(
         kind="heal", outcome="failed", error=HOSTILE, transfers=transfers, retries=retries, notes={}, **common
     )
-    flow = ToldFlow(peer=HOSTILE, replica=HOSTILE, step=3, num_bytes=5)
-    return ToldState(
+    flow = TransferStatus(peer=HOSTILE, replica=HOSTILE, step=3, num_bytes=5)
+    return ProcessState(
         unix_s=1.0,
-        transport=ToldTransport(replica=HOSTILE, address=HOSTILE, sends=(flow,), receives=(flow,)),
-        manager=ToldManager(
+        transport=TransportStatus(replica=HOSTILE, address=HOSTILE, sends=(flow,), receives=(flow,)),
+        manager=ManagerStatus(
             replica_id=HOSTILE,
             activity="healing",
             partial=HOSTILE,
             lighthouse=HOSTILE,
-            lock=ToldLock(holders=(ToldHolder(kind="write", what=HOSTILE, age_s=9.0),)),
-            steps=(ToldStep(step=2, length_s=1.0, is_committed=False, cause=HOSTILE),),
+            lock=LockStatus(holders=(HolderStatus(kind="write", what=HOSTILE, age_s=9.0),)),
+            steps=(StepStatus(step=2, length_s=1.0, is_committed=False, cause=HOSTILE),),
         ),
         records=(record,),
-        running=(Running(kind="heal", transfers=transfers, retries=retries, **common),),
-        errors=(ToldError(unix_s=1.0, about=HOSTILE, text=HOSTILE),),
-        changes=(ToldChange(unix_s=1.0, kind="left", replica_id=HOSTILE, step=3, text=HOSTILE),),
+        running=(RunningRecord(kind="heal", transfers=transfers, retries=retries, **common),),
+        errors=(ErrorStatus(unix_s=1.0, about=HOSTILE, text=HOSTILE),),
+        changes=(MembershipChange(unix_s=1.0, kind="left", replica_id=HOSTILE, step=3, text=HOSTILE),),
     )
 
 
@@ -226,13 +226,13 @@ def hostile_page(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tup
     body = answer_of(msgspec.json.encode(hostile_state()))
     with ExitStack() as open_:
         peer = open_.enter_context(listening(lambda connected, _ended: connected.sendall(body)))
-        watch = Watch(Recorder())
-        served = open_.enter_context(serving(watch=watch))
+        watch = ProcessStatus(Recorder())
+        served = open_.enter_context(serving(process_status=watch))
         if request.param == "job":
-            watch.tell("job", JobWatch(job_of(**{HOSTILE[:300]: peer}), connecting(None, None)).recent)
+            watch.set_part("job", JobWatch(job_of(**{HOSTILE[:300]: peer}), connecting(None, None)).recent)
         else:
             for name, part in msgspec.to_builtins(hostile_state()).items():
-                watch.tell(name, lambda part=part: part)  # type: ignore[misc]
+                watch.set_part(name, lambda part=part: part)  # type: ignore[misc]
         driver = open_.enter_context(browser(tmp_path / "profile"))
         yield driver, f"http://127.0.0.1:{served.server.port}/"
 
@@ -296,8 +296,8 @@ def test_it_is_used_by_keyboard_in_dark_and_light(hostile_page: tuple[Any, str])
 @needs_chromium
 @pytest.mark.slow
 def test_a_page_that_is_opened_afterwards_shows_the_death_and_the_lost_lighthouse(tmp_path: Path) -> None:
-    members = tuple(ToldMember(replica_id=f"{name}:1", step=41) for name in ("a", "b"))
-    manager = ToldManager(
+    members = tuple(MemberStatus(replica_id=f"{name}:1", step=41) for name in ("a", "b"))
+    manager = ManagerStatus(
         replica_id="a:1",
         activity="waiting",
         step=41,
@@ -307,12 +307,14 @@ def test_a_page_that_is_opened_afterwards_shows_the_death_and_the_lost_lighthous
         lighthouse="http://lh:1",
         is_lighthouse_lost=True,
     )
-    change = ToldChange(unix_s=time.time() - 60, kind="left", replica_id="c:1", step=41, text="left: all stood still")
-    watch = Watch(Recorder())
-    watch.tell("unix_s", time.time)
-    watch.tell("manager", lambda: manager)
-    watch.tell("changes", lambda: (change,))
-    with browser(tmp_path / "profile") as driver, serving(watch=watch) as served:
+    change = MembershipChange(
+        unix_s=time.time() - 60, kind="left", replica_id="c:1", step=41, text="left: all stood still"
+    )
+    watch = ProcessStatus(Recorder())
+    watch.set_part("unix_s", time.time)
+    watch.set_part("manager", lambda: manager)
+    watch.set_part("changes", lambda: (change,))
+    with browser(tmp_path / "profile") as driver, serving(process_status=watch) as served:
         driver.get(f"http://127.0.0.1:{served.server.port}/")
         until(lambda: bool(texts(driver, "#changes li")), "the change")
         assert "Lighthouse http://lh:1 does not answer: without it no quorum is formed" in texts(driver, "#banner")[0]

@@ -20,8 +20,8 @@ from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
@@ -141,7 +141,7 @@ def serving(
     stall_timeout_s: float = 20.0,
     max_send_bytes_per_s: float | None = None,
     fresh_snapshot: FreshSnapshot | None = None,
-    watch: Watch | None = None,
+    process_status: ProcessStatus | None = None,
     port: int = 0,
 ) -> Iterator[Serving]:
     cache = SnapshotCache(
@@ -162,7 +162,7 @@ def serving(
         max_wait_s=max_wait_s,
         stall_timeout_s=stall_timeout_s,
         max_send_bytes_per_s=max_send_bytes_per_s,
-        watch=watch if watch is not None else Watch(Recorder()),
+        process_status=process_status if process_status is not None else ProcessStatus(Recorder()),
     )
     server.requests.fresh_snapshot = fresh_snapshot
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ft_transport.cli.job_state import KnownJob, KnownMember
-from ft_transport.telemetry.told import ToldManager, ToldState
+from ft_transport.telemetry.process_state import ManagerStatus, ProcessState
 
 
 def job_of(**addresses: str) -> Callable[[], KnownJob]:
@@ -30,7 +30,7 @@ def answer_of(body: bytes, *, length: int | None = None) -> bytes:
 
 
 def encoded_state(**fields: Any) -> bytes:
-    return msgspec.json.encode(ToldState(manager=ToldManager(**fields), unix_s=1.0))
+    return msgspec.json.encode(ProcessState(manager=ManagerStatus(**fields), unix_s=1.0))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from ft_transport.http.peer_sessions import begin_session, make_challenge
 from ft_transport.http.rate_probe import ask_status
 from ft_transport.keys import Keys
 from ft_transport.telemetry.record import decode_record
-from ft_transport.telemetry.told import decode_state
+from ft_transport.telemetry.process_state import decode_state
 from ft_transport.wire.delta import decode_delta
 from manager.errors import QuorumError
 from manager.quorum.member_data import SignedReports

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
 from ft_transport.cli import same_step
-from ft_transport.cli.contents import NotComparedError, NothingThereError
+from ft_transport.cli.contents import NotComparedError, NotFoundError
 from ft_transport.cli.main import app
 
 
@@ -351,9 +351,9 @@ def test_what_cannot_be_compared_is_said_to_be_so(tmp_path: Path) -> None:
     for name, error in (
         ("long", NotComparedError),
         ("short", NotComparedError),
-        ("fifo", NothingThereError),
-        ("missing", NothingThereError),
-        ("none", NothingThereError),
+        ("fifo", NotFoundError),
+        ("missing", NotFoundError),
+        ("none", NotFoundError),
     ):
         for pair in ((tmp_path / "a", tmp_path / name), (tmp_path / name, tmp_path / "a")):
             assert isinstance(CliRunner().invoke(app, ["diff", *map(str, pair)]).exception, error)

@@ -21,10 +21,10 @@ from ft_transport.cli.job_watch import MAX_PROCESSES, JobWatch
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.rate_probe import connecting
 from ft_transport.keys import Keys
-from ft_transport.telemetry.encoding import encode_told
+from ft_transport.telemetry.process_state import ManagerStatus, MembershipChange, MemberStatus
+from ft_transport.telemetry.process_status import ProcessStatus
+from ft_transport.telemetry.record import encode_json
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import ToldChange, ToldManager, ToldMember
-from ft_transport.telemetry.watch import Watch
 
 NOBODY = "http://127.0.0.1:9/checkpoint/"
 
@@ -46,12 +46,12 @@ def presences(job: JobState) -> dict[str, str]:
 
 
 def test_a_replica_leaves_starts_again_and_is_back() -> None:
-    watch = Watch(Recorder())
-    watch.tell("manager", lambda: ToldManager(replica_id="b:1", step=7, activity="training"))
+    watch = ProcessStatus(Recorder())
+    watch.set_part("manager", lambda: ManagerStatus(replica_id="b:1", step=7, activity="training"))
     clock = Clock()
     known: list[KnownMember] = []
     looking = watching(lambda: KnownJob(members=tuple(known), is_lighthouse_read=True), clock)
-    with serving(watch=watch) as served:
+    with serving(process_status=watch) as served:
         known[:] = [KnownMember(name="b", replica_id="b:1", addresses=(f"{served.server.address}/checkpoint/",))]
         (process,) = looking.look().processes
         assert (process.presence, process.told.manager.step) == ("here", 7)  # type: ignore[union-attr]
@@ -68,20 +68,20 @@ def test_a_replica_leaves_starts_again_and_is_back() -> None:
     assert presences(looking.look()) == {"b:1": "gone"}
     known[:] = [KnownMember(name="b", replica_id="b:2")]
     assert presences(looking.look()) == {"b:2": "coming"}
-    with serving(watch=watch) as served:
+    with serving(process_status=watch) as served:
         known[:] = [KnownMember(name="b", replica_id="b:2", addresses=(f"{served.server.address}/checkpoint/",))]
         assert presences(looking.look()) == {"b:2": "here"}
 
 
 def test_the_same_departure_told_by_all_survivors_is_one() -> None:
-    death = ToldChange(unix_s=50.0, kind="left", replica_id="c:1", step=41, text="left" * 1000)
+    death = MembershipChange(unix_s=50.0, kind="left", replica_id="c:1", step=41, text="left" * 1000)
     tolds = [(death,), (replace(death, unix_s=49.0), replace(death, step=60, unix_s=70.0))]
     with ExitStack() as open_:
         members = []
         for at, told in enumerate(tolds):
-            watch = Watch(Recorder())
-            watch.tell("changes", lambda told=told: told)
-            address = f"{open_.enter_context(serving(watch=watch)).server.address}/checkpoint/"
+            watch = ProcessStatus(Recorder())
+            watch.set_part("changes", lambda told=told: told)
+            address = f"{open_.enter_context(serving(process_status=watch)).server.address}/checkpoint/"
             members.append(KnownMember(name=f"r{at}", replica_id=f"r{at}:1", addresses=(address,)))
         job = watching(lambda: KnownJob(members=tuple(members))).look()
     assert [each.step for each in job.changes] == [41, 60]
@@ -94,18 +94,18 @@ def test_the_same_departure_told_by_all_survivors_is_one() -> None:
 def test_a_replica_that_left_before_anybody_looked_has_a_row_until_it_returns() -> None:
     now_s = time.time()
     changes = [
-        ToldChange(unix_s=now_s - 3000, kind="left", replica_id="long:1", step=2),
-        ToldChange(unix_s=now_s - 80, kind="left", replica_id="back:1", step=30),
-        ToldChange(unix_s=now_s - 60, kind="joined", replica_id="back:2", step=40),
-        ToldChange(unix_s=now_s - 50, kind="left", replica_id="c:1", step=41),
+        MembershipChange(unix_s=now_s - 3000, kind="left", replica_id="long:1", step=2),
+        MembershipChange(unix_s=now_s - 80, kind="left", replica_id="back:1", step=30),
+        MembershipChange(unix_s=now_s - 60, kind="joined", replica_id="back:2", step=40),
+        MembershipChange(unix_s=now_s - 50, kind="left", replica_id="c:1", step=41),
     ]
-    watch = Watch(Recorder())
-    watch.tell("changes", lambda: tuple(changes))
-    with serving(watch=watch) as served:
+    watch = ProcessStatus(Recorder())
+    watch.set_part("changes", lambda: tuple(changes))
+    with serving(process_status=watch) as served:
         survivor = KnownMember(name="r", replica_id="r:1", addresses=(f"{served.server.address}/checkpoint/",))
         looking = watching(lambda: KnownJob(members=(survivor,)))
         survivor_row, gone = looking.look().processes
-        changes.append(ToldChange(unix_s=now_s - 1, kind="joined", replica_id="c:2", step=60))
+        changes.append(MembershipChange(unix_s=now_s - 1, kind="joined", replica_id="c:2", step=60))
         after = looking.look()
     assert survivor_row.presence == "here"
     assert (gone.name, gone.presence, gone.step) == ("c", "gone", 41)
@@ -201,7 +201,7 @@ def test_what_one_member_makes_all_who_watch_read_is_bounded() -> None:
     with listening(respond) as bad:
         job = watching(job_of(bad=bad)).look()
     assert presences(job) == {"bad:1": "here"}
-    assert len(encode_told(job)) < 160 << 10
+    assert len(encode_json(job)) < 160 << 10
     assert [len(each.record.phases) for each in job.records] == [61] * 20
 
 
@@ -267,9 +267,9 @@ def test_no_request_names_who_is_asked() -> None:
         heard.set()
 
     with listening(respond) as there, serving() as member:
-        watch = Watch(Recorder())
-        watch.tell("job", watching(job_of(a=f"{member.server.address}/checkpoint/")).recent)
-        with serving(watch=watch) as served:
+        watch = ProcessStatus(Recorder())
+        watch.set_part("job", watching(job_of(a=f"{member.server.address}/checkpoint/")).recent)
+        with serving(process_status=watch) as served:
             query = f"address={there}&lighthouse={there}&members={there}"
             headers = {"X-Forwarded-Host": there.split("/")[2], "Forwarded": f"host={there}", "Referer": there}
             (process,) = json.loads(served.ask(f"/state?{query}", **headers).body)["job"]["processes"]
@@ -310,10 +310,12 @@ def test_a_process_without_a_quorum_is_a_job_of_one() -> None:
 
 
 def test_a_process_names_its_lighthouse_and_the_members_also_after_it_has_exited() -> None:
-    member = ToldMember(replica_id="b:1", step=7, addresses=(NOBODY,))
-    watch = Watch(Recorder())
-    watch.tell("manager", lambda: ToldManager(replica_id="a:1", lighthouse="http://127.0.0.1:9", members=(member,)))
-    with serving(watch=watch) as served:
+    member = MemberStatus(replica_id="b:1", step=7, addresses=(NOBODY,))
+    watch = ProcessStatus(Recorder())
+    watch.set_part(
+        "manager", lambda: ManagerStatus(replica_id="a:1", lighthouse="http://127.0.0.1:9", members=(member,))
+    )
+    with serving(process_status=watch) as served:
         find = JobFinder(f"{served.server.address}/checkpoint/", connecting(None, None))
         job = find()
     expected = KnownMember(name="b", replica_id="b:1", addresses=(NOBODY,), step=7)

@@ -8,19 +8,19 @@ from rich.console import Console
 
 from ft_transport.cli.job_state import JobError, JobProcess, JobRecord, JobState, Presence
 from ft_transport.cli.top_screen import is_well, screen
-from ft_transport.telemetry.record import Phase, Record
-from ft_transport.telemetry.told import (
+from ft_transport.telemetry.process_state import (
     Activity,
     Change,
-    Running,
-    ToldChange,
-    ToldError,
-    ToldFlow,
-    ToldManager,
-    ToldState,
-    ToldStep,
-    ToldTransport,
+    ErrorStatus,
+    ManagerStatus,
+    MembershipChange,
+    ProcessState,
+    RunningRecord,
+    StepStatus,
+    TransferStatus,
+    TransportStatus,
 )
+from ft_transport.telemetry.record import Phase, Record
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e[bold]" + "x" * 10_000
 
@@ -38,13 +38,13 @@ def process(
     presence: Presence = "here",
     activity: Activity = "training",
     activity_s: float = 0.1,
-    flows: tuple[ToldFlow, ...] = (),
-    running: tuple[Running, ...] = (),
+    flows: tuple[TransferStatus, ...] = (),
+    running: tuple[RunningRecord, ...] = (),
     **fields: object,
 ) -> JobProcess:
-    steps = tuple(ToldStep(step=index, length_s=0.25, is_committed=index != 38) for index in range(step - 9, step))
-    manager = ToldManager(step=step, activity=activity, activity_s=activity_s, steps=steps, num_refused=1)
-    told = ToldState(manager=manager, transport=ToldTransport(receives=flows), running=running)
+    steps = tuple(StepStatus(step=index, length_s=0.25, is_committed=index != 38) for index in range(step - 9, step))
+    manager = ManagerStatus(step=step, activity=activity, activity_s=activity_s, steps=steps, num_refused=1)
+    told = ProcessState(manager=manager, transport=TransportStatus(receives=flows), running=running)
     return JobProcess(
         name=name,
         replica_id=f"{name}:1",
@@ -83,13 +83,13 @@ def drawn(state: JobState, *, width: int = 80, height: int = 24) -> list[str]:
 
 
 def test_what_needs_attention_comes_first() -> None:
-    healing = Running(
+    healing = RunningRecord(
         kind="heal",
         begun_unix_s=999.0,
         length_s=1.0,
         phases=(Phase(name="transfer", start_s=0.0, length_s=1.0),),
     )
-    flow = ToldFlow(peer="a:1", num_bytes=10**9, bytes_per_s=2.5e8)
+    flow = TransferStatus(peer="a:1", num_bytes=10**9, bytes_per_s=2.5e8)
     lines = drawn(
         job(
             process("Alpha"),
@@ -97,7 +97,9 @@ def test_what_needs_attention_comes_first() -> None:
             process("Gamma", activity="healing", flows=(flow,), running=(healing,)),
             process("Delta", activity_s=120.0),
             records=(heal("Beta"),),
-            errors=(JobError(name="Alpha", group_rank=0, error=ToldError(unix_s=990.0, about="x", text="no quorum")),),
+            errors=(
+                JobError(name="Alpha", group_rank=0, error=ErrorStatus(unix_s=990.0, about="x", text="no quorum")),
+            ),
         )
     )
     assert "1 gone, 1 stalled, 1 healing, 1 training" in lines[1]
@@ -124,7 +126,7 @@ def test_any_number_fits(num: int, height: int) -> None:
 
 
 def test_text_of_peers_moves_nothing() -> None:
-    error = ToldError(unix_s=1.0, about=HOSTILE, text=HOSTILE)
+    error = ErrorStatus(unix_s=1.0, about=HOSTILE, text=HOSTILE)
     hostile_heal = heal(HOSTILE)
     lines = drawn(
         job(
@@ -133,7 +135,7 @@ def test_text_of_peers_moves_nothing() -> None:
             records=(hostile_heal,),
             errors=(JobError(name=HOSTILE, group_rank=0, error=error),),
             status=HOSTILE,
-            changes=(ToldChange(unix_s=1e308, kind="left", replica_id=HOSTILE, step=2**62, text=HOSTILE),),
+            changes=(MembershipChange(unix_s=1e308, kind="left", replica_id=HOSTILE, step=2**62, text=HOSTILE),),
         )
     )
     text = "\n".join(lines)
@@ -145,17 +147,17 @@ def test_text_of_peers_moves_nothing() -> None:
 @pytest.mark.parametrize("figure", [1e308, -1e308, -5.0, 0.0])
 @pytest.mark.parametrize("address", ["http://[", "http://\u2100/", "\x1b", ""])
 def test_no_figure_and_no_address_ends_it(figure: float, address: str) -> None:
-    steps = tuple(ToldStep(step=-(2**62), length_s=figure) for _ in range(9))
-    flow = ToldFlow(peer=address, bytes_per_s=figure, num_bytes=2**62, length_s=figure)
-    told = ToldState(
+    steps = tuple(StepStatus(step=-(2**62), length_s=figure) for _ in range(9))
+    flow = TransferStatus(peer=address, bytes_per_s=figure, num_bytes=2**62, length_s=figure)
+    told = ProcessState(
         unix_s=figure,
-        manager=ToldManager(step=2**62, activity="training", activity_s=figure, steps=steps, num_refused=2**62),
-        transport=ToldTransport(receives=(flow,), sends=(flow,)),
+        manager=ManagerStatus(step=2**62, activity="training", activity_s=figure, steps=steps, num_refused=2**62),
+        transport=TransportStatus(receives=(flow,), sends=(flow,)),
     )
     hostile = JobProcess(name="x", replica_id="x:1", address=address, presence="here", since_s=figure, told=told)
     phases = tuple(Phase(name="transfer", start_s=figure, length_s=figure) for _ in range(3))
     record = Record(kind="heal", begun_unix_s=figure, length_s=figure, outcome="ok", phases=phases)
-    error = ToldError(unix_s=figure, about="x", text="x")
+    error = ErrorStatus(unix_s=figure, about="x", text="x")
     lines = drawn(
         job(
             hostile,
@@ -175,7 +177,7 @@ def test_a_narrow_screen_and_a_job_without_anybody() -> None:
 
 def test_a_death_is_shown_after_it_with_its_cost() -> None:
     changes = tuple(
-        ToldChange(unix_s=960.0 + 10 * at, kind=kind, replica_id="b:3f2c", step=41, text=text)
+        MembershipChange(unix_s=960.0 + 10 * at, kind=kind, replica_id="b:3f2c", step=41, text=text)
         for at, (kind, text) in enumerate(CHANGES)
     )
     lines = drawn(job(process("a"), process("b"), changes=changes), width=120)
@@ -201,7 +203,7 @@ def test_a_lighthouse_without_a_page_is_not_dead_where_replicas_train() -> None:
 
 
 def test_a_process_says_that_the_lighthouse_is_lost() -> None:
-    told = ToldState(manager=ToldManager(activity="training", is_lighthouse_lost=True))
+    told = ProcessState(manager=ManagerStatus(activity="training", is_lighthouse_lost=True))
     lines = drawn(job(JobProcess(name="a", replica_id="a:1", presence="here", told=told)))
     assert "THE LIGHTHOUSE DOES NOT ANSWER" in lines[1]
 

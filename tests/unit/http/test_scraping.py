@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
@@ -17,10 +18,9 @@ from served_memory import Answer, Serving, serving, until
 
 from ft_transport.http import watch_routes
 from ft_transport.http.watch_routes import Scraping
-from ft_transport.telemetry.exposition import TEXT, Exposition
-from ft_transport.telemetry.metrics import METRICS, Metric, Metrics, Reading
+from ft_transport.telemetry.metrics import METRICS, TEXT, Metric, Metrics, Reading, encode_metrics
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.watch import Watch
 
 LONG_S = 20.0
 MUCH_BYTES = 12 << 20
@@ -53,14 +53,14 @@ def source() -> Source:
 
 
 @pytest.fixture
-def watch(source: Source) -> Watch:
-    made = Watch(Recorder())
+def watch(source: Source) -> ProcessStatus:
+    made = ProcessStatus(Recorder())
     made.metrics.collect(source)
     return made
 
 
-def test_it_is_text_that_nobody_keeps(watch: Watch) -> None:
-    with serving(watch=watch) as served:
+def test_it_is_text_that_nobody_keeps(watch: ProcessStatus) -> None:
+    with serving(process_status=watch) as served:
         plain = scrape(served)
         modern = scrape(served, Accept="application/openmetrics-text;version=1.0.0")
         head = served.ask("/metrics", method="HEAD")
@@ -73,8 +73,8 @@ def test_it_is_text_that_nobody_keeps(watch: Watch) -> None:
     assert (head.status, head.body) == (200, b"")
 
 
-def test_what_was_sent_is_counted(watch: Watch) -> None:
-    with serving(watch=watch) as served:
+def test_what_was_sent_is_counted(watch: ProcessStatus) -> None:
+    with serving(process_status=watch) as served:
         snapshot = served.put(5, b"x" * 100_000)
         for method in ("GET", "HEAD", "GET"):
             served.ask("/checkpoint/5/full", method=method)
@@ -88,8 +88,8 @@ def test_what_was_sent_is_counted(watch: Watch) -> None:
         until(lambda: num_sent() == 2 * snapshot.total_bytes)
 
 
-def test_a_crowd_is_answered(watch: Watch, source: Source) -> None:
-    with serving(watch=watch) as served, ThreadPoolExecutor(50) as pool:
+def test_a_crowd_is_answered(watch: ProcessStatus, source: Source) -> None:
+    with serving(process_status=watch) as served, ThreadPoolExecutor(50) as pool:
         answers = [each.result(LONG_S) for each in [pool.submit(scrape, served) for _ in range(200)]]
         num_reads = source.num_reads
         last = scrape(served)
@@ -105,7 +105,7 @@ def test_while_one_runs_all_others_share_the_next_one() -> None:
     metrics.collect(source)
 
     async def crowd() -> list[bytes]:
-        scraping = Scraping(Exposition(metrics).encode)
+        scraping = Scraping(partial(encode_metrics, metrics))
         source.may_go_on.clear()
         first = asyncio.ensure_future(scraping.scrape(TEXT))
         while not source.begun.is_set():
@@ -129,9 +129,9 @@ def test_a_crowd_that_asks_for_the_state_takes_one_thread() -> None:
         assert may_go_on.wait(LONG_S)
         return 1
 
-    watch = Watch(Recorder())
-    watch.tell("part", part)
-    with serving(watch=watch) as served, ThreadPoolExecutor(30) as pool:
+    watch = ProcessStatus(Recorder())
+    watch.set_part("part", part)
+    with serving(process_status=watch) as served, ThreadPoolExecutor(30) as pool:
         answers = [pool.submit(served.ask, "/state") for _ in range(30)]
         assert asked.acquire(timeout=LONG_S)
         # What peers need of the same threads, such as the signature of a manifest, waits for nobody.
@@ -148,7 +148,7 @@ def test_a_source_that_hangs_holds_one_thread_and_nobody_for_long() -> None:
     metrics.collect(source)
 
     async def scrapes() -> bytes:
-        scraping = Scraping(Exposition(metrics).encode, timeout_s=0.05)
+        scraping = Scraping(partial(encode_metrics, metrics), timeout_s=0.05)
         source.may_go_on.clear()
         for _ in range(5):
             with pytest.raises(asyncio.TimeoutError):
@@ -163,8 +163,8 @@ def test_a_source_that_hangs_holds_one_thread_and_nobody_for_long() -> None:
     assert b"ft_transport_engines" in asyncio.run(scrapes())
 
 
-def test_who_asks_meanwhile_is_told_that_it_takes_too_long(watch: Watch, source: Source) -> None:
-    with serving(watch=watch) as served:
+def test_who_asks_meanwhile_is_told_that_it_takes_too_long(watch: ProcessStatus, source: Source) -> None:
+    with serving(process_status=watch) as served:
         served.server._watch_routes._scraping._timeout_s = 0.05
         source.may_go_on.clear()
         answer = scrape(served)
@@ -175,9 +175,9 @@ def test_who_asks_meanwhile_is_told_that_it_takes_too_long(watch: Watch, source:
     assert b"could not collect its state in time" in answer.body
 
 
-def test_a_server_ends_while_it_is_scraped(watch: Watch, source: Source) -> None:
+def test_a_server_ends_while_it_is_scraped(watch: ProcessStatus, source: Source) -> None:
     with ThreadPoolExecutor(8) as pool:
-        with serving(watch=watch) as served:
+        with serving(process_status=watch) as served:
             source.may_go_on.clear()
 
             def ask() -> None:
@@ -202,10 +202,10 @@ def test_a_part_that_hangs_holds_up_neither_the_server_nor_its_end() -> None:
         with suppress(OSError, HTTPException):
             served.ask("/state")
 
-    watch = Watch(Recorder())
-    watch.tell("part", hanging)
+    watch = ProcessStatus(Recorder())
+    watch.set_part("part", hanging)
     try:
-        with ThreadPoolExecutor(1) as pool, serving(watch=watch) as served:
+        with ThreadPoolExecutor(1) as pool, serving(process_status=watch) as served:
             asking = pool.submit(ask, served)
             assert is_asked.wait(LONG_S)
             assert served.ask("/status").status == 200
@@ -228,11 +228,11 @@ def is_established(*ports: int) -> bool:
 def test_a_client_that_does_not_read_is_cut_off(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_routes, "_WRITE_S", 0.2)
     much = "x" * MUCH_BYTES
-    watch = Watch(Recorder())
-    watch.tell("part", lambda: much)
+    watch = ProcessStatus(Recorder())
+    watch.set_part("part", lambda: much)
     monkeypatch.setitem(METRICS, "engines", Metric("engines", much))
     watch.metrics.collect(lambda: [Reading("engines", 1)])
-    with serving(watch=watch) as served, socket.socket() as stalled:
+    with serving(process_status=watch) as served, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.settimeout(LONG_S)
         stalled.connect(("127.0.0.1", served.server.port))

@@ -14,14 +14,14 @@ import torch
 from served_memory import Serving, serving, until
 
 from ft_transport import HTTPTransport, TransportSettings
+from ft_transport.telemetry.process_state import ProcessState, decode_state
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import ToldState, decode_state
-from ft_transport.telemetry.watch import Watch
 
 TIMEOUT = timedelta(seconds=30)
 
 
-def told_by(served: Serving) -> ToldState:
+def told_by(served: Serving) -> ProcessState:
     return decode_state(served.ask("/state").body)
 
 
@@ -60,9 +60,9 @@ def test_a_name_that_is_no_text_blinds_nobody() -> None:
 
 
 def test_an_error_that_quotes_a_path_of_any_bytes_is_told() -> None:
-    watch = Watch(Recorder())
+    watch = ProcessStatus(Recorder())
     watch.errors.note("a disk", os.fsdecode(b"no room for /x/\xff"))
-    with serving(watch=watch) as served:
+    with serving(process_status=watch) as served:
         (error,) = told_by(served).errors
     assert error.text == "no room for /x/?"
 
@@ -71,7 +71,7 @@ def test_a_fetch_tells_what_comes_from_whom_while_it_does() -> None:
     told: list[Any] = []
 
     def look(_progress: object) -> None:
-        told.append(receiver.watch.state())
+        told.append(receiver.process_status.state())
 
     def look_from_elsewhere(_progress: object) -> None:
         # Here the fetch cannot go on, and who watches is not held up by it.
@@ -93,7 +93,7 @@ def test_a_fetch_tells_what_comes_from_whom_while_it_does() -> None:
                 receiver.shutdown()
             assert len(told) == 4
             assert all(each["running"][0].step == 8 for each in told)
-            assert receiver.watch.state()["transport"].receives == ()  # type: ignore[attr-defined]
+            assert receiver.process_status.state()["transport"].receives == ()  # type: ignore[attr-defined]
             if on_progress is look:
                 (flow,) = told[-1]["transport"].receives
                 assert (flow.peer, flow.step, flow.num_bytes, flow.is_running) == (peer, 8, 3 << 20, True)

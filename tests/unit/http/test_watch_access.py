@@ -10,8 +10,8 @@ import pytest
 from served_memory import Answer, Serving, serving
 
 from ft_transport.keys import Keys
+from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.watch import Watch
 from ft_transport.wire.routes import WATCH_ROUTES
 
 TOKEN = "a-job-token-of-some-length"
@@ -92,10 +92,10 @@ def test_a_part_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFix
     def broken() -> object:
         raise RuntimeError("not now")
 
-    watch = Watch(Recorder())
-    watch.tell("broken", broken)
-    watch.tell("whole", lambda: {"step": 7})
-    with serving(watch=watch) as served:
+    watch = ProcessStatus(Recorder())
+    watch.set_part("broken", broken)
+    watch.set_part("whole", lambda: {"step": 7})
+    with serving(process_status=watch) as served:
         told = json.loads(served.ask("/state").body)
 
     assert (told["broken"], told["whole"]) == (None, {"step": 7})

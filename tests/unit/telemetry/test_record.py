@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ft_transport.errors import RecordError
-from ft_transport.telemetry.record import Phase, Record, Retry, Transfer, decode_record, encode_record
+from ft_transport.telemetry.record import Phase, Record, Retry, Transfer, decode_record, encode_json
 from ft_transport.telemetry.recorder import Recorder
 
 RECORD = Record(
@@ -27,7 +27,7 @@ RECORD = Record(
 
 
 def test_a_record_survives_its_line() -> None:
-    line = encode_record(RECORD)
+    line = encode_json(RECORD)
     assert b"\n" not in line
     assert decode_record(line) == RECORD
     assert decode_record(line.decode()) == RECORD
@@ -41,10 +41,16 @@ def test_what_quotes_a_path_of_any_bytes_is_written_too(tmp_path: Path) -> None:
 
 
 def test_what_a_newer_version_adds_is_passed_over() -> None:
-    assert decode_record(encode_record(RECORD)[:-1] + b',"later":1}') == RECORD
+    assert decode_record(encode_json(RECORD)[:-1] + b',"later":1}') == RECORD
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", '{"kind": "party"}', b"\xff"])
 def test_what_is_no_record_is_refused(line: bytes | str) -> None:
     with pytest.raises(RecordError, match="expected a record in JSON"):
         decode_record(line)
+
+
+def test_phases_of_one_name_are_summed_up() -> None:
+    phases = tuple(Phase(name=name, start_s=0.0, length_s=1.0) for name in ("manifest", "transfer", "manifest"))
+    record = Record(kind="heal", begun_unix_s=0, length_s=3, outcome="ok", phases=phases)
+    assert record.phase_lengths() == {"manifest": 2.0, "transfer": 1.0}

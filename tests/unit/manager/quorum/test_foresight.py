@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from ft_transport.errors import DeadlineExceededError, PeerAuthenticationError
-from ft_transport.telemetry.told import ToldManager, ToldState
+from ft_transport.telemetry.process_state import ManagerStatus, ProcessState
 from manager import QuorumError
 from manager.quorum import foresight
 from manager.quorum.decision import Rules
@@ -29,22 +29,22 @@ OWN = Member(
     structure=OTHER,
 )
 
-Answer = ToldManager | Exception | None
+Answer = ManagerStatus | Exception | None
 
 
 def refusing_members(
     own: Member,
     running: tuple[ToldMember, ...],
     rules: Rules,
-    ask: Callable[[str, timedelta], ToldState],
+    ask: Callable[[str, timedelta], ProcessState],
     *,
     has_token: bool = False,
 ) -> tuple[Member, ...]:
     return foresight.refusing_members(own, running, rules, ask, has_token=has_token)
 
 
-def _told(name: str, **changed: object) -> ToldManager:
-    told = ToldManager(replica_id=f"{name}:1", rules=RULES.told(), structure=COMMON, store_address=f"{name}:2")
+def _told(name: str, **changed: object) -> ManagerStatus:
+    told = ManagerStatus(replica_id=f"{name}:1", rules=RULES.told(), structure=COMMON, store_address=f"{name}:2")
     return replace(told, **changed)  # type: ignore[arg-type]
 
 
@@ -52,13 +52,13 @@ def _running(*names: str, step: int = 7) -> tuple[ToldMember, ...]:
     return tuple(ToldMember(replica_id=f"{name}:1", step=step, addresses=(f"http://{name}",)) for name in names)
 
 
-def _ask(**answers: Answer) -> Callable[[str, timedelta], ToldState]:
-    def ask(address: str, timeout: timedelta) -> ToldState:
+def _ask(**answers: Answer) -> Callable[[str, timedelta], ProcessState]:
+    def ask(address: str, timeout: timedelta) -> ProcessState:
         assert timeout > timedelta(0)
         answer = answers[address.removeprefix("http://")]
         if isinstance(answer, Exception):
             raise answer
-        return ToldState(manager=answer)
+        return ProcessState(manager=answer)
 
     return ask
 
@@ -77,7 +77,7 @@ def test_one_that_does_not_fit_learns_which_replica_it_does_not_fit() -> None:
         _told("a", structure=OTHER),
         _told("a", structure=()),
         _told("another at this address"),
-        ToldManager(replica_id="a:1"),
+        ManagerStatus(replica_id="a:1"),
         None,
         DeadlineExceededError("late"),
         ConnectionRefusedError("gone"),
@@ -129,7 +129,7 @@ def test_a_large_job_is_not_asked_as_a_whole() -> None:
     names = [f"n{number}" for number in range(50)]
     asked: list[str] = []
 
-    def ask(address: str, timeout: timedelta) -> ToldState:
+    def ask(address: str, timeout: timedelta) -> ProcessState:
         del timeout
         asked.append(address)
         raise PeerAuthenticationError("no proof")

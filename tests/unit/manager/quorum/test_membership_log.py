@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.telemetry.told import NUM_CHANGES
+from ft_transport.telemetry.process_state import NUM_CHANGES
 from manager.quorum.decision import Decision, Heals, Role, StandsBy, UpToDate
 from manager.quorum.membership_log import MembershipLog
 from manager.quorum.reports import Member

@@ -1,6 +1,6 @@
-"""The state of a process, as `Watch.state` returns and ``/state`` sends it: a JSON object.
+"""The state of a process, as `ProcessStatus.state` returns and ``/state`` sends it: a JSON object.
 
-Its keys are the attributes of `ToldState`; ``version`` grows when one of them gets another meaning. Readers ignore
+Its keys are the attributes of `ProcessState`; ``version`` grows when one of them gets another meaning. Readers ignore
 unknown keys and accept missing ones: a process of an older version sends fewer.
 """
 
@@ -32,7 +32,7 @@ Change: TypeAlias = Literal["left", "joined", "healed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldSnapshot:
+class SnapshotStatus:
     """A snapshot that the transport serves.
 
     Attributes:
@@ -47,7 +47,7 @@ class ToldSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldFlow:
+class TransferStatus:
     """A transfer between two processes, running or just ended.
 
     Attributes:
@@ -72,7 +72,7 @@ class ToldFlow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldTransport:
+class TransportStatus:
     """The snapshots and transfers of a transport.
 
     Attributes:
@@ -87,13 +87,13 @@ class ToldTransport:
     server: str = ""
     replica: str = ""
     address: str = ""
-    snapshots: tuple[ToldSnapshot, ...] = ()
-    sends: tuple[ToldFlow, ...] = ()
-    receives: tuple[ToldFlow, ...] = ()
+    snapshots: tuple[SnapshotStatus, ...] = ()
+    sends: tuple[TransferStatus, ...] = ()
+    receives: tuple[TransferStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldMember:
+class MemberStatus:
     """A member of the last quorum.
 
     Attributes:
@@ -108,7 +108,7 @@ class ToldMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldHolder:
+class HolderStatus:
     """A holder of the lock over the state.
 
     Attributes:
@@ -123,7 +123,7 @@ class ToldHolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldLock:
+class LockStatus:
     """The lock over the state.
 
     Attributes:
@@ -133,14 +133,14 @@ class ToldLock:
         longest_wait_s: The longest wait, in seconds.
     """
 
-    holders: tuple[ToldHolder, ...] = ()
+    holders: tuple[HolderStatus, ...] = ()
     num_waits: Number = 0
     waited_s: float = 0.0
     longest_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldStep:
+class StepStatus:
     """An attempted step.
 
     Attributes:
@@ -161,7 +161,7 @@ class ToldStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldManager:
+class ManagerStatus:
     """The state of a manager.
 
     Attributes:
@@ -194,12 +194,12 @@ class ToldManager:
     batches: Number = 0
     partial: str = ""
     quorum: str = ""
-    members: tuple[ToldMember, ...] = ()
+    members: tuple[MemberStatus, ...] = ()
     num_participants: Number = 0
     lighthouse: str = ""
     is_lighthouse_lost: bool = False
-    lock: ToldLock = field(default_factory=ToldLock)
-    steps: tuple[ToldStep, ...] = ()
+    lock: LockStatus = field(default_factory=LockStatus)
+    steps: tuple[StepStatus, ...] = ()
     num_committed: Number = 0
     num_refused: Number = 0
     rules: tuple[str, ...] = ()
@@ -208,7 +208,7 @@ class ToldManager:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldChange:
+class MembershipChange:
     """A change of membership, as one replica saw it.
 
     Attributes:
@@ -229,7 +229,7 @@ class ToldChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldError:
+class ErrorStatus:
     """An error.
 
     Attributes:
@@ -246,7 +246,7 @@ class ToldError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningRecord:
     """A record that has not ended; attributes as in `Record`."""
 
     kind: Kind
@@ -262,7 +262,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldState:
+class ProcessState:
     """The state of a process; see the module.
 
     Attributes:
@@ -278,18 +278,18 @@ class ToldState:
 
     version: Number = VERSION
     unix_s: float = 0.0
-    transport: ToldTransport | None = None
-    manager: ToldManager | None = None
+    transport: TransportStatus | None = None
+    manager: ManagerStatus | None = None
     records: tuple[Record, ...] = ()
-    running: tuple[Running, ...] = ()
-    errors: tuple[ToldError, ...] = ()
-    changes: tuple[ToldChange, ...] = ()
+    running: tuple[RunningRecord, ...] = ()
+    errors: tuple[ErrorStatus, ...] = ()
+    changes: tuple[MembershipChange, ...] = ()
 
 
-_state_decoder: Final = msgspec.json.Decoder(ToldState)
+_state_decoder: Final = msgspec.json.Decoder(ProcessState)
 
 
-def decode_state(body: bytes | bytearray) -> ToldState:
+def decode_state(body: bytes | bytearray) -> ProcessState:
     """Decode the answer of ``/state``.
 
     Raises:

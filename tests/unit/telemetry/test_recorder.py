@@ -9,7 +9,7 @@ import pytest
 from interruptions import at_every_place
 
 from ft_transport.errors import PeerUnreachableError, RecordError
-from ft_transport.telemetry.record import Record, Transfer, decode_record, encode_record
+from ft_transport.telemetry.record import Record, Transfer, decode_record, encode_json
 from ft_transport.telemetry.recorder import Recorder, current
 
 
@@ -30,7 +30,7 @@ def test_phases_follow_each_other_without_a_gap_and_make_up_the_whole() -> None:
         clock.now_s += 0.25
         recording.phase("transfer")
         clock.now_s += 4.0
-        recording.tell(step=7, num_bytes=1024)
+        recording.describe(step=7, num_bytes=1024)
     (record,) = recorder.recent()
     assert [(phase.name, phase.start_s, phase.length_s) for phase in record.phases] == [
         ("quorum", 0.0, 1.5),
@@ -167,6 +167,6 @@ def test_listeners_hear_each_record_and_one_that_fails_hurts_nobody(caplog: pyte
 
 def test_readers_pass_over_keys_that_they_do_not_know() -> None:
     record = Record(kind="load", begun_unix_s=1.0, length_s=2.0, outcome="ok")
-    assert decode_record(json.dumps({**json.loads(encode_record(record)), "new": 1})) == record
+    assert decode_record(json.dumps({**json.loads(encode_json(record)), "new": 1})) == record
     with pytest.raises(RecordError, match="expected a record"):
         decode_record(b"\xff")

@@ -1,4 +1,4 @@
-"""Messages and remedies for errors; a remedy may be that another kind of server answers at a URL."""
+"""Text that the commands print: escaped names, sizes, and errors with their remedies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ft_transport.errors import (
     escape_peer_text,
 )
 
-_MAX_CHARACTERS: Final = 2000
+MAX_NAME: Final = 200
+_MAX_MESSAGE: Final = 2000
 _REMEDIES: Final[tuple[tuple[type[TransportError], str], ...]] = (
     (UnknownHostError, "is the name right? ft-transport doctor URL looks at the way to it"),
     (PeerUnreachableError, "is it running there? ft-transport doctor URL looks at the way to it"),
@@ -36,13 +37,23 @@ _ASK_S: Final = 2.0
 _MAX_BYTES: Final = 4096
 
 
+def escape(text: str, max_characters: int = MAX_NAME) -> str:
+    """Escape the name of a peer or a file, or other text from outside, and truncate it."""
+    return escape_peer_text(text, max_characters=max_characters)
+
+
+def megabytes(num_bytes: float) -> str:
+    """Format in decimal units, as links are sold."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def message_of(error: TransportError) -> str:
     """Return class and message in one line, escaped because it may quote a peer or a file."""
-    return f"{type(error).__name__}: {escape_peer_text(str(error), max_characters=_MAX_CHARACTERS)}"
+    return f"{type(error).__name__}: {escape(str(error), _MAX_MESSAGE)}"
 
 
 def remedy_for(error: TransportError) -> str:
-    """Return the remedy, if known. Probes the peer if it may not be a replica."""
+    """Return the remedy, if known. Asks the peer which kind of server it is, if it may not be a replica."""
     if isinstance(error, FetchFailedError) and error.failures:
         error = error.failures[-1]
     if isinstance(error, _OF_ANOTHER_SERVER) and error.peer is not None:

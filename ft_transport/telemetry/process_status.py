@@ -9,22 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Final
 
 from ft_transport.telemetry.metrics import Metrics
+from ft_transport.telemetry.process_state import NUM_RECORDS, VERSION, ErrorStatus, RunningRecord, shortened
 from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import NUM_RECORDS, VERSION, Running, ToldError, shortened
 
 logger = logging.getLogger(__name__)
 
 _MAX_RUNNING: Final = 20
 _NUM_ERRORS: Final = 30
 _MAX_TEXT: Final = 400
+_WINDOW_S: Final = 0.8
+"""More frequent requests get the rate since an earlier look."""
+_MAX_KEPT: Final = 4096
 
 Part = Callable[[], object]
 """Returns a value for JSON. Called on any thread; takes no lock for long and waits for nothing."""
@@ -35,7 +38,7 @@ class LastErrors:
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()
-        self._kept: deque[ToldError] = deque(maxlen=_NUM_ERRORS)
+        self._kept: deque[ErrorStatus] = deque(maxlen=_NUM_ERRORS)
 
     def note(self, about: str, text: str) -> None:
         """Add an error, or count the same one again.
@@ -44,7 +47,7 @@ class LastErrors:
             about: A peer's address, or a replica.
             text: The error, in words of ours.
         """
-        error = ToldError(unix_s=_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
+        error = ErrorStatus(unix_s=_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
         with self._mutex:
             last = self._kept[-1] if self._kept else None
             if last is not None and (last.about, last.text) == (error.about, error.text):
@@ -52,13 +55,13 @@ class LastErrors:
             else:
                 self._kept.append(error)
 
-    def recent(self) -> tuple[ToldError, ...]:
+    def recent(self) -> tuple[ErrorStatus, ...]:
         """Return the last errors, the newest at the end."""
         with self._mutex:
             return tuple(self._kept)
 
 
-class Watch:
+class ProcessStatus:
     """The parts of one process's state, by name. Any thread may use it.
 
     It begins with the version, the clock, the errors and the records.
@@ -79,9 +82,9 @@ class Watch:
         self.errors = LastErrors()
         self._mutex = threading.Lock()
         self._parts: dict[str, Part] = {"version": lambda: VERSION, "unix_s": _unix_s, "errors": self.errors.recent}
-        self.tell_records([recorder])
+        self.set_recorders([recorder])
 
-    def tell(self, name: str, part: Part) -> None:
+    def set_part(self, name: str, part: Part) -> None:
         """Set the part that is read for ``name``, in place of an earlier one.
 
         This object owns the part for good: a part that reads an object which may be dropped before refers to it weakly.
@@ -89,16 +92,54 @@ class Watch:
         with self._mutex:
             self._parts[name] = part
 
-    def tell_records(self, recorders: Sequence[Recorder]) -> None:
+    def set_recorders(self, recorders: Sequence[Recorder]) -> None:
         """Set the recorders whose records, running and ended ones, are parts of the state."""
-        self.tell("records", partial(_records, tuple(recorders)))
-        self.tell("running", partial(_running, tuple(recorders)))
+        self.set_part("records", partial(_records, tuple(recorders)))
+        self.set_part("running", partial(_running, tuple(recorders)))
 
     def state(self) -> dict[str, object]:
         """Return all parts, by name; a part that fails is ``None``, and logged."""
         with self._mutex:
             parts = dict(self._parts)
         return {name: _asked(name, part) for name, part in parts.items()}
+
+
+@dataclass(slots=True)
+class _Looks:
+    earlier: tuple[float, int]
+    latest: tuple[float, int]
+
+
+class Rates:
+    """Remembers the last looks at values that grow. Any thread may use it.
+
+    Several clients may ask at different moments: each gets a rate over at least `_WINDOW_S`, if that much has passed.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._looks: dict[Hashable, _Looks] = {}
+
+    def of(self, key: Hashable, num_bytes: int, *, began_s: float, now_s: float) -> float:
+        """Return the bytes per second of late.
+
+        Args:
+            key: Identifies the value.
+            num_bytes: Its present size; a smaller number than before restarts it.
+            began_s: When it began with 0, by any clock.
+            now_s: Now, by the same.
+        """
+        with self._mutex:
+            looks = self._looks.pop(key, None)
+            if looks is None or num_bytes < looks.latest[1]:
+                looks = _Looks((began_s, 0), (began_s, 0))
+            if now_s - looks.latest[0] >= _WINDOW_S:
+                looks.earlier, looks.latest = looks.latest, (now_s, num_bytes)
+            self._looks[key] = looks  # the newest at the end
+            if len(self._looks) > _MAX_KEPT:
+                del self._looks[next(iter(self._looks))]
+            length_s = now_s - looks.earlier[0]
+            return (num_bytes - looks.earlier[1]) / length_s if length_s > 0 else 0.0
 
 
 def _asked(name: str, part: Part) -> object:
@@ -115,7 +156,7 @@ def _records(recorders: Sequence[Recorder]) -> list[Record]:
     return [shortened(record) for record in records[-NUM_RECORDS:]]
 
 
-def _running(recorders: Sequence[Recorder]) -> list[Running]:
+def _running(recorders: Sequence[Recorder]) -> list[RunningRecord]:
     running = [each for recorder in recorders for each in recorder.running()]
     return [replace(each, replica=each.replica[:120]) for each in running[-_MAX_RUNNING:]]
 

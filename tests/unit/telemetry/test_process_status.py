@@ -6,23 +6,22 @@ import msgspec
 import pytest
 
 from ft_transport.errors import PeerProtocolError
-from ft_transport.telemetry.rates import Rates
+from ft_transport.telemetry.process_state import NUM_RECORDS, ProcessState, decode_state
+from ft_transport.telemetry.process_status import LastErrors, ProcessStatus, Rates
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import NUM_RECORDS, ToldState, decode_state
-from ft_transport.telemetry.watch import LastErrors, Watch
 
 
-def told_by(watch: Watch) -> ToldState:
+def told_by(watch: ProcessStatus) -> ProcessState:
     return decode_state(msgspec.json.encode(watch.state()))
 
 
 def test_what_is_told_is_of_the_form() -> None:
-    watch = Watch(Recorder())
+    watch = ProcessStatus(Recorder())
     watch.errors.note("10.0.0.1", "went away")
     watch.recorder.begin("load", replica="a").end()
     with watch.recorder.begin("heal", replica="a", phase="quorum") as recording:
-        recording.tell(step=7, num_bytes=100)
+        recording.describe(step=7, num_bytes=100)
         recording.transfer(Transfer(peer="b:1", role="source", num_bytes=10, length_s=1.0))
         recording.follow(lambda: [Transfer(peer="b:1", role="source", num_bytes=5, length_s=0.5)])
         recording.phase("transfer")
@@ -45,8 +44,8 @@ def test_what_is_told_is_of_the_form() -> None:
 
 def test_its_size_is_bounded() -> None:
     first, second = Recorder(), Recorder()
-    watch = Watch(first)
-    watch.tell_records([first, second])
+    watch = ProcessStatus(first)
+    watch.set_recorders([first, second])
     for recorder in (first, second):
         for _ in range(60):
             with recorder.begin("heal", replica="r" * 10_000) as recording:
