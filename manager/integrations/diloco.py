@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from manager.errors import ManagerError
+from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guard_marks import GUARD_MARK, mark_seldom
 from manager.state.optimizer_guard import OptimizerAttachment
 from manager.state_manager import StateManager
@@ -51,12 +52,12 @@ def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
             f"expected a torchft.local_sgd.DiLoCo that was made with this manager, got {type(diloco).__name__}"
         )
     outer_optimizers: dict[int, Optimizer] = {}
-    synchronized = manager._replica.snapshots.synchronized if manager._replica.snapshots is not None else None
+    snapshots = manager._replica.snapshots
     for fragment in fragments:
         for name in _CHANGING_METHODS:
             setattr(fragment, name, _inside_write_section(manager, getattr(fragment, name), name))
-        if synchronized is not None:
-            fragment.perform_sync = _followed(fragment.perform_sync, synchronized)
+        if snapshots is not None:
+            fragment.perform_sync = _followed(fragment.perform_sync, snapshots)
         outer_optimizers[id(fragment._outer_optimizer)] = fragment._outer_optimizer
         manager.replace_state_dict_fn(
             f"StreamingDiLoCoFragment_{fragment._fragment_id}", functools.partial(_live_state, fragment), is_stable=True
@@ -76,16 +77,13 @@ def _inside_write_section(manager: StateManager, change: Callable[[], object], n
     return guarded
 
 
-def _followed(sync: Callable[[], bool], synchronized: Callable[[], None]) -> Callable[[], bool]:
-    """Return ``sync`` with a call of ``synchronized`` behind it.
-
-    A snapshot that is taken right after a sync can be read from live memory until the next one.
-    """
+def _followed(sync: Callable[[], bool], snapshots: SnapshotScheduler) -> Callable[[], bool]:
+    """Return ``sync``, followed by a snapshot if one is requested: until the next sync it can be read in place."""
 
     @functools.wraps(sync)
     def followed() -> bool:
         is_committed = sync()
-        synchronized()
+        snapshots.boundary(is_sync=True)
         return is_committed
 
     return followed

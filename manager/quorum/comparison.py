@@ -21,8 +21,8 @@ from ft_transport.state.state_digest import TensorDigests
 from manager.errors import LockTimeoutError, ManagerError
 from manager.quorum.reports import Claim
 from manager.quorum.round import QuorumRound
-from manager.snapshots.boundary_keeper import BoundaryKeeper
-from manager.snapshots.run import BOUNDARY_TIMEOUT
+from manager.snapshots.boundary_copy import BoundaryCopier
+from manager.snapshots.requests import BOUNDARY_TIMEOUT
 from manager.state.guarded_memory import belongs_to, memory_at, parameters_of
 from manager.state.lock import Section, StateLock
 from manager.state.ownership import OwnedExecutor
@@ -38,13 +38,13 @@ class StateComparison:
 
     Args:
         lock: The lock around the state.
-        keeper: Identifies memory that only optimizers and write sections change; other tensors are not compared.
+        copier: Identifies memory that only optimizers and write sections change; other tensors are not compared.
         state: Calls the state functions.
     """
 
-    def __init__(self, *, lock: StateLock, keeper: BoundaryKeeper, state: Callable[[], object]) -> None:
+    def __init__(self, *, lock: StateLock, copier: BoundaryCopier, state: Callable[[], object]) -> None:
         self._lock = lock
-        self._keeper = keeper
+        self._copier = copier
         self._state = state
         self._pool: OwnedExecutor | None = None
         self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
@@ -79,12 +79,12 @@ class StateComparison:
                 return
             section = self._lock.acquire_read(f"comparing step {step}", BOUNDARY_TIMEOUT, detached=True)
             state = self._state()
-            guarded = self._keeper.guarded(optimizers) | self._keeper.stable(state)
-            check = self._keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])
+            guarded = self._copier.guarded(optimizers) | self._copier.stable(state)
+            check = self._copier.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])
             digests = TensorDigests(state, belongs_to(guarded, at_least_bytes=0))
             if self._pool is None:
                 self._pool = OwnedExecutor(1, "ft-transport-compare")
-            values = {f"{key} (values)": _digest_of_values(each) for key, each in self._keeper.values(state).items()}
+            values = {f"{key} (values)": _digest_of_values(each) for key, each in self._copier.values(state).items()}
             self._pending = step, lineage, self._pool.submit(_compute, digests, values, check, section)
             section = None
         except (TransportError, ManagerError) as error:

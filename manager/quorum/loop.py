@@ -100,7 +100,7 @@ class QuorumLoop:
         self._executor = OwnedExecutor(1, "ft-transport-quorum")
         self._participant = Participant(self._state, self.membership)
         self._metrics = MetricValues("loop")
-        self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
+        self._comparison = StateComparison(lock=self._state.lock, copier=snapshots.copier, state=self._state.content)
         self._structures = StructureWatch(self._participant, self._executor, replica.encodings)
         self._hyperparameters = Hyperparameters(self._participant)
         self._reductions = StepReductions(self._participant, self._structures, stall_watch)
@@ -116,7 +116,7 @@ class QuorumLoop:
             comparison=self._comparison,
             hyperparameters=self._hyperparameters,
             healer=healer,
-            warm_join=WarmJoin(config, state=replica.state, peers=peers, keeper=snapshots.keeper, watch=stall_watch),
+            warm_join=WarmJoin(config, state=replica.state, peers=peers, copier=snapshots.copier, watch=stall_watch),
             metrics=self._metrics,
             changes=changes,
             stall_watch=stall_watch,

@@ -35,7 +35,7 @@ from manager.quorum.lighthouse_status import ToldMember
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.values import PeerOptions
-from manager.snapshots.boundary_keeper import BoundaryKeeper
+from manager.snapshots.boundary_copy import BoundaryCopier
 from manager.state.guarded_memory import Memory, memory_at, memory_of_optimizers, tensors_in
 from manager.state.replica_state import ReplicaState
 
@@ -64,7 +64,7 @@ class WarmJoin:
         config: Whether to prepare, the rate limit and timeouts.
         state: This replica's state.
         peers: Receives and loads a peer's state.
-        keeper: Identifies memory that only write sections change.
+        copier: Identifies memory that only write sections change.
         watch: Reports long waits.
     """
 
@@ -74,13 +74,13 @@ class WarmJoin:
         *,
         state: ReplicaState,
         peers: PeerRecovery,
-        keeper: BoundaryKeeper,
+        copier: BoundaryCopier,
         watch: StallWatch,
     ) -> None:
         self._config = config
         self._state = state
         self._peers = peers
-        self._keeper = keeper
+        self._copier = copier
         self._watch = watch
         self._is_over = not config.warm_join
 
@@ -151,7 +151,7 @@ class WarmJoin:
     def _sizes(self, content: Mapping[str, object]) -> tuple[int, int]:
         """Return the bytes of the state, and of the part that neither optimizer steps nor ``forward`` change."""
         stepped = memory_of_optimizers(self._state.optimizers())
-        lasting = self._keeper.stable(content) - stepped
+        lasting = self._copier.stable(content) - stepped
         memories = set(filter(None, map(memory_at, tensors_in(content))))
         return sum(map(_length, memories)), sum(map(_length, memories & lasting))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -14,8 +15,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manager.state.guarded_memory import Memory, memory_at, memory_of, storage_of, tensors_in
+from manager.state.guarded_memory import (
+    Memory,
+    memory_at,
+    memory_of,
+    memory_of_optimizers,
+    parameters_of,
+    storage_of,
+    tensors_in,
+)
 from manager.state.registry import StateEntry
+
+logger = logging.getLogger(__name__)
 
 MAX_COPIED_BYTES: Final = 16 << 20
 """Maximum bytes copied at every boundary for a snapshot that may never be needed: about 2 ms."""
@@ -29,7 +40,7 @@ Location: TypeAlias = tuple[dict[str, Any], str]
 """Where a module stores a tensor, which it may replace."""
 
 
-class NotKeepableError(Exception):
+class NotCopyableError(Exception):
     """A boundary of this state cannot be kept; the message says why."""
 
 
@@ -138,18 +149,18 @@ class Budget:
         """Count one tensor.
 
         Raises:
-            NotKeepableError: The budget is exhausted.
+            NotCopyableError: The budget is exhausted.
         """
         self.num_tensors += 1
         self.num_bytes += tensor.nbytes if is_copied else 0
         if self.num_tensors > _MAX_CALLED_TENSORS or self.num_bytes > MAX_COPIED_BYTES:
-            raise NotKeepableError(
+            raise NotCopyableError(
                 f"a state function returns more than {_MAX_CALLED_TENSORS} tensors, or {MAX_COPIED_BYTES} bytes that "
                 "no attached optimizer guards; register modules and optimizers themselves"
             )
 
 
-def kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | Optimizer | None:
+def _kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | Optimizer | None:
     """Return the object behind an entry, if its state is known without calling it."""
     holder = entry.holder
     if entry.on_training_thread or getattr(entry.state_dict, "__self__", None) is not holder:
@@ -175,7 +186,7 @@ def _is_plain_module(module: nn.Module) -> bool:
     )
 
 
-def tensors_of_module(module: nn.Module) -> list[tuple[str, Location]]:
+def _tensors_of_module(module: nn.Module) -> list[tuple[str, Location]]:
     """Return the tensors in the state of a plain module, by name (``torch.nn.Module._save_to_state_dict``)."""
     return [
         (f"{prefix}.{name}" if prefix else name, (tensors, name))
@@ -186,13 +197,13 @@ def tensors_of_module(module: nn.Module) -> list[tuple[str, Location]]:
     ]
 
 
-def tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tensor]:
+def _tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tensor]:
     """Return the tensors that change in write sections alone."""
     return [
         location[0][location[1]]
         for entry in entries
         if entry.is_stable and isinstance(holder := entry.holder, nn.Module)
-        for _, location in tensors_of_module(holder)
+        for _, location in _tensors_of_module(holder)
     ]
 
 
@@ -223,15 +234,15 @@ def names_of(entries: Iterable[StateEntry], tensors: Sequence[torch.Tensor]) -> 
     return ", ".join(shown + ([f"{unnamed} without a name"] if unnamed > 0 else []))
 
 
-def check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:
+def _check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:
     """Check that copies equal the state: the tensors are plain, small, and have memory of their own."""
     if sum(tensor.nbytes for tensor in tensors) > MAX_COPIED_BYTES:
-        raise NotKeepableError(f"{key!r} has more than {MAX_COPIED_BYTES} bytes that no attached optimizer guards")
+        raise NotCopyableError(f"{key!r} has more than {MAX_COPIED_BYTES} bytes that no attached optimizer guards")
     copied = {memory_at(tensor) for tensor in tensors}
     storages = {storage_of(tensor) for tensor in tensors if tensor.nbytes}
     others = {
         memory_at(location[0][location[1]])
-        for _, location in tensors_of_module(module)
+        for _, location in _tensors_of_module(module)
         if storage_of(location[0][location[1]]) in storages
     }
     if others - copied or any(
@@ -243,7 +254,7 @@ def check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module)
         or tensor.is_conj()
         for tensor in tensors
     ):
-        raise NotKeepableError(f"{key!r} has buffers that share memory, or are not dense and row-major")
+        raise NotCopyableError(f"{key!r} has buffers that share memory, or are not dense and row-major")
 
 
 def frozen(value: object, guarded: Set[Memory], budget: Budget) -> Any:
@@ -256,7 +267,7 @@ def frozen(value: object, guarded: Set[Memory], budget: Budget) -> Any:
             if is_guarded:
                 return value
             if hasattr(value, "_local_tensor"):
-                raise NotKeepableError("a state function returns a DTensor that no attached optimizer guards")
+                raise NotCopyableError("a state function returns a DTensor that no attached optimizer guards")
             return value.detach().clone().requires_grad_(value.requires_grad)
         case dict() if type(value) is dict:
             return {key: frozen(item, guarded, budget) for key, item in value.items()}
@@ -275,3 +286,101 @@ def frozen(value: object, guarded: Set[Memory], budget: Budget) -> Any:
             return result
         case _:
             return copy.deepcopy(value)
+
+
+@dataclass(slots=True, kw_only=True)
+class BoundaryPlan:
+    """The plan of a boundary: lists the tensors to copy, made once for many boundaries.
+
+    Attributes:
+        signature: Signature of the state that the plan was made for.
+        parts: Parts of the state, in the order of registration.
+        guarded: Memory that waits for an optimizer's step or a write section.
+        watched: Tensors in it that count their changes.
+        refusal: Why no boundary can be kept; empty if one can.
+        spare: Buffers of the last boundary, if no snapshot took them.
+    """
+
+    signature: tuple[object, ...]
+    parts: list[Part] = field(default_factory=list)
+    guarded: frozenset[Memory] = frozenset()
+    watched: list[torch.Tensor] = field(default_factory=list)
+    refusal: str = ""
+    spare: list[torch.Tensor] | None = None
+
+    @classmethod
+    def make(
+        cls,
+        signature: tuple[object, ...],
+        entries: Sequence[StateEntry],
+        optimizers: Sequence[Optimizer],
+        unguarded: Set[Memory],
+    ) -> BoundaryPlan:
+        """Make a plan for the registered states; ``unguarded`` is memory that changes without an optimizer's step."""
+        plan = cls(signature=signature)
+        kinds = {entry.key: _kind_of(entry, optimizers) for entry in entries}
+        stable = [entry.state_dict() for entry in entries if entry.is_stable and kinds[entry.key] is not None]
+        plan.guarded = frozenset((memory_of_optimizers(optimizers) | memory_of(stable)) - unguarded)
+        plan.watched = [
+            tensor
+            for tensor in [*parameters_of(optimizers), *_tensors_of_stable_modules(entries)]
+            if memory_at(tensor) in plan.guarded
+        ]
+        try:
+            plan.parts = [plan._part_of(entry, kinds[entry.key]) for entry in entries]
+        except NotCopyableError as error:
+            plan.refuse(str(error))
+        return plan
+
+    def _part_of(self, entry: StateEntry, kind: nn.Module | Optimizer | None) -> Part:
+        match kind:
+            case nn.Module():
+                found = [
+                    (name, location)
+                    for name, location in _tensors_of_module(kind)
+                    if memory_at(location[0][location[1]]) not in self.guarded
+                ]
+                tensors = [location[0][location[1]] for _, location in found]
+                _check_copyable(entry.key, tensors, kind)
+                return ModulePart(
+                    entry=entry,
+                    names=tuple(name for name, _ in found),
+                    locations=tuple(location for _, location in found),
+                )
+            case Optimizer():
+                return OptimizerPart(entry=entry, optimizer=kind)
+            case None:
+                return CalledPart(entry=entry)
+
+    def refuse(self, reason: str) -> None:
+        """Copy no boundary with this plan."""
+        self.refusal = reason
+        logger.debug("a newcomer waits for one step, because a boundary cannot be copied: %s", reason)
+
+    def copied(self) -> list[torch.Tensor]:
+        """Copy the tensors that something besides the optimizers may change; reuse the last boundary's buffers."""
+        sources = [
+            location[0][location[1]]
+            for part in self.parts
+            if isinstance(part, ModulePart)
+            for location in part.locations
+        ]
+        if any(source is None for source in sources):
+            raise NotCopyableError("a buffer is gone")
+        spare, self.spare = self.spare, None
+        had_gradients = torch.is_grad_enabled()
+        try:
+            # Not ``torch.no_grad``: a signal handler that raises in its functions may leave gradients turned off.
+            torch._C._set_grad_enabled(False)
+            if spare is not None and all(
+                copy_.shape == source.shape and copy_.dtype is source.dtype and copy_.device == source.device
+                for copy_, source in zip(spare, sources, strict=True)
+            ):
+                if spare:
+                    torch._foreach_copy_(spare, sources)
+                return spare
+            made: dict[Memory | None, torch.Tensor] = {}
+            # Shared tensors stay shared.
+            return [made.setdefault(memory_at(source), source.detach().clone()) for source in sources]
+        finally:
+            torch._C._set_grad_enabled(had_gradients)

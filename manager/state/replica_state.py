@@ -139,6 +139,24 @@ class ReplicaState:
         if self.training_thread is None:
             self.note_training_thread()
 
+    def require_step(self, step: int | None) -> None:
+        """Make sure that the state shows a committed step: ``step``, or by default the one that began last.
+
+        Raises:
+            ManagerError: An optimizer has stepped since; or ``step`` is not a whole number from 0.
+            StateTornError: The state shows no whole step.
+        """
+        self.refuse_partial()
+        self.assume_training_thread()
+        if step is not None:
+            self.step = checked_step(step)
+            self.is_past_step = False
+        if self.is_past_step:
+            raise ManagerError(
+                f"expected the number of committed steps: an optimizer has stepped since step {self.step} began; call "
+                "start_step first, or pass the step"
+            )
+
     def content(self) -> dict[str, object]:
         """Return the replicated state, live tensors included; the caller holds the lock.
 

@@ -19,7 +19,7 @@ from ft_transport.runtime.handler_safety import SafeFuture
 from ft_transport.transfer.server import SnapshotLease
 from manager import RandomState
 from manager.recovery.replica import Replica
-from manager.snapshots.run import copy_and_publish
+from manager.snapshots.requests import copy_and_publish
 from manager.snapshots.scheduler import SnapshotScheduler
 
 LONG_S = 20.0

@@ -380,7 +380,7 @@ def test_what_is_global_is_fetched_between_two_syncs_and_nothing_in_the_quorum(
     newcomer = LocalReplica(address, "joins", seed=2)
     training.run(newcomer, "joins")
     # The next sync serves it; then the source makes no step before the newcomer has asked for the quorum.
-    wait_for(lambda: source.manager._replica.snapshots._demand._wanted_after >= 0)  # type: ignore[union-attr]
+    wait_for(lambda: source.manager._replica.snapshots._requests._wanted_after >= 0)  # type: ignore[union-attr]
     before = source.manager.current_step()
     while source.manager.current_step() == before:
         source.step()

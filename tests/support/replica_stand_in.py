@@ -114,13 +114,13 @@ class Replica:
     def __init__(self, timeout: timedelta = LONG) -> None:
         self.replica_state = _GivenState(timeout, self._call_state)
         self.lock = self.replica_state.lock
-        self.sink: Any = StandInTransport(self.lock)
+        self.transport: Any = StandInTransport(self.lock)
         self.model = torch.nn.Sequential(torch.nn.Linear(1, LARGE), torch.nn.BatchNorm1d(LARGE, affine=False))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.attachment: OptimizerAttachment = self.attach(self.optimizer)
         self.state: Callable[[], object] = lambda: {"model": self.model.state_dict(), "more": self.more}
         self.more: dict[str, torch.Tensor] = {}
-        self.snapshot_scheduler = SnapshotScheduler(self.replica_state, self.sink, prefault=True)
+        self.snapshot_scheduler = SnapshotScheduler(self.replica_state, self.transport, prefault=True)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> OptimizerAttachment:
         return self.replica_state.attach((optimizer,), every_commit=True)

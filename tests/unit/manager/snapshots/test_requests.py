@@ -1,7 +1,8 @@
-"""Nobody who asks for a snapshot gets one older than his request, and nobody is forgotten."""
+"""No request gets a snapshot older than itself, and none is forgotten, in any order of requests and boundaries."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,8 +14,126 @@ from hypothesis import strategies as st
 
 from ft_transport import SnapshotError, SnapshotLimitError
 from ft_transport.state.snapshot import Taking
+from manager.snapshots.requests import FailureLog, SnapshotRequests
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.replica_state import ReplicaState
+
+
+def _at(step: int) -> SnapshotRequests:
+    requests = SnapshotRequests()
+    requests.begin_boundary(step)
+    return requests
+
+
+def test_nobody_waits_before_a_request() -> None:
+    assert not _at(3).take_boundary(0, is_sync=False)
+
+
+def test_a_request_stays_until_a_later_snapshot_has_been_published() -> None:
+    requests = _at(3)
+    requests.add_after(0)
+    assert requests.take_boundary(0, is_sync=False)
+    assert requests.take_boundary(0, is_sync=False), "a snapshot that failed met nobody"
+    assert not requests.take_boundary(1, is_sync=False)
+
+
+def test_the_later_of_two_requests_counts() -> None:
+    requests = _at(3)
+    requests.add_after(2)
+    requests.add_after(0)
+    assert requests.take_boundary(2, is_sync=False)
+    assert not requests.take_boundary(3, is_sync=False)
+
+
+def test_a_step_to_come_is_taken_at_its_own_boundary() -> None:
+    requests = _at(3)
+    requests.add_step(5, None)
+    assert not requests.take_boundary(0, is_sync=False)
+    requests.begin_boundary(4)
+    assert not requests.take_boundary(0, is_sync=False)
+    requests.begin_boundary(5)
+    assert requests.take_boundary(0, is_sync=False)
+    assert not requests.take_boundary(0, is_sync=False), "it is taken once"
+
+
+def test_a_step_that_is_past_is_not_waited_for() -> None:
+    requests = _at(3)
+    requests.add_step(3, None)
+    requests.add_step(2, None)
+    assert not requests.take_boundary(0, is_sync=False)
+
+
+def test_of_many_steps_to_come_the_next_sixteen_are_kept() -> None:
+    requests = _at(0)
+    for step in range(100, 0, -1):
+        requests.add_step(step, None)
+    taken = []
+    for step in range(1, 101):
+        requests.begin_boundary(step)
+        taken += [step] if requests.take_boundary(0, is_sync=False) else []
+    assert taken == list(range(1, 17))
+
+
+def test_sharing_is_forgotten_with_the_need() -> None:
+    requests = _at(3)
+    requests.is_to_share = True
+    requests.add_after(0)
+    assert requests.take_boundary(0, is_sync=False)
+    assert requests.is_to_share
+    requests.take_boundary(1, is_sync=False)
+    assert not requests.is_to_share
+
+
+def test_where_there_are_syncs_a_request_waits_for_the_next() -> None:
+    requests = _at(3)
+    assert not requests.take_boundary(0, is_sync=True)
+    requests.add_after(0)
+    assert not requests.take_boundary(0, is_sync=False)
+    assert requests.take_boundary(0, is_sync=True)
+
+
+def test_one_that_is_shared_or_of_a_step_does_not_wait_for_a_sync() -> None:
+    requests = _at(3)
+    requests.take_boundary(0, is_sync=True)
+    requests.add_step(4, None)
+    requests.begin_boundary(4)
+    assert requests.take_boundary(0, is_sync=False)
+    requests.add_after(0)
+    requests.is_to_share = True
+    assert requests.take_boundary(0, is_sync=False)
+
+
+def test_a_failure_is_told_to_those_who_waited_for_it_and_to_no_others() -> None:
+    requests = _at(3)
+    requests.add_after(1)
+    requests.forget(0)
+    assert requests.is_open(1), "it was promised the snapshot after the one that failed"
+    requests.forget(1)
+    assert not requests.is_open(1)
+    requests.add_after(7)
+    requests.forget()
+    assert not requests.is_open(0)
+
+
+def test_what_may_pass_is_said_once_until_a_snapshot_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    failures, passing = FailureLog(), SnapshotLimitError("all places are taken")
+    assert failures.not_taken(1, passing)
+    assert failures.not_taken(2, passing)
+    failures.taken()
+    assert failures.not_taken(3, passing)
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [message.partition(":")[0] for message in warned] == ["step 1", "step 3"]
+
+
+def test_of_a_held_state_it_is_said_once_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    failures, passing = FailureLog(), SnapshotLimitError("all places are taken")
+    for step in range(3):
+        failures.held_not_taken(step, passing)
+    failures.held_not_taken(3, SnapshotError("no encoding"))
+    failures.held_not_taken(4, SnapshotError("no encoding"))
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [message.partition(":")[0] for message in warned] == ["step 0", "step 4"]
+
 
 _LONG_S = 20.0
 
@@ -73,32 +192,32 @@ class Requests:
     """A snapshot_scheduler over the stand-in, with a background that moves only when told to."""
 
     def __init__(self) -> None:
-        self.sink: Any = StandInTransport()
+        self.transport: Any = StandInTransport()
         self._state = ReplicaState(timedelta(seconds=_LONG_S))
-        self.snapshot_scheduler = SnapshotScheduler(self._state, self.sink)
+        self.snapshot_scheduler = SnapshotScheduler(self._state, self.transport)
         self.request = self.snapshot_scheduler.request
 
     def boundary(self, step: int) -> None:
         if not self.is_running:
-            self.sink.may_copy.clear()
+            self.transport.may_copy.clear()
         self._state.step = step
         self.snapshot_scheduler.boundary()
 
     @property
     def is_running(self) -> bool:
         """Whether a snapshot was begun that no `finish` has let end."""
-        return self.sink.is_running
+        return self.transport.is_running
 
     def finish(self, error: Exception | None = None) -> None:
-        num_published, num_failures = len(self.sink.steps), len(self.sink.failures)
-        self.sink.copy_error = error
-        self.sink.may_copy.set()
+        num_published, num_failures = len(self.transport.steps), len(self.transport.failures)
+        self.transport.copy_error = error
+        self.transport.may_copy.set()
         self.snapshot_scheduler._pool.submit(lambda: None).result(_LONG_S)
         if self.is_running:
-            assert self.sink.failures[num_failures:] == ([] if error is None else [error])
-            assert len(self.sink.steps) - num_published == (error is None)
-        self.sink.is_running = False
-        self.sink.copy_error = None
+            assert self.transport.failures[num_failures:] == ([] if error is None else [error])
+            assert len(self.transport.steps) - num_published == (error is None)
+        self.transport.is_running = False
+        self.transport.copy_error = None
 
 
 @pytest.fixture
@@ -111,10 +230,10 @@ def requests() -> Iterator[Requests]:
 
 def test_a_request_before_the_first_boundary_is_answered_by_it(requests: Requests) -> None:
     after = requests.request()
-    assert requests.sink.answer(after) is None
+    assert requests.transport.answer(after) is None
     requests.boundary(0)
     requests.finish()
-    assert requests.sink.answer(after) == 0
+    assert requests.transport.answer(after) == 0
 
 
 def test_without_a_request_there_is_no_snapshot(requests: Requests) -> None:
@@ -128,8 +247,8 @@ def test_the_snapshot_of_the_present_step_serves_everybody(requests: Requests) -
     requests.boundary(4)
     during = requests.request()
     requests.finish()
-    assert requests.sink.answer(during) == 4
-    assert requests.sink.answer(requests.request()) == 4
+    assert requests.transport.answer(during) == 4
+    assert requests.transport.answer(requests.request()) == 4
     requests.boundary(5)
     assert not requests.is_running
 
@@ -140,25 +259,25 @@ def test_a_snapshot_of_an_older_step_does_not_serve_a_later_request(requests: Re
     requests.boundary(2)
     after = requests.request()
     requests.finish()
-    assert requests.sink.answer(after) is None
+    assert requests.transport.answer(after) is None
     requests.boundary(3)
     requests.finish()
-    assert requests.sink.answer(after) == 3
+    assert requests.transport.answer(after) == 3
 
 
 @pytest.mark.parametrize("is_older", [False, True])
 def test_a_request_in_the_very_moment_of_publication(requests: Requests, is_older: bool) -> None:
     after: list[int] = []
-    requests.sink.after_publish = lambda: after.append(requests.request())
+    requests.transport.after_publish = lambda: after.append(requests.request())
     requests.request()
     requests.boundary(1)
     if is_older:
         requests.boundary(2)
     requests.finish()
-    assert requests.sink.answer(after[0]) == (None if is_older else 1)
+    assert requests.transport.answer(after[0]) == (None if is_older else 1)
     requests.boundary(3)
     requests.finish()
-    assert requests.sink.answer(after[0]) == (3 if is_older else 1)
+    assert requests.transport.answer(after[0]) == (3 if is_older else 1)
 
 
 def test_a_request_during_a_snapshot_that_fails_is_not_forgotten(requests: Requests) -> None:
@@ -170,7 +289,7 @@ def test_a_request_during_a_snapshot_that_fails_is_not_forgotten(requests: Reque
     for step in (3, 4):
         requests.boundary(step)
         requests.finish()
-    assert requests.sink.answer(after) in (3, 4)
+    assert requests.transport.answer(after) in (3, 4)
 
 
 def test_the_same_step_number_with_another_state_is_not_the_same_snapshot(requests: Requests) -> None:
@@ -179,13 +298,13 @@ def test_the_same_step_number_with_another_state_is_not_the_same_snapshot(reques
     requests.finish()
     requests.snapshot_scheduler.replaced()
     replaced = requests.request()
-    assert requests.sink.answer(replaced) is None
+    assert requests.transport.answer(replaced) is None
     requests.boundary(0)
     requests.finish()
-    assert requests.sink.answer(replaced) == 0
+    assert requests.transport.answer(replaced) == 0
     # A step that did not commit is run again under its number; forward has changed the buffers meanwhile.
     requests.boundary(0)
-    assert requests.sink.answer(requests.request()) is None
+    assert requests.transport.answer(requests.request()) is None
 
 
 _OPERATIONS = st.lists(
@@ -204,7 +323,7 @@ def test_any_order_of_events(operations: list[str]) -> None:
 
         def check() -> None:
             for asked, after in list(outstanding):
-                shown = requests.sink.answer(after)
+                shown = requests.transport.answer(after)
                 if shown is not None:
                     assert shown >= asked, "older than the request"
                     outstanding.remove((asked, after))
@@ -216,10 +335,10 @@ def test_any_order_of_events(operations: list[str]) -> None:
                 step = next(steps)
                 requests.boundary(step)
             elif operation == "full":
-                requests.sink.begin_error = SnapshotLimitError("full")
+                requests.transport.begin_error = SnapshotLimitError("full")
                 step = next(steps)
                 requests.boundary(step)
-                requests.sink.begin_error = None
+                requests.transport.begin_error = None
             elif requests.is_running:
                 requests.finish(SnapshotLimitError("full") if operation == "fail" else None)
             check()
@@ -244,7 +363,7 @@ def test_a_step_to_come_is_taken_at_its_boundary(requests: Requests) -> None:
     requests.boundary(6)
     assert requests.request(5) is not None
     requests.finish()
-    assert requests.sink.steps == [5]
+    assert requests.transport.steps == [5]
     requests.boundary(7)
     assert not requests.is_running
 

@@ -15,76 +15,60 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ft_transport import SnapshotError, StateMovedError
+from ft_transport.state.snapshot import Taking
 from manager.snapshots.state_parts import (
+    BoundaryPlan,
     Budget,
     CalledPart,
     ModulePart,
-    NotKeepableError,
+    NotCopyableError,
     OptimizerPart,
-    Part,
     ReplacedTensors,
-    check_copyable,
     frozen,
-    kind_of,
     names_of,
     renormalised_memory,
-    tensors_of_module,
-    tensors_of_stable_modules,
 )
+from manager.state.guard_marks import often_stepping
 from manager.state.guarded_memory import (
     Memory,
     VersionWatch,
+    belongs_to,
     memory_at,
     memory_of,
     memory_of_optimizers,
     parameters_of,
+    storage_of,
+    storages_of_optimizers,
     tensors_in,
 )
 from manager.state.parameter_order import MANAGER_KEY, USER_KEY, own_part
-from manager.state.registry import StateEntry, StateRegistry
+from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
 
+_MAX_HELD_BYTES: Final = 16 << 20
+"""Maximum bytes copied for a snapshot that is otherwise served from live memory."""
+_MOST_COPIED_SHARE: Final = 0.25
+"""Maximum copied fraction of the lasting bytes: if steps change more, a copy in the background costs the boundary
+less."""
 _NUM_LEARNING_STEPS: Final = 3
 """Steps of a plan after which the parameters that ``forward`` changes are known, before any request."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Plan:
-    """The plan of a boundary.
-
-    Attributes:
-        signature: Signature of the state that the plan was made for.
-        parts: Parts of the state, in the order of registration.
-        guarded: Memory that waits for an optimizer's step or a write section.
-        watched: Tensors in it that count their changes.
-        refusal: Why no boundary can be kept; empty if one can.
-        spare: Buffers of the last boundary, if no snapshot took them.
-    """
-
-    signature: tuple[object, ...]
-    parts: list[Part] = field(default_factory=list)
-    guarded: frozenset[Memory] = frozenset()
-    watched: list[torch.Tensor] = field(default_factory=list)
-    refusal: str = ""
-    spare: list[torch.Tensor] | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeptBoundary:
+class BoundaryCopy:
     """The copies and notes of one boundary. One thread at a time owns it: first the trainer's, then the snapshot's.
 
     Attributes:
-        keeper: The keeper that made it.
+        copier: The copier that made it.
         plan: The plan that the boundary followed.
         optimizers: The attached optimizers.
         copies: Copies of the tensors that something besides the optimizers may change.
@@ -94,8 +78,8 @@ class KeptBoundary:
         check: Raises if a tensor that was not copied has changed since, outside of an optimizer's step.
     """
 
-    keeper: BoundaryKeeper
-    plan: _Plan
+    copier: BoundaryCopier
+    plan: BoundaryPlan
     optimizers: Sequence[Optimizer]
     copies: list[torch.Tensor]
     values: Mapping[str, object]
@@ -111,14 +95,14 @@ class KeptBoundary:
         """
         try:
             user = self._user_part()
-        except NotKeepableError as error:
-            self.keeper.forget()
+        except NotCopyableError as error:
+            self.copier.forget()
             raise SnapshotError(f"expected the state of the step boundary, and {error}") from None
         self.check()
-        return {USER_KEY: user, MANAGER_KEY: own_part(self.counters, self.keeper.registry)}
+        return {USER_KEY: user, MANAGER_KEY: own_part(self.counters, self.copier.registry)}
 
-    def let_go(self) -> None:
-        """Return the buffers for the next boundary."""
+    def recycle(self) -> None:
+        """Give the buffers to the next boundary."""
         self.plan.spare = self.copies
 
     def _user_part(self) -> dict[str, object]:
@@ -132,7 +116,7 @@ class KeptBoundary:
                     state: Any = part.entry.state_dict()
                     for name in part.names:
                         if name not in state:
-                            raise NotKeepableError(f"{key}.{name} is gone")
+                            raise NotCopyableError(f"{key}.{name} is missing")
                         state[name] = next(copies)
                     copied = set(part.names)
                     self._check_known(key, [tensor for name, tensor in state.items() if name not in copied])
@@ -140,7 +124,7 @@ class KeptBoundary:
                     state = part.entry.state_dict()
                     groups: Any = self.values[key]
                     if len(state["param_groups"]) != len(groups):
-                        raise NotKeepableError(f"the parameter groups of {key!r} have changed")
+                        raise NotCopyableError(f"the parameter groups of {key!r} have changed")
                     for group, values in zip(state["param_groups"], groups, strict=True):
                         indices = group["params"]
                         group.clear()
@@ -156,7 +140,7 @@ class KeptBoundary:
             for tensor in tensors_in(user[part.entry.key]):
                 memory = memory_at(tensor)
                 if memory in self.plan.guarded and memory not in present:
-                    raise NotKeepableError(f"a tensor of {part.entry.key!r} is no longer an attached optimizer's")
+                    raise NotCopyableError(f"a tensor of {part.entry.key!r} is no longer an attached optimizer's")
         return user
 
     def _check_known(self, key: str, live: object, references: Sequence[torch.Tensor] = ()) -> None:
@@ -164,29 +148,30 @@ class KeptBoundary:
         for tensor in tensors_in(live):
             if id(tensor) not in known and memory_at(tensor) not in self.plan.guarded:
                 # The next boundary expects steps that replace tensors.
-                self.keeper.replaced.found(key)
-                raise NotKeepableError(f"{key!r} has a tensor {list(tensor.shape)} that it did not have there")
+                self.copier.replaced.found(key)
+                raise NotCopyableError(
+                    f"{key!r} has a tensor {list(tensor.shape)} that it did not have at the boundary"
+                )
 
 
-class BoundaryKeeper:
+class BoundaryCopier:
     """Knows which memory of a replica's state is guarded, and copies the rest. Owned by the training thread.
 
     Args:
-        registry: The replica's state functions.
-        counters: Returns the manager's own part of the state.
+        state: The replica's state.
 
     Attributes:
-        registry: See the argument.
+        registry: The replica's state functions.
         replaced: Knows the parts whose tensors steps replace.
     """
 
-    def __init__(self, registry: StateRegistry, counters: Callable[[], Mapping[str, object]]) -> None:
-        self.registry = registry
-        self._counters = counters
-        self._plan: _Plan | None = None
+    def __init__(self, state: ReplicaState) -> None:
+        self._state = state
+        self.registry = state.registry
+        self._plan: BoundaryPlan | None = None
         self._moving: set[Memory] = set()
         self._num_steps_to_learn = 0
-        self._lesson: Callable[[], None] | None = None
+        self._check_after_forward: Callable[[], None] | None = None
         self.replaced = ReplacedTensors()
 
     def guarded(self, optimizers: Iterable[Optimizer]) -> set[Memory]:
@@ -221,7 +206,8 @@ class BoundaryKeeper:
         def check() -> None:
             moved = watch.moved()
             if moved:
-                self.note_moving(moved)
+                self._moving |= memory_of(moved)
+                self.forget()
                 names = names_of(self.registry.entries("replicated"), moved)
                 raise StateMovedError(
                     "expected tensors that only an optimizer's step or a write section changes, and "
@@ -231,35 +217,28 @@ class BoundaryKeeper:
 
         return check
 
-    def note_moving(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy these tensors at each boundary from now on: something besides their optimizer changes them."""
-        self._moving |= memory_of(list(tensors))
-        self.forget()
-
     def forget(self) -> None:
         """Make a new plan at the next boundary."""
         self._plan = None
 
-    def keep(self, optimizers: Sequence[Optimizer]) -> KeptBoundary | None:
+    def copy(self) -> BoundaryCopy | None:
         """Copy everything that the optimizers' steps do not guard. The caller holds the read lock.
 
-        Args:
-            optimizers: The attached optimizers.
-
         Returns:
-            The copies, from which the state of this boundary can be taken; ``None`` if too much would have to be
-            copied.
+            The copies, from which a snapshot can still be taken; ``None`` if too much would have to be copied.
 
         Raises:
             RegistryError: A state function failed.
         """
-        self._lesson = None
+        self._check_after_forward = None
+        optimizers = self._state.optimizers()
         signature = self._signature(optimizers)
         plan = self._plan
         if plan is None or plan.signature != signature or self.replaced.is_in_module(plan.parts):
             if plan is not None or not self._moving:
                 self._num_steps_to_learn = _NUM_LEARNING_STEPS
-            plan = self._plan = self._make_plan(signature, optimizers)
+            entries = self.registry.entries("replicated")
+            plan = self._plan = BoundaryPlan.make(signature, entries, optimizers, self._unguarded())
         if plan.refusal:
             return None
         try:
@@ -268,40 +247,110 @@ class BoundaryKeeper:
             noted = (part for part in plan.parts if not isinstance(part, ModulePart))
             values = {part.entry.key: self._note(part, plan, watched) for part in noted}
             references = self.replaced.references(plan.parts)
-            copies = _copied(plan)
-        except NotKeepableError as error:
-            self._refuse(plan, str(error))
+            copies = plan.copied()
+        except NotCopyableError as error:
+            plan.refuse(str(error))
             return None
-        counters = dict(self._counters())
         check = self.watch([*plan.watched, *watched] if watched else plan.watched)
         if self._num_steps_to_learn > 0:
             self._num_steps_to_learn -= 1
-            self._lesson = check
-        return KeptBoundary(
-            keeper=self,
+            self._check_after_forward = check
+        return BoundaryCopy(
+            copier=self,
             plan=plan,
             optimizers=optimizers,
             copies=copies,
             values=values,
             references=references,
-            counters=counters,
+            counters=self._state.counters(),
             check=check,
         )
 
-    def forget_lesson(self) -> None:
+    def expect_changes(self) -> None:
         """Stop watching for changes by ``forward``: a write section changes the state from here on."""
-        self._lesson = None
+        self._check_after_forward = None
 
-    def learn(self) -> None:
+    def learn_changes(self) -> None:
         """Find what ``forward`` has changed since the boundary, in a few steps; called before the optimizers step."""
-        lesson, self._lesson = self._lesson, None
-        if lesson is not None:
+        check, self._check_after_forward = self._check_after_forward, None
+        if check is not None:
             try:
-                lesson()
+                check()
             except StateMovedError as error:
                 logger.info("%s", error)
 
-    # --------------------------------------------------------------------------------------------------------- inside
+    def capture(self, *, may_defer: bool, may_share: bool) -> Taking:
+        """Capture the present state.
+
+        Args:
+            may_defer: Whether memory that optimizers guard may be copied later, under the caller's section.
+            may_share: Whether stable tensors may be served from live memory; only with ``may_defer``.
+        """
+        live, optimizers = self._state.content(), self._state.optimizers()
+        if not may_defer:
+            return Taking(step=self._state.step, state=live)
+        guarded = self.guarded(optimizers)
+        stable = self.stable(live) if may_share else set()
+        lasting = _lasting(stable, optimizers) if stable else None
+        return Taking(
+            step=self._state.step,
+            state=live,
+            deferrable=belongs_to(guarded),
+            lasting=lasting,
+            check_deferred=self.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded]),
+            check_shared=self.watch([each for each in tensors_in(live) if lasting is not None and lasting(each)]),
+        )
+
+    def capture_in_place(self) -> Taking:
+        """Capture the present state to serve it from live memory; other parts are copied."""
+        live, optimizers = self._state.content(), self._state.optimizers()
+        stable = self.stable(live)
+        guarded = self.guarded(optimizers) | stable
+        check = self.watch(_versioned_tensors(live, optimizers, guarded))
+        return Taking(
+            step=self._state.step,
+            state=live,
+            deferrable=belongs_to(guarded, at_least_bytes=0),
+            lasting=_lasting(stable, often_stepping(optimizers)),
+            check_deferred=check,
+            check_shared=check,
+            max_held_bytes=_MAX_HELD_BYTES,
+        )
+
+    def capture_stable(self) -> Taking | None:
+        """Capture the present state to serve the tensors that outlast steps from live memory; ``None`` without any.
+
+        Steps change little else, which is copied. An arena for the whole state would have to be made resident.
+        """
+        live = self._state.content()
+        stable = self.stable(live)
+        if not stable:
+            return None
+        is_lasting = _lasting(stable, often_stepping(self._state.optimizers()))
+        lasting = [each for each in tensors_in(live) if is_lasting(each)]
+        num_bytes = sum({memory_at(each): each.nbytes for each in lasting}.values())
+        check = self.watch(lasting)
+        return Taking(
+            step=self._state.step,
+            state=live,
+            deferrable=is_lasting,
+            lasting=is_lasting,
+            check_deferred=check,
+            check_shared=check,
+            max_held_bytes=int(num_bytes * _MOST_COPIED_SHARE),
+        )
+
+    def capture_copy(self, step: int, copied: BoundaryCopy) -> Taking:
+        """Capture a copied boundary. On any thread."""
+        live = copied.state()
+        return Taking(
+            step=step,
+            state=live,
+            deferrable=lambda _: True,
+            lasting=_lasting(self.stable(live), often_stepping(copied.optimizers)),
+            check_deferred=copied.check,
+            check_shared=copied.check,
+        )
 
     def _unguarded(self) -> set[Memory]:
         return self._moving | renormalised_memory(self.registry.entries("replicated"))
@@ -316,44 +365,7 @@ class BoundaryKeeper:
                 found += (id(params), len(params), id(params[0]) if params else 0)
         return tuple(found)
 
-    def _make_plan(self, signature: tuple[object, ...], optimizers: Sequence[Optimizer]) -> _Plan:
-        plan = _Plan(signature=signature)
-        entries = self.registry.entries("replicated")
-        kinds = {entry.key: kind_of(entry, optimizers) for entry in entries}
-        stable = [entry.state_dict() for entry in entries if entry.is_stable and kinds[entry.key] is not None]
-        plan.guarded = frozenset((memory_of_optimizers(optimizers) | memory_of(stable)) - self._unguarded())
-        plan.watched = [
-            tensor
-            for tensor in [*parameters_of(optimizers), *tensors_of_stable_modules(entries)]
-            if memory_at(tensor) in plan.guarded
-        ]
-        try:
-            plan.parts = [self._part_of(entry, kinds[entry.key], plan) for entry in entries]
-        except NotKeepableError as error:
-            self._refuse(plan, str(error))
-        return plan
-
-    def _part_of(self, entry: StateEntry, kind: nn.Module | Optimizer | None, plan: _Plan) -> Part:
-        match kind:
-            case nn.Module():
-                found = [
-                    (name, location)
-                    for name, location in tensors_of_module(kind)
-                    if memory_at(location[0][location[1]]) not in plan.guarded
-                ]
-                tensors = [location[0][location[1]] for _, location in found]
-                check_copyable(entry.key, tensors, kind)
-                return ModulePart(
-                    entry=entry,
-                    names=tuple(name for name, _ in found),
-                    locations=tuple(location for _, location in found),
-                )
-            case Optimizer():
-                return OptimizerPart(entry=entry, optimizer=kind)
-            case None:
-                return CalledPart(entry=entry)
-
-    def _note(self, part: OptimizerPart | CalledPart, plan: _Plan, watched: list[torch.Tensor]) -> object:
+    def _note(self, part: OptimizerPart | CalledPart, plan: BoundaryPlan, watched: list[torch.Tensor]) -> object:
         budget = Budget()
         if isinstance(part, OptimizerPart):
             return [
@@ -368,32 +380,19 @@ class BoundaryKeeper:
             guarded = guarded | (memory_of(stable) - self._moving)
         return frozen(value, guarded, budget)
 
-    @staticmethod
-    def _refuse(plan: _Plan, reason: str) -> None:
-        plan.refusal = reason
-        logger.debug("a newcomer waits for one step, because the state of a boundary cannot be kept: %s", reason)
 
-
-def _copied(plan: _Plan) -> list[torch.Tensor]:
-    sources = [
-        location[0][location[1]] for part in plan.parts if isinstance(part, ModulePart) for location in part.locations
+def _versioned_tensors(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
+    """Return the guarded tensors that count their changes: the optimizers' own parameters, and stable tensors."""
+    parameters = parameters_of(optimizers)
+    own = {memory_at(parameter) for parameter in parameters}
+    return [
+        tensor
+        for tensor in (*parameters, *(each for each in tensors_in(state) if memory_at(each) not in own))
+        if memory_at(tensor) in guarded
     ]
-    if any(source is None for source in sources):
-        raise NotKeepableError("a buffer is gone")
-    spare, plan.spare = plan.spare, None
-    had_gradients = torch.is_grad_enabled()
-    try:
-        # Not ``torch.no_grad``: a signal handler that raises in its functions may leave gradients turned off.
-        torch._C._set_grad_enabled(False)
-        if spare is not None and all(
-            copy_.shape == source.shape and copy_.dtype is source.dtype and copy_.device == source.device
-            for copy_, source in zip(spare, sources, strict=True)
-        ):
-            if spare:
-                torch._foreach_copy_(spare, sources)
-            return spare
-        made: dict[Memory | None, torch.Tensor] = {}
-        # Shared tensors stay shared.
-        return [made.setdefault(memory_at(source), source.detach().clone()) for source in sources]
-    finally:
-        torch._C._set_grad_enabled(had_gradients)
+
+
+def _lasting(stable: Set[Memory], optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], bool]:
+    """Return a check that a tensor is large, stable, and shares no memory with tensors that optimizer steps change."""
+    is_stable, stepped = belongs_to(stable), storages_of_optimizers(optimizers)
+    return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped
