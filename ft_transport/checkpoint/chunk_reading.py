@@ -25,7 +25,7 @@ from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, Sto
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.slices import Slice
-from ft_transport.wire.strided import Memory, copy_out, put
+from ft_transport.wire.snapshot import Memory, copy_out, put
 
 _NUM_READERS: Final = 2
 _AHEAD: Final = 4

@@ -11,7 +11,7 @@ from ft_transport.state.snapshot import PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.snapshot import MemoryFile
 
 State: TypeAlias = Mapping[str, object] | Callable[[], Mapping[str, object]]
 """A state, or a function that returns it."""

@@ -77,7 +77,7 @@ from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.merging import Path as TreePath
 from ft_transport.wire.merging import StoredLeaf, TensorLike, merge_trees
 from ft_transport.wire.nodes import Node
-from ft_transport.wire.strided import gathered
+from ft_transport.wire.snapshot import gathered
 
 _NICENESS: Final = 5
 """Training has priority if there are more threads than cores."""

@@ -27,8 +27,8 @@ from ft_transport.http.tls_protocol import TLSTransport
 from ft_transport.http.tls_sender import EncryptedSocket
 from ft_transport.runtime.handler_safety import SafeThread
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.served import MemoryFile, ServedMemory, SharedFile, Snapshot
 from ft_transport.wire.slices import SliceFrame, answer_bytes
+from ft_transport.wire.snapshot import MemoryFile, ServedMemory, SharedFile, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from ft_transport.wire.fleet import Fleet
 from ft_transport.wire.fleet_work import FleetWork
 from ft_transport.wire.manifest import Manifest, SnapshotId
 from ft_transport.wire.routes import CHUNK_HEADER, FULL_ROUTE, bound_path, format_ranges, relay_path, relayed_bytes
-from ft_transport.wire.strided import Memory
+from ft_transport.wire.snapshot import Memory
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
 from ft_transport.settings import FetchProgress
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import MEMORY_ROUTE, bound_path, decode_ticket
-from ft_transport.wire.strided import Memory
+from ft_transport.wire.snapshot import Memory
 
 logger = logging.getLogger(__name__)
 

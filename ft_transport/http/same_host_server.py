@@ -28,7 +28,7 @@ from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import DONE, GONE, HELD, LENT, TICKET_CHARACTERS, MemoryTicket, socket_name
-from ft_transport.wire.served import MemoryFile, Snapshot
+from ft_transport.wire.snapshot import MemoryFile, Snapshot
 
 _MAX_CONNECTIONS: Final = 64
 _MAX_TICKETS: Final = 256

@@ -1,4 +1,6 @@
-"""Fetches data for a receiver with another layout: planned reads from several sources, each byte into its final memory.
+"""Fetches planned reads of the data, many in a request, each byte into its final memory.
+
+A receiver with another layout reads slices of several sources; one that has most of the data reads ranges of bytes.
 
 ``wire.reshard``, ``wire.fetch`` and ``wire.read_work`` decide which source to ask for what; ``http.fetch_pool`` runs
 the threads.
@@ -7,8 +9,8 @@ the threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool
@@ -18,10 +20,10 @@ from ft_transport.http.slice_frames import ask_for_frames, receive_frame
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.read_work import FrameOfReads, ReadWork
+from ft_transport.wire.read_work import AnyRead, FrameOfReads, RangeRead, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.slices import Slice, SliceFrame, joined
-from ft_transport.wire.strided import Memory, put
+from ft_transport.wire.snapshot import Memory, put
 
 logger = logging.getLogger(__name__)
 
@@ -58,37 +60,73 @@ def fetch_slices(
     manifests = [source.manifest for source in sources]
     names = [str(source.peer) for source in sources]
     planner = Planner(manifests, names)
-    reads = planner.plan(wanted)
+    _fetch(
+        sources,
+        planner.plan(wanted),
+        _SliceWire(manifests, planner.held, planner.destination, destination, settings),
+        settings,
+    )
+
+
+def fetch_ranges(
+    source: Source, ranges: Iterable[tuple[int, int]], destination: Memory, settings: FetchSettings
+) -> None:
+    """Fetch byte ranges of the data, half-open; bytes between them stay unchanged. Arguments as for `fetch_slices`.
+
+    Adapters lie between the weights that they belong to: a request for each would cost more than its bytes.
+    """
+    wire = _SliceWire([source.manifest], RangeRead.slice, RangeRead.slice, destination, settings)
+    _fetch([source], [RangeRead.of(ranges)], wire, settings)
+
+
+def _fetch(
+    sources: Sequence[Source], reads: Sequence[Sequence[AnyRead]], wire: _SliceWire, settings: FetchSettings
+) -> None:
+    names, step = [str(source.peer) for source in sources], sources[0].manifest.step
     total_bytes = sum(read.num_bytes for planned in reads for read in planned)
     num_workers = max(1, min(settings.num_connections, -(-total_bytes // CHUNK_BYTES)))
     pool = FetchPool(
         [source.peer for source in sources],
         FetchMachine(ReadWork(reads, num_workers=num_workers), sources=names, max_failures=settings.max_failures),
-        _SliceWire(manifests, planner, destination, is_verified=settings.verify),
+        wire,
         settings,
         num_workers=num_workers,
-        step=manifests[0].step,
+        step=step,
         total_bytes=total_bytes,
     )
     pool.run()
-    logger.info("step %d: %s", manifests[0].step, pool.summary())
+    logger.info("step %d: %s", step, pool.summary())
 
 
 class _SliceWire:
-    """Requests frames of slices; the response has each frame's digest after it."""
+    """Requests frames of slices; the response has each frame's digest after it.
+
+    Args:
+        manifests: The manifest of each source.
+        held: Returns the slice of a read at a source.
+        placed: Returns the slice of a read here.
+        destination: The receiver's data.
+        settings: Whether to verify the digests.
+    """
 
     def __init__(
-        self, manifests: Sequence[Manifest], planner: Planner, destination: Memory, *, is_verified: bool
+        self,
+        manifests: Sequence[Manifest],
+        held: Callable[[Any, int], Slice],
+        placed: Callable[[Any], Slice],
+        destination: Memory,
+        settings: FetchSettings,
     ) -> None:
         self._manifests = manifests
-        self._planner = planner
+        self._held = held
+        self._placed = placed
         self._destination = destination
-        self._is_verified = is_verified
+        self._is_verified = settings.verify
 
     def receive(self, connection: Connection, request: Request[FrameOfReads]) -> Iterator[tuple[FrameOfReads, int]]:
         """See ``http.fetch_pool.Wire``."""
         manifest = self._manifests[request.source]
-        frames = [joined([self._planner.held(read, request.source) for read in frame]) for frame in request.units]
+        frames = [joined([self._held(read, request.source) for read in frame]) for frame in request.units]
         response = ask_for_frames(connection, manifest, frames)
         staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.units)))
         for frame, asked in zip(request.units, frames, strict=True):
@@ -108,7 +146,7 @@ class _SliceWire:
         staged: list[tuple[memoryview, Slice]] = []
         filled = 0
         run_start: int | None = None
-        for piece in joined([self._planner.destination(read) for read in frame]):
+        for piece in joined([self._placed(read) for read in frame]):
             if not piece.loops and piece.block_bytes >= _LEAST_DIRECT_BYTES:
                 views += self._destination.buffers(piece.start, piece.end)
                 run_start = None
@@ -121,7 +159,7 @@ class _SliceWire:
             else:  # Adjacent staged pieces are received as one.
                 views[-1] = staging[run_start:end]
             filled = end
-        what = f"a frame with parts of {frame[0].wanted.path}"
+        what = f"a frame with parts of {frame[0].path}"
         receive_frame(connection, manifest, asked, views, is_verified=self._is_verified, what=what)
         for data, piece in staged:
             put(data, self._destination, piece)

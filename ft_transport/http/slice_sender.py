@@ -8,9 +8,8 @@ from typing import Final
 from ft_transport.errors import SnapshotError
 from ft_transport.http.send_cap import PacedSocket
 from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
-from ft_transport.wire.served import MemoryFile, ServedMemory, Snapshot
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame, frame_context
-from ft_transport.wire.strided import copy_out
+from ft_transport.wire.snapshot import MemoryFile, ServedMemory, Snapshot, copy_out
 
 _LEAST_SENDFILE_BYTES: Final = 64 << 10
 """Below this size, a copy costs less than a separate system call."""

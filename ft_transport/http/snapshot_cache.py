@@ -29,7 +29,7 @@ from ft_transport.runtime.handler_safety import Place, Places
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
-from ft_transport.wire.served import Snapshot
+from ft_transport.wire.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,7 +42,6 @@ from ft_transport.wire.routes import (
     STATUS_ROUTE,
     encode_ticket,
 )
-from ft_transport.wire.served import MemoryFile
 from ft_transport.wire.signing import (
     CONTENT_DIGEST_HEADER,
     MANIFEST_PURPOSE,
@@ -51,6 +50,7 @@ from ft_transport.wire.signing import (
     content_digest,
 )
 from ft_transport.wire.slices import decode_request
+from ft_transport.wire.snapshot import MemoryFile
 
 BODY: Final = web.RequestKey("body", bytes)
 """Key under which a request keeps its body."""

@@ -45,8 +45,7 @@ from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
 from ft_transport.wire.manifest import Manifest, decode_header
-from ft_transport.wire.served import MemoryFile, Snapshot
-from ft_transport.wire.strided import gathered
+from ft_transport.wire.snapshot import MemoryFile, Snapshot, gathered
 
 logger = logging.getLogger(__name__)
 

@@ -126,7 +126,7 @@ class CopyOnWriteMemory:
 
     @contextmanager
     def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """See ``wire.served.SharedFile``."""
+        """See ``wire.snapshot.SharedFile``."""
         header_bytes = len(self._header)
         head = [memoryview(self._header)[start:end]] if start < header_bytes else []
         start, end = max(0, start - header_bytes), max(0, end - header_bytes)
@@ -137,7 +137,7 @@ class CopyOnWriteMemory:
 
     @contextmanager
     def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """See ``wire.served.SharedFile``."""
+        """See ``wire.snapshot.SharedFile``."""
         with _gathering, self._pinned():
             yield self._views(start, end)
 
@@ -160,7 +160,7 @@ class CopyOnWriteMemory:
                 self._changed.notify_all()
 
     def encoded_digests(self) -> str:
-        """See ``wire.served.SharedFile``."""
+        """See ``wire.snapshot.SharedFile``."""
         with self._digesting:
             for chunk, known in enumerate(self._digests):
                 if known is None:

@@ -31,7 +31,7 @@ from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, Digester, chunk_bytes_for
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
-from ft_transport.wire.served import MemoryFile, Snapshot
+from ft_transport.wire.snapshot import MemoryFile, Snapshot
 
 _CACHE_LINE_BYTES: Final = 64
 """Size on x86 and most other processors: within one line, copies go at full speed."""

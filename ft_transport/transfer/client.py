@@ -21,6 +21,7 @@ from ft_transport.http.manifest_client import fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay, Relays
 from ft_transport.http.same_host_client import fetch_from_memory
+from ft_transport.http.slice_client import Source, fetch_ranges
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.matching import Incoming
@@ -29,7 +30,6 @@ from ft_transport.state.spare_memory import SpareMemory
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.tls import Certificates
-from ft_transport.transfer.changed import fetch_ranges
 from ft_transport.transfer.known import Known, PartialState, Plan, Received
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
 from ft_transport.transfer.sources import AgreedSources, FetchPeers, ask_sources, with_restarts
@@ -252,7 +252,7 @@ class StateClient(Generic[T]):
         if plan.ranges is not None:
             phase("transfer")
             # Meanwhile the source may still compute its digests.
-            fetch_ranges(agreed.connection.peer, plan.manifest, plan.ranges, restore, settings)
+            fetch_ranges(Source(agreed.connection.peer, plan.manifest), plan.ranges, restore, settings)
             plan = part.plan_rest(plan, agreed, restore, settings)
         receivers: Receivers | None = None
         can_pass_on = not plan.ranges and (plan.ranges is None or restore.is_all_here)

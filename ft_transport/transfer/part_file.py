@@ -40,7 +40,7 @@ class ThreadBuffers:
         self._own = threading.local()
 
     def buffers(self, start: int, end: int) -> Sequence[memoryview]:
-        """Return the calling thread's buffer, which has to receive a whole chunk; see ``wire.strided.Memory``."""
+        """Return the calling thread's buffer, which has to receive a whole chunk; see ``wire.snapshot.Memory``."""
         num_bytes = end - start
         buffer: memoryview | None = getattr(self._own, "buffer", None)
         if buffer is None or len(buffer) < num_bytes:

@@ -23,7 +23,7 @@ from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.tls import Certificates
 from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
-from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.snapshot import MemoryFile
 
 _MAX_FAILURE_CHARACTERS: Final = 1000
 

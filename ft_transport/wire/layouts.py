@@ -8,9 +8,10 @@ of a tensor does not affect the others, so a part is a product of intervals over
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -31,6 +32,8 @@ Intervals: TypeAlias = tuple[Interval, ...]
 """Ascending and disjoint, in the order of the local tensor."""
 Region: TypeAlias = tuple[Intervals, ...]
 """A part of a global tensor: the product of the intervals of each dimension."""
+Cut: TypeAlias = tuple[int, int]
+"""``split_factor`` and number of parts of a mesh dimension that shards a tensor's dimension."""
 
 
 class Placement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -245,3 +248,51 @@ def _are_distinct(ranks: Sequence[int]) -> bool:
 
 def _shown(value: object) -> str:
     return repr(value)[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The overlap of one part of a sharded dimension with the wanted indices.
+
+    Attributes:
+        coordinate: The part's coordinate on the sharding mesh dimensions.
+        length: Number of indices of the part.
+        overlaps: Wanted position, held position, number of indices.
+    """
+
+    coordinate: tuple[int, ...]
+    length: int
+    overlaps: tuple[tuple[int, int, int], ...]
+
+
+def overlapping_parts(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterator[Part]:
+    """Yield the parts of a dimension that may have a wanted index."""
+    for coordinate in _candidates(size, cuts, wanted):
+        held = intervals_of(size, tuple((*cut, part) for cut, part in zip(cuts, coordinate, strict=True)))
+        yield Part(coordinate, sum(end - start for start, end in held), tuple(_overlaps(wanted, held)))
+
+
+def _candidates(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterable[tuple[int, ...]]:
+    """Return parts that may have a wanted index; exact for plain shards."""
+    if len(cuts) == 1 and cuts[0][0] == 1 and wanted:
+        share = max(1, -(-size // cuts[0][1]))
+        return ((part,) for part in range(wanted[0][0] // share, (wanted[-1][1] - 1) // share + 1))
+    return itertools.product(*(range(num_parts) for _, num_parts in cuts))
+
+
+def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, int]]:
+    """Yield overlaps of ascending intervals: position in ``wanted``, position in ``held``, number of indices."""
+    first = second = 0
+    wanted_before = held_before = 0
+    while first < len(wanted) and second < len(held):
+        wanted_start, wanted_end = wanted[first]
+        held_start, held_end = held[second]
+        start, end = max(wanted_start, held_start), min(wanted_end, held_end)
+        if start < end:
+            yield wanted_before + start - wanted_start, held_before + start - held_start, end - start
+        if wanted_end <= held_end:
+            wanted_before += wanted_end - wanted_start
+            first += 1
+        else:
+            held_before += held_end - held_start
+            second += 1

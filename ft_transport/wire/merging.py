@@ -14,61 +14,36 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 
 from ft_transport.errors import ManifestError, RestoreError
-from ft_transport.wire.nodes import (
-    STRIDE,
-    BigIntNode,
-    BytesNode,
-    CheckTime,
-    ComplexNode,
-    ConstantNode,
-    CustomNode,
-    DefaultDictNode,
-    DequeNode,
-    DTensorNode,
-    FloatNode,
-    LayoutNode,
-    LeafNode,
-    MappingNode,
-    NamedTupleNode,
-    Node,
-    NumpyArrayNode,
-    NumpyScalarNode,
-    QuantizedNode,
-    SequenceNode,
-    StoredBytesNode,
-    StringNode,
-    TensorNode,
-    ViewNode,
-    unbounded,
-)
+from ft_transport.wire import nodes
 
-Path: TypeAlias = tuple[Node, ...]
+Path: TypeAlias = tuple[nodes.Node, ...]
 """Keys of mappings, as they are encoded, and positions in sequences."""
-TensorLike: TypeAlias = TensorNode | LayoutNode | ViewNode | DTensorNode
-StoredLeaf: TypeAlias = NumpyArrayNode | StoredBytesNode
+TensorLike: TypeAlias = nodes.TensorNode | nodes.LayoutNode | nodes.ViewNode | nodes.DTensorNode
+StoredLeaf: TypeAlias = nodes.NumpyArrayNode | nodes.StoredBytesNode
 _KEYS: Final = (
-    str, bool, int, float, BigIntNode, FloatNode, ComplexNode, StringNode, BytesNode, ConstantNode, NumpyScalarNode
+    str, bool, int, float, nodes.BigIntNode, nodes.FloatNode, nodes.ComplexNode, nodes.StringNode, nodes.BytesNode,
+    nodes.ConstantNode, nodes.NumpyScalarNode,
 )  # fmt: skip
-_TENSORS: Final[frozenset[type]] = frozenset({TensorNode, LayoutNode, ViewNode, DTensorNode})
+_TENSORS: Final[frozenset[type]] = frozenset({nodes.TensorNode, nodes.LayoutNode, nodes.ViewNode, nodes.DTensorNode})
 
 
 class LeafVisitor(Protocol):
     """Makes the nodes of leaves that have data."""
 
-    def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
-        """Returns the node for a tensor that ``sources`` have as ``nodes``."""
+    def tensor(self, path: Path, sources: tuple[int, ...], found: tuple[TensorLike, ...]) -> nodes.Node:
+        """Returns the node for a tensor that ``sources`` have as ``found``."""
 
-    def stored(self, path: Path, source: int, node: StoredLeaf) -> Node:
+    def stored(self, path: Path, source: int, node: StoredLeaf) -> nodes.Node:
         """Returns the node for a leaf whose bytes ``source`` has."""
 
 
 def merge_trees(
-    trees: Sequence[Node],
+    trees: Sequence[nodes.Node],
     visitor: LeafVisitor,
     *,
     names: Sequence[str] | None = None,
-    check_time: CheckTime = unbounded,
-) -> Node:
+    check_time: nodes.CheckTime = nodes.unbounded,
+) -> nodes.Node:
     """Return one tree with all entries of ``trees``.
 
     Args:
@@ -93,96 +68,98 @@ def path_name(path: Path) -> str:
 
 
 class _Merge:
-    def __init__(self, visitor: LeafVisitor, names: Sequence[str] | None, check_time: CheckTime) -> None:
+    def __init__(self, visitor: LeafVisitor, names: Sequence[str] | None, check_time: nodes.CheckTime) -> None:
         self._visitor = visitor
         self._names = names
         self._check_time = check_time
         self._num_merged = 0
 
-    def merge(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
+    def merge(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...]) -> nodes.Node:
         self._num_merged += 1
-        if self._num_merged % STRIDE == 0:
+        if self._num_merged % nodes.STRIDE == 0:
             self._check_time()
-        first = nodes[0]
+        first = found[0]
         kind = type(first)
-        if kind is LeafNode:
+        if kind is nodes.LeafNode:
             # The receiver decides whether it is a parameter, or wants a gradient.
-            values = tuple([node.value if type(node) is LeafNode else node for node in nodes])
-            return LeafNode(self.merge(path, sources, values), first.parameter, first.requires_grad)
-        kinds = set(map(type, nodes))
+            values = tuple([node.value if type(node) is nodes.LeafNode else node for node in found])
+            return nodes.LeafNode(self.merge(path, sources, values), first.parameter, first.requires_grad)
+        kinds = set(map(type, found))
         if kind in _TENSORS:
             if not kinds <= _TENSORS:
-                raise self._conflict(path, sources, nodes)
-            return self._visitor.tensor(path, sources, nodes)
+                raise self._conflict(path, sources, found)
+            return self._visitor.tensor(path, sources, found)
         if len(kinds) > 1:
-            raise self._conflict(path, sources, nodes)
+            raise self._conflict(path, sources, found)
         match first:
-            case MappingNode() | DefaultDictNode():
-                return self._mapping(path, sources, nodes)
-            case SequenceNode() | NamedTupleNode() | DequeNode():
-                return self._sequence(path, sources, nodes)
-            case QuantizedNode():
-                values = tuple(node.values for node in nodes)
-                self._check_equal(path, sources, nodes, "values")
-                return QuantizedNode(self.merge(path, sources, values), first.dtype, first.scale_bits, first.zero_point)
-            case CustomNode():
-                self._check_equal(path, sources, nodes, "value")
-                merged = self.merge(path, sources, tuple(node.value for node in nodes))
-                return CustomNode(first.name, merged)
-            case NumpyArrayNode() | StoredBytesNode():
-                self._check_equal(path, sources, nodes, "index")
+            case nodes.MappingNode() | nodes.DefaultDictNode():
+                return self._mapping(path, sources, found)
+            case nodes.SequenceNode() | nodes.NamedTupleNode() | nodes.DequeNode():
+                return self._sequence(path, sources, found)
+            case nodes.QuantizedNode():
+                values = tuple(node.values for node in found)
+                self._check_equal(path, sources, found, "values")
+                return nodes.QuantizedNode(
+                    self.merge(path, sources, values), first.dtype, first.scale_bits, first.zero_point
+                )
+            case nodes.CustomNode():
+                self._check_equal(path, sources, found, "value")
+                merged = self.merge(path, sources, tuple(node.value for node in found))
+                return nodes.CustomNode(first.name, merged)
+            case nodes.NumpyArrayNode() | nodes.StoredBytesNode():
+                self._check_equal(path, sources, found, "index")
                 return self._visitor.stored(path, sources[0], first)
             case _:
-                if any(node != first for node in nodes):
-                    raise self._conflict(path, sources, nodes)
+                if any(node != first for node in found):
+                    raise self._conflict(path, sources, found)
                 return first  # type: ignore[no-any-return]
 
-    def _mapping(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
-        self._check_equal(path, sources, nodes, "items")
-        first = nodes[0]
+    def _mapping(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...]) -> nodes.Node:
+        self._check_equal(path, sources, found, "items")
+        first = found[0]
         keys = first.items[::2]
-        if any(len(node.items) % 2 for node in nodes):
+        if any(len(node.items) % 2 for node in found):
             raise ManifestError("expected as many values as keys", path=path_name(path))
-        items: list[Node] = []
-        if all(node.items[::2] == keys for node in nodes):
-            for key, values in zip(keys, zip(*(node.items[1::2] for node in nodes), strict=True), strict=True):
+        items: list[nodes.Node] = []
+        if all(node.items[::2] == keys for node in found):
+            for key, values in zip(keys, zip(*(node.items[1::2] for node in found), strict=True), strict=True):
                 items += (key, self.merge((*path, key), sources, values))
             return _with_items(first, items)
-        for key in itertools.chain.from_iterable(node.items[::2] for node in nodes):
+        for key in itertools.chain.from_iterable(node.items[::2] for node in found):
             # Other nodes cannot be compared by a dict, or have hashes that the sender chooses.
             if not (key is None or isinstance(key, _KEYS)):
                 raise RestoreError(
                     f"expected the same keys from every source, or keys of str and int, got {repr(key)[:100]}",
                     path=path_name(path),
                 )
-        by_key = [dict(zip(node.items[::2], node.items[1::2], strict=True)) for node in nodes]
+        by_key = [dict(zip(node.items[::2], node.items[1::2], strict=True)) for node in found]
         for key in dict.fromkeys(key for entries in by_key for key in entries):
             have = [position for position, entries in enumerate(by_key) if key in entries]
             values = tuple(by_key[position][key] for position in have)
             items += (key, self.merge((*path, key), tuple(sources[position] for position in have), values))
         return _with_items(first, items)
 
-    def _sequence(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
-        first = nodes[0]
-        self._check_equal(path, sources, nodes, "items")
-        if any(len(node.items) != len(first.items) for node in nodes):
-            raise self._conflict(path, sources, tuple(f"{len(node.items)} items" for node in nodes))
-        columns = zip(*(node.items for node in nodes), strict=True)
+    def _sequence(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...]) -> nodes.Node:
+        first = found[0]
+        self._check_equal(path, sources, found, "items")
+        if any(len(node.items) != len(first.items) for node in found):
+            raise self._conflict(path, sources, tuple(f"{len(node.items)} items" for node in found))
+        columns = zip(*(node.items for node in found), strict=True)
         items = [self.merge((*path, position), sources, values) for position, values in enumerate(columns)]
         return _with_items(first, items)
 
-    def _check_equal(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...], but_for: str) -> None:
+    def _check_equal(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...], but_for: str) -> None:
         """Refuse nodes that differ in anything but one field."""
-        fields = [name for name in nodes[0].__struct_fields__ if name != but_for]
-        for node in nodes[1:]:
-            if any(getattr(node, name) != getattr(nodes[0], name) for name in fields):
-                raise self._conflict(path, sources, nodes)
+        fields = [name for name in found[0].__struct_fields__ if name != but_for]
+        for node in found[1:]:
+            if any(getattr(node, name) != getattr(found[0], name) for name in fields):
+                raise self._conflict(path, sources, found)
 
-    def _conflict(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> RestoreError:
-        other = next((position for position, node in enumerate(nodes) if node != nodes[0]), len(nodes) - 1)
+    def _conflict(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...]) -> RestoreError:
+        other = next((position for position, node in enumerate(found) if node != found[0]), len(found) - 1)
         return RestoreError(
-            f"expected the same from every source, got {repr(nodes[0])[:100]} from {self._name(sources[0])} and "
-            f"{repr(nodes[other])[:100]} from {self._name(sources[other])}; what belongs to one rank can "
+            f"expected the same from every source, got {repr(found[0])[:100]} from {self._name(sources[0])} and "
+            f"{repr(found[other])[:100]} from {self._name(sources[other])}; what belongs to one rank can "
             "only be received by one, in the same layout: leave it out, or register it with scope='local'",
             path=path_name(path),
         )
@@ -191,6 +168,6 @@ class _Merge:
         return self._names[source] if self._names is not None else f"source {source}"
 
 
-def _with_items(node: Any, items: list[Node]) -> Node:
-    replaced: Node = msgspec.structs.replace(node, items=items)
+def _with_items(node: Any, items: list[nodes.Node]) -> nodes.Node:
+    replaced: nodes.Node = msgspec.structs.replace(node, items=items)
     return replaced

@@ -9,17 +9,49 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
 from ft_transport.wire.reshard import Read
-from ft_transport.wire.slices import MAX_BLOCKS_PER_FRAME, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST
+from ft_transport.wire.slices import MAX_BLOCKS_PER_FRAME, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST, Slice
 
 _LEAST_REQUEST_BYTES: Final = 4 * CHUNK_BYTES
 _MAX_READS_PER_FRAME: Final = 1 << 10
 
-FrameOfReads: TypeAlias = tuple[Read, ...]
+
+@dataclass(frozen=True, slots=True)
+class RangeRead:
+    """A range of the data's bytes that fits into a frame, read from the only source."""
+
+    start: int
+    end: int
+    num_blocks: ClassVar = 1
+    is_whole: ClassVar = False
+    sources: ClassVar = (0,)
+
+    @classmethod
+    def of(cls, ranges: Iterable[tuple[int, int]]) -> list[RangeRead]:
+        """Return the reads of half-open ranges."""
+        return [cls(at, min(at + CHUNK_BYTES, end)) for start, end in ranges for at in range(start, end, CHUNK_BYTES)]
+
+    @property
+    def path(self) -> str:
+        """Its place in the data, for errors."""
+        return f"bytes {self.start} to {self.end} of the data"
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.start
+
+    def slice(self, _source: int = 0) -> Slice:
+        """Return its slice, at the source and here."""
+        return Slice(self.start, self.num_bytes)
+
+
+AnyRead: TypeAlias = Read | RangeRead
+FrameOfReads: TypeAlias = tuple[AnyRead, ...]
 
 
 @dataclass(slots=True)
@@ -37,7 +69,7 @@ class _Queue:
 
     frames: deque[FrameOfReads] = field(default_factory=deque)
     num_bytes: int = 0
-    whole: dict[int, Read] = field(default_factory=dict)
+    whole: dict[int, AnyRead] = field(default_factory=dict)
     whole_left: set[int] = field(default_factory=set)
     stand_in: int | None = None
 
@@ -50,7 +82,7 @@ class ReadWork:
         num_workers: Number of workers.
     """
 
-    def __init__(self, reads: Sequence[Iterable[Read]], *, num_workers: int) -> None:
+    def __init__(self, reads: Sequence[Iterable[AnyRead]], *, num_workers: int) -> None:
         self.num_left = 0
         self._num_workers = num_workers
         self._queues = [_Queue() for _ in reads]
@@ -102,11 +134,11 @@ class ReadWork:
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> None:
         """Do nothing: the layout says which source has which part."""
 
-    def _enqueue(self, index: int, reads: Iterable[Read]) -> None:
+    def _enqueue(self, index: int, reads: Iterable[AnyRead]) -> None:
         """Put reads into frames, each full or the last of them."""
         queue = self._queues[index]
         num_before = len(queue.frames)
-        frame: list[Read] = []
+        frame: list[AnyRead] = []
         frame_bytes = num_blocks = 0
         for read in reads:
             num_bytes, num_more = read.num_bytes, read.num_blocks
@@ -165,7 +197,7 @@ class ReadWork:
         is_better: Callable[[int], bool],
     ) -> None:
         """Give reads that better sources have as well to them, and the rest back."""
-        taken: dict[int, list[Read]] = {}
+        taken: dict[int, list[AnyRead]] = {}
         for frame in frames:
             for read in frame:
                 candidates = () if read.is_whole else read.sources
@@ -175,9 +207,11 @@ class ReadWork:
         for index, reads in taken.items():
             self._enqueue(index, reads)
 
-    def _hand_over(self, dropped: int, orphans: Sequence[Read], sources: Sequence[SourceState]) -> Undeliverable | None:
+    def _hand_over(
+        self, dropped: int, orphans: Sequence[AnyRead], sources: Sequence[SourceState]
+    ) -> Undeliverable | None:
         """Give a source's undelivered reads to other holders of the same bytes."""
-        taken: dict[int, list[Read]] = {}
+        taken: dict[int, list[AnyRead]] = {}
         loads = {index: queue.num_bytes for index, queue in enumerate(self._queues)}
         for read in orphans:
             if read.is_whole:
@@ -186,11 +220,10 @@ class ReadWork:
             else:
                 alive = [index for index in read.sources if not sources[index].dropped]
             if not alive:
-                path = read.wanted.path
                 return Undeliverable(
                     f"expected all parts of the state; {sources[dropped].name} failed, and no other source that "
-                    f"answers has its part of {path}",
-                    path=path,
+                    f"answers has its part of {read.path}",
+                    path=read.path,
                 )
             chosen = min(alive, key=loads.__getitem__)
             loads[chosen] += read.num_bytes

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from ft_transport.errors import ManifestError, RestoreError
-from ft_transport.wire.boxes import Box, Cut, Part, block_items, in_pieces, overlapping_parts
-from ft_transport.wire.layouts import Intervals, Layout, Placement, Region, shape_of
+from ft_transport.wire.layouts import Cut, Intervals, Layout, Part, Placement, Region, overlapping_parts, shape_of
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import LayoutNode, TensorNode, ViewNode
-from ft_transport.wire.slices import Slice, row_major_strides, slice_of
+from ft_transport.wire.slices import Box, Slice, block_items, in_pieces, row_major_strides, slice_of
 
 StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
 """A source's node of a tensor or of its part."""
@@ -61,6 +60,11 @@ class Read(NamedTuple):
 
     wanted: Wanted
     box: Box
+
+    @property
+    def path(self) -> str:
+        """Path of the tensor, for errors."""
+        return self.wanted.path
 
     @property
     def num_bytes(self) -> int:

@@ -7,8 +7,9 @@ tensor, although the manifest's digests cover whole chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Final, TypeAlias
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -173,3 +174,62 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
     if not 0 < num_asked <= MAX_REQUEST_BYTES:
         raise ConfigurationError(f"expected a request for 1 to {MAX_REQUEST_BYTES} bytes of data, got {num_asked}")
     return frames
+
+
+class Box(NamedTuple):
+    """A box that the receiver wants and some sources have. Tuples are by dimension.
+
+    Attributes:
+        holders: Positions in ``Wanted.sources``.
+        held_shape: Shape of each holder's part.
+        held_origin: First index of the box in a holder's part.
+        origin: First index of the box in the receiver's part.
+        counts: Shape of the box.
+    """
+
+    holders: tuple[int, ...]
+    held_shape: tuple[int, ...]
+    held_origin: tuple[int, ...]
+    origin: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
+    """Cut the box into pieces that fit into a frame, and that several holders can share."""
+    piece_bytes = CHUNK_BYTES if len(box.holders) == 1 else CHUNK_BYTES // 2
+    # Short rows cost more than their bytes imply.
+    piece_bytes = min(piece_bytes, block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)
+    if math.prod(box.counts) * item_bytes <= piece_bytes:
+        return (box,)
+    return _cut_to(box, item_bytes, piece_bytes)
+
+
+def block_items(box: Box) -> int:
+    """Return the number of contiguous elements of the box at a source with row-major memory."""
+    num_items = 1
+    for count, size in zip(reversed(box.counts), reversed(box.held_shape), strict=True):
+        num_items *= count
+        if count != size:
+            break
+    return num_items
+
+
+def _cut_to(box: Box, item_bytes: int, piece_bytes: int) -> Iterator[Box]:
+    """Cut along the first dimensions."""
+    if math.prod(box.counts) * item_bytes <= piece_bytes:
+        yield box
+        return
+    dim = next(dim for dim, count in enumerate(box.counts) if count > 1)
+    inner_bytes = math.prod(box.counts[dim + 1 :]) * item_bytes
+    step = max(1, piece_bytes // inner_bytes)
+    for first in range(0, box.counts[dim], step):
+        piece = box._replace(
+            held_origin=_moved(box.held_origin, dim, first),
+            origin=_moved(box.origin, dim, first),
+            counts=(*box.counts[:dim], min(step, box.counts[dim] - first), *box.counts[dim + 1 :]),
+        )
+        yield from _cut_to(piece, item_bytes, piece_bytes)
+
+
+def _moved(origin: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return (*origin[:dim], origin[dim] + by, *origin[dim + 1 :])

@@ -13,7 +13,7 @@ from ft_transport.wire.manifest import encode_digests
 
 
 class LentMemory:
-    """Stands in for live memory, after ``wire.served.SharedFile``."""
+    """Stands in for live memory, after ``wire.snapshot.SharedFile``."""
 
     def __init__(self, snapshot: MemorySnapshot) -> None:
         self._content = memoryview(snapshot.content)

@@ -26,7 +26,7 @@ from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode
-from ft_transport.wire.served import MemoryFile, ServedMemory
+from ft_transport.wire.snapshot import MemoryFile, ServedMemory
 
 _numbers = itertools.count(1)
 _HOLE_BYTES = 4096

@@ -16,7 +16,7 @@ from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry, decode_header, encode_header
 from ft_transport.wire.nodes import Node
-from ft_transport.wire.served import MemoryFile, Snapshot
+from ft_transport.wire.snapshot import MemoryFile, Snapshot
 
 CHUNK_BYTES = 1 << 16
 SNAPSHOT_ID = SnapshotId("0123456789abcdef" * 2)

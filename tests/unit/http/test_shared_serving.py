@@ -18,7 +18,7 @@ DATA = bytes(range(256)) * 400_000
 
 
 class SharedInMemory:
-    """Stands in for ``state.copy_on_write.CopyOnWriteMemory``, after ``wire.served.SharedFile``."""
+    """Stands in for ``state.copy_on_write.CopyOnWriteMemory``, after ``wire.snapshot.SharedFile``."""
 
     def __init__(self, content: bytes) -> None:
         self.content = memoryview(content)

@@ -15,7 +15,7 @@ from ft_transport.state.copying import HostCopies
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_digests, decode_header
-from ft_transport.wire.served import Snapshot
+from ft_transport.wire.snapshot import Snapshot
 
 LONG_S = 20.0
 

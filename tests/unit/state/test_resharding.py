@@ -25,7 +25,7 @@ from ft_transport.wire.layouts import Layout, Mesh, Placement, region_of, shape_
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry
 from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, MappingNode, TensorNode, ViewNode
 from ft_transport.wire.reshard import Planner
-from ft_transport.wire.strided import copy_in, copy_out
+from ft_transport.wire.snapshot import copy_in, copy_out
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

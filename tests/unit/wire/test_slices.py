@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ft_transport.errors import ConfigurationError
 from ft_transport.wire import slices
 from ft_transport.wire.slices import Slice, answer_bytes, decode_request, encode_request, joined, slice_of
-from ft_transport.wire.strided import copy_in, copy_out
+from ft_transport.wire.snapshot import copy_in, copy_out
 
 _shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 

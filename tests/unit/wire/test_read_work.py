@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport.errors import FetchFailedError, PeerProtocolError, PeerUnreachableError, TransportError
-from ft_transport.wire.boxes import Box
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.fetch import FetchMachine, Request, Stop, Wait, WorkerIndex
+from ft_transport.wire.fetch import FetchMachine, Request, SourceState, Stop, Wait, WorkerIndex
 from ft_transport.wire.nodes import TensorNode
-from ft_transport.wire.read_work import FrameOfReads, ReadWork
+from ft_transport.wire.read_work import FrameOfReads, RangeRead, ReadWork
 from ft_transport.wire.reshard import Read, Wanted
-from ft_transport.wire.slices import MAX_REQUEST_BYTES
+from ft_transport.wire.slices import MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST, Box, decode_request, encode_request
 
 
 def _read(number: int, num_bytes: int, *sources: int, is_whole: bool = False) -> Read:
@@ -77,7 +76,7 @@ def test_another_holder_takes_over_what_a_source_has_not_delivered() -> None:
     second = machine.next(worker)
     assert isinstance(second, Request)
     assert second.source == 1
-    assert [read.wanted.path for frame in second.units for read in frame] == ["w1", "w2"]
+    assert [read.path for frame in second.units for read in frame] == ["w1", "w2"]
     for _ in second.units:
         machine.unit_landed(worker)
     assert machine.stopped == Stop(None)
@@ -89,8 +88,8 @@ def test_after_a_first_failure_another_is_asked_at_once() -> None:
     _fail(machine, 0)
     requests = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
     by_source = {request.source: request for request in requests if isinstance(request, Request)}
-    assert [read.wanted.path for frame in by_source[1].units for read in frame] == ["w0"]  # type: ignore[index]
-    assert [read.wanted.path for frame in by_source[0].units for read in frame] == ["w1"]  # type: ignore[index]
+    assert [read.path for frame in by_source[1].units for read in frame] == ["w0"]  # type: ignore[index]
+    assert [read.path for frame in by_source[0].units for read in frame] == ["w1"]  # type: ignore[index]
     assert (by_source[1].delay_s, by_source[0].delay_s > 0) == (0.0, True)  # type: ignore[index]
 
 
@@ -114,7 +113,7 @@ def test_what_is_not_sharded_comes_from_one_source_as_a_whole() -> None:
     request = machine.next(worker)
     assert isinstance(request, Request)
     assert request.source == 1
-    assert [read.wanted.path for frame in request.units for read in frame] == ["w0", "w1"]
+    assert [read.path for frame in request.units for read in frame] == ["w0", "w1"]
 
 
 def test_what_had_landed_as_a_whole_needs_nobody_to_stand_in() -> None:
@@ -125,7 +124,7 @@ def test_what_had_landed_as_a_whole_needs_nobody_to_stand_in() -> None:
     _fail(machine, 0, retryable=False)
     request = machine.next(worker)
     assert isinstance(request, Request)
-    assert [read.wanted.path for frame in request.units for read in frame] == ["w1"]
+    assert [read.path for frame in request.units for read in frame] == ["w1"]
 
 
 def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
@@ -200,3 +199,32 @@ def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.
         # What one source was to send as a whole, one source has sent last.
         for source in range(num_sources):
             assert len({last[path] for path, first in home.items() if first == source}) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 3 * CHUNK_BYTES)), max_size=40))
+def test_reads_of_ranges_have_each_byte_once_and_in_order(gaps: list[tuple[int, int]]) -> None:
+    ranges: list[tuple[int, int]] = []
+    at = 0
+    for gap, num_bytes in gaps:
+        ranges.append((at + gap, at + gap + num_bytes))
+        at += gap + num_bytes
+    covered: list[tuple[int, int]] = []
+    for read in RangeRead.of(ranges):
+        assert 0 < read.num_bytes <= CHUNK_BYTES
+        if covered and covered[-1][1] == read.start:
+            covered[-1] = (covered[-1][0], read.end)
+        else:
+            covered.append((read.start, read.end))
+    assert covered == ranges
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5000, CHUNK_BYTES])
+def test_a_source_takes_a_request_for_as_many_ranges_as_possible(num_bytes: int) -> None:
+    ranges = [(2 * number * num_bytes, (2 * number + 1) * num_bytes) for number in range(2 * MAX_SLICES_PER_REQUEST)]
+    work = ReadWork([RangeRead.of(ranges)], num_workers=1)
+    taken = work.take([SourceState("host:1")], [])
+    assert taken is not None
+    frames = tuple(tuple(read.slice() for read in frame if isinstance(read, RangeRead)) for frame in taken[1])
+    assert decode_request(encode_request(frames), data_bytes=ranges[-1][1]) == frames
+    num_slices = sum(map(len, frames))
+    assert max(num_slices / MAX_SLICES_PER_REQUEST, num_slices * num_bytes / MAX_REQUEST_BYTES) > 0.75
