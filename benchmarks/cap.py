@@ -29,7 +29,7 @@ from benchmarks.processes import Channel, Child
 from benchmarks.replicas.training import Model, Training
 from benchmarks.report import Group, Named, Quantity, Verdict
 from ft_transport import HTTPTransport, TransportSettings
-from ft_transport.http.send_cap import Pace, PacedSocket, SendCap
+from ft_transport.http.server.throttle import BodySocket, RateLimiter
 
 _STATE_BYTES: Final = 512_000_000
 _BYTES_PER_S: Final = 200e6
@@ -81,13 +81,13 @@ def _send(num_bytes: int) -> None:
     """The unrelated process: sends to whoever connects, again and again from memory, until the connection ends."""
     descriptor = os.memfd_create("cap")
     os.write(descriptor, b"\x01" * num_bytes)
-    cap = SendCap(_BYTES_PER_S)
+    cap = RateLimiter(_BYTES_PER_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
             connected, _ = listener.accept()
             with connected:
-                paced = PacedSocket(connected, Pace(connected, cap))
+                paced = BodySocket(connected, cap)
                 try:
                     while True:
                         position = 0

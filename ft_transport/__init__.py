@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.saver import StoreHealth as StoreHealth
     from ft_transport.checkpoint.settings import StoreSettings as StoreSettings
     from ft_transport.checkpoint.store import CheckpointStore as CheckpointStore
-    from ft_transport.http.fetch_settings import FetchTimeout as FetchTimeout
+    from ft_transport.http.client.fetch_settings import FetchTimeout as FetchTimeout
     from ft_transport.publish.adapter import LoRAAdapter as LoRAAdapter
     from ft_transport.publish.delta_directory import DeltaDirectory as DeltaDirectory
     from ft_transport.publish.engines.engine import Answer as Answer

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Final, Generic, TypeVar
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.fetch_settings import FetchTimeout
-from ft_transport.http.pace import paced
+from ft_transport.http.client.fetch_settings import FetchTimeout, paced
+from ft_transport.http.client.rate_probe import ask_state, connecting
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
-from ft_transport.http.rate_probe import ask_state, connecting
-from ft_transport.http.snapshot_requests import FreshSnapshot
+from ft_transport.http.server.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_function, check_number
 from ft_transport.state.matching import Incoming

@@ -42,7 +42,7 @@ from ft_transport.checkpoint.write_items import LOCAL, SHARED
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
-from ft_transport.http.late_digests import digest_chunks
+from ft_transport.http.client.manifests import digest_chunks
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.settings import MEMORY_BYTES, default_num_threads
 from ft_transport.state.encodings import decode_simple

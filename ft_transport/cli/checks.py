@@ -16,10 +16,9 @@ from typing import Final, Literal, TypeAlias
 
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.errors import TransportError
-from ft_transport.http.own_address import ADVERTISE_VARIABLE, addresses_of, advertised_host
+from ft_transport.http.bind_address import ADVERTISE_VARIABLE, addresses_of, advertised_host, interfaces
+from ft_transport.http.client.rate_probe import Connect, PeerStatus, ProbedRate, ask_status, probe_rates
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.rate_probe import Connect, PeerStatus, ProbedRate, ask_status, probe_rates
-from ft_transport.http.reachability import interfaces
 from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.settings import TransportSettings
 

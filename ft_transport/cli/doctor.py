@@ -27,7 +27,7 @@ def doctor_command(
     certificates are taken from the environment. Exits with 1 if something is bad.
     """
     from ft_transport.cli.checks import check_host, check_peer
-    from ft_transport.http.rate_probe import connecting
+    from ft_transport.http.client.rate_probe import connecting
     from ft_transport.settings import TransportSettings
 
     settings = TransportSettings()

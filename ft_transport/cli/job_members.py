@@ -7,8 +7,8 @@ from typing import Final
 
 from ft_transport.cli.job_state import KnownJob, KnownMember
 from ft_transport.errors import TransportError
+from ft_transport.http.client.rate_probe import Connect, ask_state
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.rate_probe import Connect, ask_state
 from ft_transport.telemetry.process_state import ManagerStatus, MemberStatus, TransportStatus
 from manager.quorum.lighthouse import name_of
 from manager.quorum.lighthouse_status import LighthouseStatus, read_status

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from ft_transport.cli.job_state import FindJob, JobError, JobProcess, JobRecord, JobState, KnownJob, Presence
 from ft_transport.errors import PeerProtocolError, TransportError
-from ft_transport.http.rate_probe import Connect, ask_state
+from ft_transport.http.client.rate_probe import Connect, ask_state
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.process_state import MembershipChange, ProcessState, short_phases, short_retries, shortened
 from ft_transport.telemetry.record import encode_json

@@ -11,10 +11,9 @@ from queue import SimpleQueue
 from typing import Final
 
 from ft_transport.errors import DeadlineExceededError, StepNotServedError
-from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_settings import FetchSettings
-from ft_transport.http.late_digests import fetch_digests
-from ft_transport.http.manifest_client import fetch_manifest
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.client.manifests import fetch_digests, fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.manifest import Manifest
@@ -111,7 +110,7 @@ class _Asking:
         # Earlier snapshots are not needed, and must not keep their places.
         self._held.close()
         settings = self._settings_for(timeout_s)
-        connections = [self._held.enter_context(settings.connection_to(peer)) for peer in self._peers]
+        connections = [self._held.enter_context(Connection.of(peer, settings)) for peer in self._peers]
 
         def ask(connection: Connection) -> Manifest:
             manifest = fetch_manifest(connection, step, settings)

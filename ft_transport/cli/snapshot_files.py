@@ -12,7 +12,7 @@ from typing import Final
 from ft_transport.cli.differences import UnequalChunks
 from ft_transport.cli.same_step import asked_for_one_step
 from ft_transport.errors import SnapshotReplacedError, StepNotServedError
-from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
+from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.settings import FetchProgress, TransportSettings
 from ft_transport.telemetry.recorder import Recorder

@@ -12,7 +12,7 @@ from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor
 
 if TYPE_CHECKING:
-    from ft_transport.http.rate_probe import Connect, PeerStatus
+    from ft_transport.http.client.rate_probe import Connect, PeerStatus
 
 _WITHIN_S: Final = 3.0
 _MAX_AT_ONCE: Final = 32
@@ -28,7 +28,7 @@ def status_command(
     All are asked at once, for 3 s at most. The job's token and certificates are taken from the environment. Exits with
     1 if one of them does not answer, with 2 if one is no URL.
     """
-    from ft_transport.http.rate_probe import connecting
+    from ft_transport.http.client.rate_probe import connecting
     from ft_transport.settings import TransportSettings
 
     settings = TransportSettings()
@@ -48,8 +48,8 @@ def status_command(
 
 
 def _ask(url: str, connect: Connect) -> PeerStatus | TransportError:
+    from ft_transport.http.client.rate_probe import ask_status
     from ft_transport.http.peer_address import PeerAddress
-    from ft_transport.http.rate_probe import ask_status
 
     try:
         return ask_status(PeerAddress.from_url(url), connect, within_s=_WITHIN_S)

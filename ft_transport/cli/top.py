@@ -95,7 +95,7 @@ def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="An
 def _watch(address: str) -> JobWatch:
     from ft_transport.cli.job_members import JobFinder
     from ft_transport.cli.job_watch import JobWatch
-    from ft_transport.http.rate_probe import connecting
+    from ft_transport.http.client.rate_probe import connecting
     from ft_transport.settings import TransportSettings
 
     settings = TransportSettings()
@@ -105,8 +105,8 @@ def _watch(address: str) -> JobWatch:
 
 def _serve(watch: JobWatch, host: str, port: int) -> None:
     """Serves the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
-    from ft_transport.http.server import SnapshotServer
-    from ft_transport.http.snapshot_cache import SnapshotCache
+    from ft_transport.http.server.server import SnapshotServer
+    from ft_transport.http.server.snapshot_cache import SnapshotCache
     from ft_transport.settings import TransportSettings
     from ft_transport.telemetry.process_status import ProcessStatus
     from ft_transport.telemetry.recorder import Recorder

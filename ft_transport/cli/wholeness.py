@@ -69,7 +69,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     Raises:
         ManifestError: They cannot be compared: the job token is missing, or it is no such file.
     """
-    from ft_transport.http.late_digests import find_damaged
+    from ft_transport.http.client.manifests import find_damaged
     from ft_transport.settings import default_num_threads
     from ft_transport.transfer.part_file import read_pieces
 

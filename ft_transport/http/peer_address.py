@@ -68,6 +68,14 @@ def peer_addresses(urls: Sequence[str]) -> list[PeerAddress]:
     return [PeerAddress.from_url(url) for url in urls]
 
 
+def socket_address(address: Any) -> str:
+    """Return a socket's address as both ends see it, in canonical form: ``host:port``."""
+    host, port = address[:2]
+    parsed = ipaddress.ip_address(str(host).partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(PeerAddress(host=str(mapped or parsed), port=int(port)))
+
+
 _lock = threading.Lock()
 _under_way: dict[PeerAddress, SafeFuture[list[AddressInfo]]] = {}
 

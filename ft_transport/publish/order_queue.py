@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.errors import TransportError
-from ft_transport.http.fetch_timeouts import FetchHandle
+from ft_transport.http.client.fetch_settings import FetchHandle
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.publish.engines.pull_order import Order, Reason
 

@@ -12,11 +12,10 @@ from typing import Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from ft_transport.http.admission import Admission
-from ft_transport.http.app_server import AppServer
-from ft_transport.http.own_names import REFUSAL, OwnNames
-from ft_transport.http.peer_protocol import place_of
-from ft_transport.http.trouble_log import TroubleLog
+from ft_transport.http.server.access import REFUSAL, HostCheck
+from ft_transport.http.server.app_server import AppServer, slot_of
+from ft_transport.http.server.connection_slots import ConnectionSlots
+from ft_transport.http.server.logs import PeerLog
 from ft_transport.publish.engines.pull_order import MAX_VERSION_DIGITS, MEANING, ROUTE, STATUS, Reason
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
@@ -67,17 +66,17 @@ class OrderServer:
         names: Host names that requests may name; ``None`` for any.
     """
 
-    def __init__(self, listening: socket.socket, answering: Answering, *, names: OwnNames | None) -> None:
+    def __init__(self, listening: socket.socket, answering: Answering, *, names: HostCheck | None) -> None:
         self._names = names
         self._answering = answering
         self._num_orders = 0
-        self._admission = Admission(_MAX_CONNECTIONS, time.monotonic)
-        self._trouble = TroubleLog(logger, time.monotonic)
+        self._slots = ConnectionSlots(_MAX_CONNECTIONS, time.monotonic)
+        self._trouble = PeerLog(logger, time.monotonic)
         self._server = AppServer(
             listening=listening,
             name="ft-transport-weights",
             keep_alive_s=_KEEP_ALIVE_S,
-            admission=self._admission,
+            slots=self._slots,
             trouble=self._trouble,
             claims=_nobody,
             make_app=self._make_app,
@@ -101,7 +100,7 @@ class OrderServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if self._names is not None and not self._names.has(request.headers.get("Host")):
-            self._trouble.note(logging.WARNING, place_of(request).address, f"an order was refused: {REFUSAL}")
+            self._trouble.note(logging.WARNING, slot_of(request).address, f"an order was refused: {REFUSAL}")
             raise web.HTTPMisdirectedRequest(text=REFUSAL)
         return await handler(request)
 
@@ -123,11 +122,11 @@ class OrderServer:
         if self._num_orders >= _MAX_ORDERS:
             return self._refusal("busy", caller)
         self._num_orders += 1
-        place = place_of(request)
+        slot = slot_of(request)
         try:
             # The request waits for its turn, and for the weights.
-            self._admission.authenticated(place)
-            with self._admission.serving(place):
+            self._slots.authenticated(slot)
+            with self._slots.serving(slot):
                 version = int(request.match_info["version"])
                 answer, reason = await self._answering.answer_order(version, body, caller)
         finally:

@@ -13,8 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ft_transport.errors import RestoreError, TransportError
-from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
-from ft_transport.http.fetch_timeouts import FetchHandle
+from ft_transport.http.client.fetch_settings import FetchHandle, FetchSettings, FetchTimeout
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
 from ft_transport.publish.deltas import AppliedChanges, OwnChange, changes_of

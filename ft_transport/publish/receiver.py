@@ -19,11 +19,10 @@ from ft_transport.errors import (
     PeerUnreachableError,
     TransportError,
 )
-from ft_transport.http.fetch_timeouts import FetchHandle
-from ft_transport.http.own_address import bound_host, listen
-from ft_transport.http.own_names import OwnNames
-from ft_transport.http.peer_sessions import socket_address
-from ft_transport.http.reachability import advertised_url
+from ft_transport.http.bind_address import advertised_url, bound_host, listen
+from ft_transport.http.client.fetch_settings import FetchHandle
+from ft_transport.http.peer_address import socket_address
+from ft_transport.http.server.access import HostCheck
 from ft_transport.keys import Keys
 from ft_transport.publish.allowed_sources import AllowedSources, SourceRefusedError, addresses_of_name
 from ft_transport.publish.engines.pull_order import Challenges, Order, Question, Reason, reached_by
@@ -109,7 +108,7 @@ class WeightReceiver:
             names = frozenset({reached_by(self.url), *(each.lower() for each in reached_at)})
             orders = _Orders(self._received, allowed, keys, names=names, patience_s=patience.total_seconds())
             # Without a token the receiver listens only on the loopback.
-            own_names = OwnNames([host or "", *names]) if keys is None else None
+            own_names = HostCheck([host or "", *names]) if keys is None else None
             self._server = OrderServer(listening, orders, names=own_names)
         except BaseException:
             listening.close()

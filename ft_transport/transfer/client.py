@@ -13,15 +13,14 @@ from datetime import timedelta
 from typing import Final, Generic, TypeVar, cast
 
 from ft_transport.errors import ConfigurationError, TransportError
-from ft_transport.http.chunk_client import Receivers, fetch_data
-from ft_transport.http.delta_client import fetch_delta
-from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
-from ft_transport.http.late_digests import digest_chunks, find_damaged
-from ft_transport.http.manifest_client import fetch_server_id
+from ft_transport.http.client.chunks import Receivers, fetch_data
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
+from ft_transport.http.client.manifests import digest_chunks, fetch_delta, fetch_server_id, find_damaged
+from ft_transport.http.client.same_host import fetch_from_memory
+from ft_transport.http.client.slices import Source, fetch_ranges
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay, Relays
-from ft_transport.http.same_host_client import fetch_from_memory
-from ft_transport.http.slice_client import Source, fetch_ranges
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.matching import Incoming
@@ -143,7 +142,7 @@ class StateClient(Generic[T]):
         """
         try:
             settings = self.fetch_settings(timeout)
-            with settings.connection_to(PeerAddress.from_url(address)) as connection:
+            with Connection.of(PeerAddress.from_url(address), settings) as connection:
                 found = fetch_server_id(connection)
         except TransportError as error:
             raise ConfigurationError(
@@ -173,7 +172,7 @@ class StateClient(Generic[T]):
         """Receive the deltas between two versions; see ``HTTPTransport.fetch_deltas``."""
         deltas: list[Delta] = []
         max_memory_bytes = max_bytes
-        with settings.connection_to(source) as connection:
+        with Connection.of(source, settings) as connection:
             while base < version:
                 encoded = fetch_delta(connection, base, max_bytes=max_bytes)
                 if encoded is None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_transport.errors import FileWriteError, TransportError
-from ft_transport.http.chunk_client import fetch_data
-from ft_transport.http.fetch_settings import FetchSettings
+from ft_transport.http.client.chunks import fetch_data
+from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder, current, phase

@@ -10,8 +10,8 @@ from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 import torch
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.fetch_settings import FetchSettings
-from ft_transport.http.late_digests import find_damaged
+from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.client.manifests import find_damaged
 from ft_transport.settings import default_num_threads
 from ft_transport.state.restore import Range, Restore
 from ft_transport.state.verify import find_differences

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import ConfigurationError, FileWriteError
-from ft_transport.http.late_digests import find_damaged
+from ft_transport.http.client.manifests import find_damaged
 from ft_transport.runtime.regular_files import open_regular, sync_directory
 from ft_transport.settings import default_num_threads
 from ft_transport.wire.chunks import ChunkTable

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.errors import SnapshotError, TransportError
-from ft_transport.http.server import SnapshotServer
-from ft_transport.http.snapshot_cache import Reader, SnapshotCache
+from ft_transport.http.server.server import SnapshotServer
+from ft_transport.http.server.snapshot_cache import Reader, SnapshotCache
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, default_num_threads

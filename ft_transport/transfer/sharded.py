@@ -21,11 +21,11 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_settings import FetchSettings
-from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.client.manifests import fetch_manifest, fetch_server_id
+from ft_transport.http.client.slices import Source, fetch_slices
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.slice_client import Source, fetch_slices
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction, reshard
@@ -141,7 +141,7 @@ def _asked(
             for peer in peers:
                 if peer in gone:
                     continue
-                connections[peer] = settings.connection_to(peer)
+                connections[peer] = Connection.of(peer, settings)
             with SafeExecutor(min(len(connections), _MAX_ASKED_AT_ONCE), "ft-transport-manifest") as pool:
                 asking = {
                     peer: pool.submit(fetch_manifest, connection, step, settings)
@@ -207,7 +207,7 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
         deadline_s=min(settings.timeouts.deadline_s, time.monotonic() + _TICK_S),
     )
     try:
-        with dataclasses.replace(settings, timeouts=timeouts).connection_to(peer) as connection:
+        with Connection.of(peer, dataclasses.replace(settings, timeouts=timeouts)) as connection:
             fetch_server_id(connection)
     except (PeerUnreachableError, DeadlineExceededError):
         return False

@@ -20,13 +20,12 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     TransportError,
 )
-from ft_transport.http.chunk_client import SourceFile
-from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_settings import FetchSettings
-from ft_transport.http.late_digests import fetch_digests
-from ft_transport.http.manifest_client import fetch_manifest
+from ft_transport.http.client.chunks import SourceFile
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.client.manifests import fetch_digests, fetch_manifest
+from ft_transport.http.client.same_host import is_on_this_host
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
-from ft_transport.http.same_host_client import is_on_this_host
 from ft_transport.runtime.handler_safety import SafeThread
 from ft_transport.runtime.threads import start
 from ft_transport.telemetry.recorder import current
@@ -157,11 +156,11 @@ def ask_sources(
         TransportError: The error of the only peer.
     """
     if len(peers) == 1 and not is_relayed:
-        connection = held.enter_context(settings.connection_to(peers[0]))
+        connection = held.enter_context(Connection.of(peers[0], settings))
         manifest = fetch_manifest(connection, step, settings)
         settings.timeouts.note_progress()
         return AgreedSources(manifest=manifest, files=(SourceFile.of(peers[0], manifest),), connection=connection)
-    answers = _ask_all([held.enter_context(settings.connection_to(peer)) for peer in peers], step, settings)
+    answers = _ask_all([held.enter_context(Connection.of(peer, settings)) for peer in peers], step, settings)
     served = [answer for answer in answers if isinstance(answer, _Served)]
     silent = [answer for answer in answers if isinstance(answer, _Silent)]
     if not served:

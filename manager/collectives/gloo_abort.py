@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ft_transport.http.fork_safety import close_in_children
+from ft_transport.runtime.fork_safety import close_in_children
 
 _OPEN_FILES: Final = Path("/proc/self/fd")
 _ESTABLISHED: Final = 1

@@ -45,7 +45,7 @@ from ft_transport import (
     TransportError,
     UnknownHostError,
 )
-from ft_transport.http import chunk_client, fetch_pool, manifest_client
+from ft_transport.http.client import chunks, fetch_pool, manifests
 
 MIDDLE = STATE_BYTES // 2
 HEADS_BYTES = 64 << 10  # the manifest and the heads of all answers take far less
@@ -151,7 +151,7 @@ def test_a_connection_that_stalls_is_replaced_long_before_the_deadline(fault: Fa
 
 def test_a_stalled_connection_holds_up_no_more_than_the_chunk_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if the sockets' buffers held one of these small chunks, so that more of them are worth taking over.
-    monkeypatch.setattr(chunk_client, "_IN_FLIGHT_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(chunks, "_IN_FLIGHT_BYTES", CHUNK_BYTES)
     progress: list[FetchProgress] = []
     into = blank()
     with network(2, stall_timeout=timedelta(seconds=3), on_progress=progress.append) as net:
@@ -232,7 +232,7 @@ def test_a_closed_port_is_tried_until_the_deadline() -> None:
 def test_a_peer_that_is_not_there_is_told_of_long_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(manifest_client, "_FIRST_WARNING_S", 0.2)
+    monkeypatch.setattr(manifests, "_FIRST_WARNING_S", 0.2)
     # Bound, so that nobody else gets the port, and not listening.
     with socket.socket() as closed, transport(1) as receiver:
         closed.bind(("127.0.0.1", 0))
@@ -249,7 +249,7 @@ def test_a_peer_that_is_not_there_is_told_of_long_before_the_deadline(
 def test_a_host_that_nobody_knows_is_given_up_and_one_that_could_not_be_asked_for_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(manifest_client, "_UNKNOWN_HOST_S", 0.3)
+    monkeypatch.setattr(manifests, "_UNKNOWN_HOST_S", 0.3)
     reason = [socket.EAI_NONAME]
 
     def look_up(*_arguments: object, **_keywords: object) -> list[Any]:

@@ -45,7 +45,8 @@ from ft_transport import (
     TransportError,
     state_digest,
 )
-from ft_transport.http import chunk_client, fetch_pool, relayed_chunks
+from ft_transport.http.client import chunks, fetch_pool
+from ft_transport.http.server import bodies
 from ft_transport.telemetry.record import decode_record
 
 WORKERS = Path(__file__).parents[1] / "workers"
@@ -173,17 +174,17 @@ def test_who_stands_behind_a_slow_receiver_takes_it_from_the_others(tmp_path: Pa
 
 def test_a_relay_that_sends_what_was_not_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     with sources(1) as (source,), receivers(3) as made:
-        real = relayed_chunks.HEADER.pack
+        real = bodies.HEADER.pack
         liar = made[0].server.http.relays
 
         class Lying:
-            size = relayed_chunks.HEADER.size
+            size = bodies.HEADER.size
 
             @staticmethod
             def pack(start: int, furthest: int) -> bytes:
                 return real(start + (CHUNK_BYTES * 1000 if liar.num_open else 0), furthest)
 
-        monkeypatch.setattr(relayed_chunks, "HEADER", Lying)
+        monkeypatch.setattr(bodies, "HEADER", Lying)
         check(fetch_together(made, addresses([source])))
 
 
@@ -291,7 +292,7 @@ def test_a_relay_that_breaks_down_or_lies_is_done_without(
 
 
 def test_a_relay_that_never_begins_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_client, "_RELAY_WAIT_S", 0.2)
+    monkeypatch.setattr(chunks, "_RELAY_WAIT_S", 0.2)
     with sources(1) as (source,), receivers(3) as made:
         check(fetch_together(made[:2], addresses([source]), [addresses(made)] * 2))
 

@@ -32,8 +32,8 @@ from ft_transport import (
     TransportSettings,
     WeightReceiver,
 )
-from ft_transport.http import admission
-from ft_transport.http.own_address import can_bind
+from ft_transport.http.bind_address import can_bind
+from ft_transport.http.server import connection_slots
 from ft_transport.keys import Keys
 from ft_transport.publish.engines.pull_order import Order, Question, reached_by
 
@@ -412,7 +412,7 @@ class TestWhoHoldsUp:
             until(lambda: sum(is_open(each) for each in crowd) <= 64)
 
     def test_a_request_that_does_not_end_is_cut_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(admission, "NEWCOMER_S", 0.2)
+        monkeypatch.setattr(connection_slots, "NEWCOMER_S", 0.2)
         heads = (
             b"",
             b"GET /wei",

@@ -17,7 +17,7 @@ import pytest
 from served_memory import Serving, serving, until
 
 from ft_transport.errors import PeerNotReadyError, PeerUnreachableError
-from ft_transport.http import listener
+from ft_transport.http.server import listener
 
 WORKERS = Path(__file__).parents[1] / "workers"
 MAX_CONNECTIONS = 64
@@ -77,7 +77,7 @@ def test_a_crowd_takes_no_more_than_its_places_and_keeps_nobody_out(served: Serv
             assert ask_until_answered(served) == content
             assert Path("/proc/self/stat").read_text()
     assert 2 <= watch.most <= MAX_CONNECTIONS + 8
-    until(lambda: served.server._admission.num_open == 0)
+    until(lambda: served.server._slots.num_open == 0)
 
 
 def ask_until_answered(served: Serving) -> bytes:

@@ -35,7 +35,9 @@ from programs import Program, run
 from same_host import listen_to, open_snapshots, taken_from_memory
 
 from ft_transport import DeadlineExceededError, FetchProgress, FetchTimeout, SnapshotLimitError, TransportError
-from ft_transport.http import lent_memory, same_host_client, same_host_server
+from ft_transport.http import shared_memory
+from ft_transport.http.client import same_host as same_host_client
+from ft_transport.http.server import same_host as same_host_server
 from ft_transport.state.snapshot import Taking
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="abstract unix sockets are Linux's")]
@@ -221,15 +223,15 @@ def test_a_chunk_that_was_damaged_in_memory_comes_through_the_network(
 ) -> None:
     damaged = threading.Event()
 
-    read = lent_memory.LentMemory.read
+    read = shared_memory.LentMemory.read
 
-    def damage(lent: lent_memory.LentMemory, buffers: Sequence[memoryview], start: int) -> None:
+    def damage(lent: shared_memory.LentMemory, buffers: Sequence[memoryview], start: int) -> None:
         read(lent, buffers, start)
         if not damaged.is_set():
             damaged.set()
             buffers[0][0] ^= 1
 
-    monkeypatch.setattr(lent_memory.LentMemory, "read", damage)
+    monkeypatch.setattr(shared_memory.LentMemory, "read", damage)
     into = blank()
     with network(sender={"same_host": True}, same_host=True) as net:
         assert is_state(net.fetch(into=into), 1)
@@ -279,7 +281,7 @@ def test_no_descriptor_left_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch
     def none(*_args: Any) -> Any:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(lent_memory.socket, "recv_fds", none)
+    monkeypatch.setattr(shared_memory.socket, "recv_fds", none)
     with network(sender={"same_host": True}, same_host=True) as net:
         assert is_state(net.fetch(), 1)
         assert net.proxy.num_bytes > STATE_BYTES

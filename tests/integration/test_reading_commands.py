@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
 from ft_transport.cli.contents import NotComparedError, UnreadableError
 from ft_transport.cli.main import app
-from ft_transport.http import manifest_client
+from ft_transport.http.client import manifests
 from ft_transport.wire.manifest import Manifest
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -478,13 +478,13 @@ def test_a_replica_is_verified_by_fetching_it(
             result = CliRunner().invoke(app, ["verify", source.metadata()])
         assert (result.exit_code, caplog.records) == (0, [])
         assert ", step 8: 3 tensors, 0.0 MB" in result.stdout
-        decode = manifest_client.decode_header
+        decode = manifests.decode_header
 
         def with_other_digests(*arguments: Any, **options: Any) -> Manifest:
             manifest = decode(*arguments, **options)
             return replace(manifest, digests=[each ^ 1 for each in manifest.digests or ()])
 
-        monkeypatch.setattr(manifest_client, "decode_header", with_other_digests)
+        monkeypatch.setattr(manifests, "decode_header", with_other_digests)
         code, (trouble,) = verified(source.metadata())
         assert code == 1
         assert "expected digest" in trouble

@@ -13,7 +13,7 @@ import torch
 from state_equality import exact
 
 from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError, TransportError
-from ft_transport.http import server
+from ft_transport.http.server import server
 from ft_transport.state.snapshot import Taking
 from manager import StateManager
 from manager.recovery.replica import Replica

@@ -15,7 +15,7 @@ import torch
 from proxy import Proxy, proxied
 
 from ft_transport import FetchProgress, HTTPTransport, TransportSettings
-from ft_transport.http.connection import PeerAddress
+from ft_transport.http.peer_address import PeerAddress
 
 TIMEOUT = timedelta(seconds=30)
 CHUNK_BYTES = 64 << 10

@@ -17,7 +17,7 @@ from state_tools import file_of_state, manifest_of, manifest_with
 from ft_transport.checkpoint import manifest as checkpoint_manifest
 from ft_transport.coordination import votes
 from ft_transport.errors import FetchFailedError, ManifestError, PeerUnreachableError
-from ft_transport.http.snapshot_routes import _asked_range
+from ft_transport.http.server.snapshot_routes import _asked_range
 from ft_transport.state.resharding import reshard
 from ft_transport.state.restore import Restore
 from ft_transport.wire.chunks import digest

@@ -20,7 +20,7 @@ def taken_from_memory(caplog: pytest.LogCaptureFixture) -> list[tuple[int, int]]
 
 def listen_to(caplog: pytest.LogCaptureFixture) -> None:
     """Has `taken_from_memory` know of what comes."""
-    caplog.set_level(logging.INFO, "ft_transport.http.same_host_client")
+    caplog.set_level(logging.INFO, "ft_transport.http.client.same_host")
 
 
 def open_snapshots(process: int | str = "self") -> list[str]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPMessage
 
 from ft_transport.errors import SnapshotLimitError
-from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import Timeouts
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.server import SnapshotServer
-from ft_transport.http.snapshot_cache import SnapshotCache
-from ft_transport.http.snapshot_requests import FreshSnapshot
+from ft_transport.http.server.server import SnapshotServer
+from ft_transport.http.server.snapshot_cache import SnapshotCache
+from ft_transport.http.server.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place
 from ft_transport.telemetry.process_status import ProcessStatus

@@ -19,7 +19,7 @@ import manager
 EXPENSIVE = (
     "aiohttp",
     "ft_transport.checkpoint.store",
-    "ft_transport.http.server",
+    "ft_transport.http.server.server",
     "ft_transport.publish",
     "ft_transport.publish.publisher",
     "ft_transport.checkpoint",

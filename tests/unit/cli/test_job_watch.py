@@ -19,7 +19,7 @@ from ft_transport.cli.job_members import JobFinder
 from ft_transport.cli.job_state import JobState, KnownJob, KnownMember
 from ft_transport.cli.job_watch import MAX_PROCESSES, JobWatch
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.rate_probe import connecting
+from ft_transport.http.client.rate_probe import connecting
 from ft_transport.keys import Keys
 from ft_transport.telemetry.process_state import ManagerStatus, MembershipChange, MemberStatus
 from ft_transport.telemetry.process_status import ProcessStatus

@@ -11,10 +11,10 @@ from itertools import pairwise
 import pytest
 
 from ft_transport.errors import PeerUnreachableError
-from ft_transport.http.body_reader import BodyReader
-from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.http.client.deadline_socket import DeadlineSocket
+from ft_transport.http.client.fetch_settings import Timeouts
+from ft_transport.http.client.responses import BodyReader
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.timed_socket import TimedSocket
 
 BODY = bytes(range(256)) * 4
 
@@ -37,7 +37,7 @@ def reader_of(
     min_bytes_per_s: float = 1.0,
 ) -> BodyReader:
     body = BodyReader(
-        TimedSocket(near),
+        DeadlineSocket(near),
         peer=PeerAddress(host="127.0.0.1", port=1),
         timeouts=Timeouts(
             deadline_s=time.monotonic() + deadline_s,

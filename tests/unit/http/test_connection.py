@@ -25,8 +25,8 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_timeouts import FetchHandle, Timeouts
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import FetchHandle, Timeouts
 from ft_transport.http.peer_address import PeerAddress
 
 BODY = bytes(range(256)) * 64

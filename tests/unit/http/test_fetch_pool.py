@@ -11,10 +11,10 @@ import pytest
 
 from ft_transport import DeadlineExceededError, PeerUnreachableError, TransportSettings
 from ft_transport.errors import PeerNotReadyError
-from ft_transport.http import fetch_pool
-from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchPool
-from ft_transport.http.fetch_settings import FetchSettings, FetchTimeout
+from ft_transport.http.client import fetch_pool
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_pool import FetchPool
+from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.fetch import FetchMachine, Instruction, MayTake, Request, SourceIndex, Wait, Work, WorkerIndex
 

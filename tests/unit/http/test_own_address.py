@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
-from ft_transport.http.own_address import ADVERTISE_VARIABLE, advertised_host, interface_address, listen
+from ft_transport.http.bind_address import ADVERTISE_VARIABLE, advertised_host, interface_address, listen
 
 
 @pytest.fixture(autouse=True)

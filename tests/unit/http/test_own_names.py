@@ -14,7 +14,7 @@ import torch
 from served_memory import serving
 
 from ft_transport import WeightReceiver
-from ft_transport.http.own_names import OwnNames
+from ft_transport.http.server.access import HostCheck
 
 FOREIGN = ["rebound.example", "rebound.example:80", "localhost.rebound.example", "127.0.0.1.rebound.example", ""]
 
@@ -66,5 +66,5 @@ def test_it_is_told_once_and_without_the_name(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_request_that_names_no_host_is_from_no_browser() -> None:
-    assert OwnNames([]).has(None)
-    assert OwnNames(["forwarded.example:99"]).has("forwarded.example")
+    assert HostCheck([]).has(None)
+    assert HostCheck(["forwarded.example:99"]).has("forwarded.example")

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from served_memory import serving
 
-from ft_transport.http.watch_routes import load_page
+from ft_transport.http.server.watch_routes import load_page
 from ft_transport.wire.routes import WATCH_ROUTES
 
 FOREIGN = re.compile(rb"""(?:src|href|action)\s*=\s*["']?\s*(?:https?:|//)|url\(|@import|innerHTML|outerHTML|eval\(""")

@@ -26,7 +26,7 @@ from ft_transport import (
     TransportSettings,
 )
 from ft_transport.errors import MessageDamagedError
-from ft_transport.http.peer_sessions import socket_address
+from ft_transport.http.peer_address import socket_address
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 
 SECRET = "correct-horse~battery/staple=="

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
-from ft_transport.http import own_address, reachability
-from ft_transport.http.own_address import ADVERTISE_VARIABLE
-from ft_transport.http.reachability import interfaces
+from ft_transport.http import bind_address
+from ft_transport.http.bind_address import ADVERTISE_VARIABLE, interfaces
 from ft_transport.settings import ANYONE_VARIABLE
 
 SOON = timedelta(seconds=20)
@@ -28,7 +27,7 @@ ELSEWHERE = "198.51.100.7"  # RFC 5737: nobody's
 def _no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADVERTISE_VARIABLE, raising=False)
     monkeypatch.delenv(ANYONE_VARIABLE, raising=False)
-    own_address._say_that_it_is_local.cache_clear()
+    bind_address._say_that_it_is_local.cache_clear()
 
 
 @contextmanager
@@ -147,7 +146,7 @@ class TestWithAToken:
         resolving(monkeypatch, "127.0.1.1")
         monkeypatch.setattr(socket, "gethostname", lambda: "trainer.test")
         real = interfaces()
-        monkeypatch.setattr(reachability, "interfaces", lambda: {**real, ipaddress.ip_address(ELSEWHERE): "fast0"})
+        monkeypatch.setattr(bind_address, "interfaces", lambda: {**real, ipaddress.ip_address(ELSEWHERE): "fast0"})
         given = {"advertise": "trainer.test"} if is_chosen else {}
         with serving(token="secret", replica="a", **given) as transport:
             assert "//trainer.test:" in transport.metadata()

@@ -13,11 +13,10 @@ from typing import cast
 import pytest
 
 from ft_transport.errors import ConfigurationError, PeerNotReadyError, RestoreError
-from ft_transport.http.relayed_chunks import RelayedChunks
 from ft_transport.http.relays import Relay, Relays, Views
-from ft_transport.http.send_cap import Pace, PacedSocket
+from ft_transport.http.server.bodies import RelayedChunks
+from ft_transport.http.server.throttle import ENCRYPTED_PIECE_BYTES, BodySocket
 from ft_transport.http.tls_channel import TLSChannel
-from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.routes import CHUNK_HEADER
@@ -52,13 +51,13 @@ class _Sending:
     def __init__(self, relay: Relay, near: socket.socket, chunks: Sequence[int], *, pause_s: float) -> None:
         self._error: BaseException | None = None
         self._content = RelayedChunks(relay.follow(chunks, _nothing), pause_s=pause_s)
-        self.pace = Pace(near, None)
-        self._thread = threading.Thread(target=self._send, args=(near,), daemon=True)
+        self.connected = BodySocket(near, None)
+        self._thread = threading.Thread(target=self._send, daemon=True)
         self._thread.start()
 
-    def _send(self, near: socket.socket) -> None:
+    def _send(self) -> None:
         try:
-            self._content.send_to(PacedSocket(near, self.pace))
+            self._content.send_to(self.connected)
         except BaseException as error:
             self._error = error
 
@@ -153,7 +152,7 @@ def test_a_chunk_that_does_not_land_in_time_ends_it() -> None:
         with pytest.raises(ConnectionAbortedError, match="in time"):
             sending.result()
         # Nobody takes the receiver for one that stalls.
-        assert sending.pace.waited_s() >= 0.05
+        assert sending.connected.waited_s() >= 0.05
 
 
 @pytest.mark.parametrize("end", ["the relay", "the receiver"])
@@ -200,7 +199,7 @@ class _NoTLS:
 
 
 def test_what_is_encrypted_is_looked_up_piece_by_piece_because_it_may_be_freed_meanwhile() -> None:
-    data = bytes(4 * PIECE_BYTES)
+    data = bytes(4 * ENCRYPTED_PIECE_BYTES)
     looked_up: list[tuple[int, int]] = []
 
     def freed_after_one_piece(start: int, end: int) -> list[memoryview]:
@@ -213,14 +212,16 @@ def test_what_is_encrypted_is_looked_up_piece_by_piece_because_it_may_be_freed_m
     relay = Relay(_CONTENT, step=1, chunks=chunks, views=freed_after_one_piece, missing=())
     content = RelayedChunks(relay.follow([0], _nothing), pause_s=20)
     with _connection() as (near, far):
-        receiving = threading.Thread(target=_received, args=(far, CHUNK_HEADER.size + PIECE_BYTES), daemon=True)
+        receiving = threading.Thread(
+            target=_received, args=(far, CHUNK_HEADER.size + ENCRYPTED_PIECE_BYTES), daemon=True
+        )
         receiving.start()
         with pytest.raises(ConnectionAbortedError, match="'w'"):
-            content.send_encrypted(EncryptedSocket(near, cast(TLSChannel, _NoTLS()), Pace(near, None)))
+            content.send_to(BodySocket(near, None, cast(TLSChannel, _NoTLS())))
         receiving.join(20)
         assert not receiving.is_alive()
-    assert looked_up == [(0, PIECE_BYTES)]
-    assert content.position == CHUNK_HEADER.size + PIECE_BYTES
+    assert looked_up == [(0, ENCRYPTED_PIECE_BYTES)]
+    assert content.position == CHUNK_HEADER.size + ENCRYPTED_PIECE_BYTES
     assert relay.has_ended
 
 

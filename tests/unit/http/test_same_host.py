@@ -32,11 +32,12 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     StepNotServedError,
 )
-from ft_transport.http import lent_memory, same_host_server
-from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_timeouts import Timeouts
-from ft_transport.http.lent_memory import LentMemory
+from ft_transport.http import shared_memory
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import Timeouts
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.server import same_host as same_host_server
+from ft_transport.http.shared_memory import LentMemory
 from ft_transport.keys import Keys
 from ft_transport.wire.routes import (
     LENT,
@@ -262,7 +263,7 @@ def test_a_call_that_reads_less_than_it_was_asked_for_is_followed_by_others(monk
     with source() as transport, lent_by(transport) as lent:
         expected, got = memoryview(bytearray(6000)), memoryview(bytearray(6000))
         lent.read([expected], 16)
-        monkeypatch.setattr(lent_memory.os, "preadv", little)
+        monkeypatch.setattr(shared_memory.os, "preadv", little)
         lent.read([got[:2500], got[2500:2600], got[2600:]], 16)
     assert got == expected
     assert calls == [1000, 1000, 500, 100, 1000, 1000, 1000, 400]

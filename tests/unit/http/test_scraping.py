@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from served_memory import Answer, Serving, serving, until
 
-from ft_transport.http import watch_routes
-from ft_transport.http.watch_routes import Scraping
+from ft_transport.http.server import watch_routes
+from ft_transport.http.server.watch_routes import Coalescer
 from ft_transport.telemetry.metrics import METRICS, TEXT, Metric, Metrics, Reading, encode_metrics
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
@@ -105,7 +105,7 @@ def test_while_one_runs_all_others_share_the_next_one() -> None:
     metrics.collect(source)
 
     async def crowd() -> list[bytes]:
-        scraping = Scraping(partial(encode_metrics, metrics))
+        scraping = Coalescer(partial(encode_metrics, metrics))
         source.may_go_on.clear()
         first = asyncio.ensure_future(scraping.scrape(TEXT))
         while not source.begun.is_set():
@@ -148,7 +148,7 @@ def test_a_source_that_hangs_holds_one_thread_and_nobody_for_long() -> None:
     metrics.collect(source)
 
     async def scrapes() -> bytes:
-        scraping = Scraping(partial(encode_metrics, metrics), timeout_s=0.05)
+        scraping = Coalescer(partial(encode_metrics, metrics), timeout_s=0.05)
         source.may_go_on.clear()
         for _ in range(5):
             with pytest.raises(asyncio.TimeoutError):

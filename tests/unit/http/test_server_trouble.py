@@ -15,10 +15,10 @@ import pytest
 from served_memory import MemorySnapshot, Serving, serving, until
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
-from ft_transport.http import admission, body_sender, listener
-from ft_transport.http import server as server_module
-from ft_transport.http.request_guard import RequestGuard
-from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.http.server import bodies, body_sender, connection_slots, listener
+from ft_transport.http.server import server as server_module
+from ft_transport.http.server.request_guard import RequestGuard
+from ft_transport.http.server.snapshot_cache import SnapshotCache
 
 # More than the socket buffers of both ends take.
 LARGE = bytes(1 << 20) * 48
@@ -93,7 +93,8 @@ def test_no_thread_goes_on_sending(end: str) -> None:
 
 
 def test_where_nobody_tells_what_was_acknowledged_the_kernel_s_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_sender, "_acked_bytes", lambda _connected: 0)
+    for module in (bodies, body_sender):
+        monkeypatch.setattr(module, "acked_bytes", lambda _connected: 0)
     with serving(stall_timeout_s=0.3) as served:
         content = served.put(5, LARGE).content
         assert served.ask("/checkpoint/5/full").body == content
@@ -105,7 +106,7 @@ def test_whatever_ends_the_sending_ends_the_reading(monkeypatch: pytest.MonkeyPa
     def fail(_body: object) -> None:
         raise MemoryError("no memory today")
 
-    monkeypatch.setattr(body_sender._Body, "send", fail)
+    monkeypatch.setattr(body_sender._Sending, "send", fail)
     with serving() as served:
         served.put(5, LARGE)
         with receiver(served, "/checkpoint/5/full") as sock:
@@ -198,7 +199,7 @@ def test_the_last_place_is_kept_while_nobody_else_waits(monkeypatch: pytest.Monk
 
 
 def test_the_head_of_a_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "NEWCOMER_S", 0.1)
+    monkeypatch.setattr(connection_slots, "NEWCOMER_S", 0.1)
     monkeypatch.setattr(listener, "_SWEEP_S", 0.05)
     with serving() as served, ExitStack() as stack:
         address = ("127.0.0.1", served.server.port)
@@ -209,7 +210,7 @@ def test_the_head_of_a_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_who_shows_no_token_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "NEWCOMER_S", 0.1)
+    monkeypatch.setattr(connection_slots, "NEWCOMER_S", 0.1)
     monkeypatch.setattr(listener, "_SWEEP_S", 0.05)
     with serving(token="secret") as served:
         with (
@@ -237,7 +238,7 @@ def test_a_body_that_comes_slowly_holds_no_snapshot() -> None:
         snapshot = served.put(5)
         with closing(socket.create_connection(("127.0.0.1", served.server.port), timeout=20)) as sock:
             sock.sendall(b"POST /checkpoint/5/slices HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-            until(lambda: served.server._admission.num_open == 1)
+            until(lambda: served.server._slots.num_open == 1)
             served.cache.retire(snapshot.snapshot_id, even_if_needed=True)
             assert snapshot.closed.is_set()
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
@@ -278,7 +279,7 @@ def test_nothing_that_a_peer_sent_gets_into_a_log(
 ) -> None:
     """A bit of a good request is flipped on the way: the log must not have the secret that somebody put into it."""
     # Without the line that has them close, or with half of a head, connections stay open for a while.
-    monkeypatch.setattr(admission, "NEWCOMER_S", 0.1)
+    monkeypatch.setattr(connection_slots, "NEWCOMER_S", 0.1)
     monkeypatch.setattr(listener, "_SWEEP_S", 0.05)
     monkeypatch.setattr(server_module, "_KEEP_ALIVE_S", 0.05)
     caplog.set_level(logging.DEBUG)

@@ -37,7 +37,7 @@ from ft_transport import (
 )
 from ft_transport import tls as tls_files
 from ft_transport.coordination.rendezvous import nobody_listens
-from ft_transport.http import admission, listener, tls_protocol
+from ft_transport.http.server import connection_slots, listener, tls_protocol
 from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
 
 WEIGHTS = b"these are weights in the clear. "
@@ -256,7 +256,7 @@ def test_renewed_files_serve_new_connections_and_running_ones_go_on(
 
 
 def let_newcomers_wait(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setattr(admission, "NEWCOMER_S", seconds)
+    monkeypatch.setattr(connection_slots, "NEWCOMER_S", seconds)
     monkeypatch.setattr(listener, "_SWEEP_S", 0.05)
 
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from ft_transport.errors import SnapshotError, UnsupportedLeafError
 from ft_transport.state import flatten as flattening
-from ft_transport.state.flatten import MAX_DEPTH, flatten
+from ft_transport.state.flatten import flatten
+from ft_transport.wire.nodes import MAX_DEPTH
 
 
 class Point(NamedTuple):

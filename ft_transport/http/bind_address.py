@@ -1,0 +1,307 @@
+"""The address that a server binds, and the address that it advertises.
+
+The advertised address is checked, as far as this host can tell, and logged once.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import functools
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ft_transport.errors import ConfigurationError
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.runtime.fork_safety import making_socket
+
+logger = logging.getLogger(__name__)
+
+ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
+"""Environment variable with the host name, address or network interface that peers should use."""
+_SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
+LISTEN_BACKLOG: Final = 4096
+"""A client that finds it full retries after a second; a connection waiting in the kernel costs next to nothing."""
+_LOOPBACKS: Final = ("127.0.0.1", "::1")
+_REMEDY: Final = "set FT_TRANSPORT_TOKEN to the same secret on every host"
+_OPEN_REMEDY: Final = "or let anyone in with TransportSettings.allow_anyone=True or FT_TRANSPORT_ALLOW_ANYONE=1"
+
+
+def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyone: bool = False) -> str | None:
+    """Return the address to bind: only the loopback if peers cannot be authenticated.
+
+    Args:
+        host: The setting; ``None`` for every address.
+        is_guarded: Whether peers have to prove the job token.
+        may_open: Whether ``allow_anyone`` is a setting here.
+        allow_anyone: Whether unauthenticated clients are allowed.
+
+    Raises:
+        ConfigurationError: The address is not on the loopback, and unauthenticated clients could connect to it.
+    """
+    if is_guarded or (may_open and allow_anyone):
+        return host
+    remedy = f"{_REMEDY}, {_OPEN_REMEDY}" if may_open else _REMEDY
+    if host is None:
+        _say_that_it_is_local(remedy)
+        return next((each for each in _LOOPBACKS if can_bind(each)), _LOOPBACKS[0])
+    if not is_loopback(host):
+        raise ConfigurationError(
+            f"expected a loopback address to listen on while there is no job token, got {host!r}: {remedy}"
+        )
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` resolves only to loopback addresses."""
+    found = addresses_of(host)
+    return bool(found) and all(each.is_loopback for each in found)
+
+
+def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Resolve an address, with or without brackets, or a name; return an empty list if that fails."""
+    with contextlib.suppress(ValueError):
+        return [ipaddress.ip_address(host.strip("[]"))]
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(ipaddress.ip_address(str(info[4][0])) for info in infos))
+
+
+@functools.cache
+def _say_that_it_is_local(remedy: str) -> None:
+    """Warn once per process that the server listens only on the loopback."""
+    logger.warning(
+        "there is no job token, so this process listens on the loopback alone; for peers on other hosts %s", remedy
+    )
+
+
+def can_bind(address: str) -> bool:
+    """Whether ``address`` is an address of this host."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def listen(host: str | None, port: int) -> socket.socket:
+    """Return a listening TCP socket.
+
+    Args:
+        host: Address to bind; ``None`` for every address of both families, or IPv4 alone where IPv6 is off.
+        port: Port; 0 for any free one.
+
+    Raises:
+        ConfigurationError: The address cannot be bound.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"expected a port from 0 to 65535, got port {port}")
+    try:
+        if host is None:
+            if socket.has_dualstack_ipv6():
+                try:
+                    return socket.create_server(
+                        ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG
+                    )
+                except OSError:
+                    # Compiled in but switched off on this host (ipv6.disable=1, containers).
+                    pass
+            return socket.create_server(("0.0.0.0", port), backlog=LISTEN_BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"expected to listen on {host or '*'} port {port}: {error}") from error
+
+
+def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
+    """Return the host that peers should use, in the form for a URL (IPv6 in brackets).
+
+    The first of these: the setting, the environment variable ``FT_TRANSPORT_ADVERTISE``, the bound address unless it is
+    a wildcard, this host's name if it resolves, the loopback address. A setting may be the name of a network interface.
+
+    Raises:
+        ConfigurationError: The setting is neither an address, nor a name that resolves, nor an interface with an
+            address.
+    """
+    chosen = setting or os.environ.get(ADVERTISE_VARIABLE) or (None if _is_wildcard(bound) else bound)
+    if not chosen:
+        name = socket.gethostname()
+        return name if _resolves(name) else "127.0.0.1"
+    if chosen in {name for _, name in socket.if_nameindex()}:
+        return interface_address(chosen)
+    try:
+        address = ipaddress.ip_address(chosen.strip("[]"))
+    except ValueError:
+        if _resolves(chosen):
+            return chosen
+        raise ConfigurationError(
+            f"expected a host, an address or one of the interfaces {sorted(name for _, name in socket.if_nameindex())} "
+            f"to advertise, and {chosen!r} is none that resolves"
+        ) from None
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface, or its first global IPv6 address in brackets.
+
+    Raises:
+        ConfigurationError: The interface has none, or the platform does not report it.
+    """
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                return socket.inet_ntoa(answer[20:24])
+            except OSError:
+                pass
+        try:
+            lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        except OSError:  # IPv6 is switched off
+            lines = []
+        for line in lines:
+            digits, _index, _prefix, scope, _flags, interface = line.split()
+            if interface == name and scope in ("00", "10"):
+                return f"[{ipaddress.IPv6Address(int(digits, 16))}]"
+    raise ConfigurationError(f"expected the network interface {name!r} to have an address to advertise, found none")
+
+
+def _is_wildcard(host: str | None) -> bool:
+    """Whether ``host`` is not an address that a peer could connect to."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _resolves(name: str) -> bool:
+    return bool(addresses_of(name))
+
+
+IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_SIOCGIFCONF: Final = 0x8912  # linux/sockios.h
+_MAX_INTERFACES: Final = 512
+_IFREQ: Final = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
+"""``struct ifreq`` with an IPv4 address (man 7 netdevice)."""
+
+
+def advertised_url(
+    setting: str | None,
+    *,
+    bound: str | None,
+    port: int,
+    is_guarded: bool,
+    reached_at: Sequence[str],
+    is_encrypted: bool = False,
+) -> str:
+    """Return the URL that peers should use; log where it leads.
+
+    Args:
+        setting: See ``advertised_host``.
+        bound: The address that the server listens on; ``None`` for all.
+        port: Its port.
+        is_guarded: Whether peers have to prove the job token; then they reject a server at an address that the server
+            does not know as its own.
+        reached_at: ``host:port`` of translated addresses.
+        is_encrypted: Whether the server speaks TLS.
+
+    Raises:
+        ConfigurationError: The address cannot lead to this server.
+    """
+    url = f"{'https' if is_encrypted else 'http'}://{advertised_host(setting, bound=bound)}:{port}"
+    peer = PeerAddress.from_url(url)
+    found = addresses_of(peer.host)
+    remedy = f"set TransportSettings.advertise or {ADVERTISE_VARIABLE} to a host, an address or a network interface"
+    is_listening_locally = bound is not None and is_loopback(bound)
+    is_local = bool(found) and all(each.is_loopback for each in found)
+    if is_listening_locally and not is_local and not reached_at:
+        raise ConfigurationError(
+            f"expected a loopback address to advertise, because the server listens on {bound} alone, got "
+            f"{peer.host!r}; "
+            "where a proxy passes connections on, name its address in TransportSettings.reached_at"
+        )
+    by_address = interfaces()
+    own = [each for each in found if is_own(each)]
+    if found and not own and str(peer) not in reached_at:
+        if is_guarded and _is_literal(peer.host):
+            raise ConfigurationError(
+                f"expected to advertise an address of this host, got {peer.host}, which is none of "
+                f"{sorted({str(each) for each in by_address})}; where it is translated on the way, name {peer} in "
+                f"TransportSettings.reached_at as well, else {remedy}"
+            )
+        logger.warning(
+            "peers are told %s, which stands for %s here, no address of this host; where it is translated on the way, "
+            "name it in TransportSettings.reached_at, else %s",
+            peer,
+            [str(each) for each in found],
+            remedy,
+        )
+    is_chosen = bool(setting or os.environ.get(ADVERTISE_VARIABLE))
+    others = sorted({name for address, name in by_address.items() if not address.is_loopback})
+    if is_local and not is_listening_locally and not is_chosen and others:
+        logger.warning(
+            "peers are told %s, which stands for %s here: those on other hosts will ask themselves instead; %s, one of "
+            "%s",
+            peer,
+            [str(each) for each in found],
+            remedy,
+            others,
+        )
+    logger.info("peers are told %s: %s", url, ", ".join(_described(each, by_address) for each in found) or "unknown")
+    return url
+
+
+def is_own(address: IPAddress) -> bool:
+    """Whether ``address`` is an address of this host."""
+    return address.is_loopback or can_bind(str(address))
+
+
+def interfaces() -> dict[IPAddress, str]:
+    """Return the addresses of this host's network interfaces that the platform reports, with their names."""
+    found: dict[IPAddress, str] = {}
+    if sys.platform != "linux":
+        return found
+    buffer = array.array("B", bytes(_MAX_INTERFACES * _IFREQ.size))
+    address, length = buffer.buffer_info()
+    # Each fetch calls this, so a fork would sometimes find the socket open.
+    with making_socket, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("@iP", length, address))
+            num_bytes, _ = struct.unpack("@iP", answer)
+        except OSError:
+            num_bytes = 0
+    for name, digits in _IFREQ.iter_unpack(buffer.tobytes()[: num_bytes - num_bytes % _IFREQ.size]):
+        found[ipaddress.IPv4Address(digits)] = name.partition(b"\0")[0].decode("utf-8", "replace").partition(":")[0]
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # IPv6 is switched off
+        lines = []
+    for line in lines:
+        hexadecimal, *_, name = line.split()
+        found[ipaddress.IPv6Address(int(hexadecimal, 16))] = name
+    return found
+
+
+def _described(address: IPAddress, by_address: dict[IPAddress, str]) -> str:
+    plain = ipaddress.ip_address(str(address).partition("%")[0])
+    name = by_address.get(plain) or ("loopback" if address.is_loopback else "no interface of this host")
+    return f"{address} (IPv{address.version}, {name})"
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

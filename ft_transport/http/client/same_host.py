@@ -1,0 +1,290 @@
+"""Fetches the data of a snapshot from a source on the same host, straight out of the source's memory.
+
+After any failure here, the caller fetches over HTTP, chunk by chunk; only the deadline and errors of the receiver's own
+code end a fetch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Final
+
+from ft_transport.errors import DeadlineExceededError, PeerProtocolError, TransportError
+from ft_transport.http.client.connection import Connection
+from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.shared_memory import LentMemory
+from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
+from ft_transport.settings import FetchProgress
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import MEMORY_ROUTE, bound_path, decode_ticket
+from ft_transport.wire.snapshot import Memory
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S: Final = 5.0
+"""Timeout for a process of this host that only has to answer."""
+_MAX_TICKET_BYTES: Final = 4096
+_LOOK_S: Final = 1.0
+"""Timeout of the kernel's queue, if very many receivers connect to a source's socket."""
+_PIECE_BYTES: Final = 512 << 10
+"""A piece is digested while in the processor's nearest large cache; smaller pieces cost more overhead."""
+
+
+def is_on_this_host(source: Connection) -> bool:
+    """Whether a source is on this host and lends its snapshot's memory to this process.
+
+    Args:
+        source: The connection to the source over which the manifest came.
+    """
+    if source.same_host is None:
+        return False
+    try:
+        LentMemory(source.same_host, timeout_s=_LOOK_S).close()
+    except TransportError:
+        return False
+    return True
+
+
+def fetch_from_memory(
+    connection: Connection,
+    manifest: Manifest,
+    destination: Memory,
+    settings: FetchSettings,
+    *,
+    chunks: Sequence[int],
+    num_threads: int,
+) -> Sequence[int]:
+    """Copy chunks from the source's memory, if the source is on this host.
+
+    Args:
+        connection: The connection to the source over which the manifest came.
+        manifest: The snapshot's manifest.
+        destination: Memory to fill.
+        settings: Settings of the fetch.
+        chunks: Chunks to copy, ascending.
+        num_threads: Threads that copy and digest.
+
+    Returns:
+        The chunks that have yet to be fetched: all, some or none of them. Copied chunks are verified if the settings
+        ask for it and the manifest has digests; otherwise the source has confirmed that the snapshot was unchanged.
+
+    Raises:
+        DeadlineExceededError: The deadline passed.
+        TransportError: The caller's ``on_progress`` failed.
+    """
+    name = connection.same_host
+    if name is None or not chunks:
+        return chunks
+    started_s = time.monotonic()
+    try:
+        lent = _borrowed(name, connection, manifest, settings)
+    except TransportError as error:
+        # If the deadline passed, the fetch over HTTP reports it at once.
+        logger.debug("the memory of %s is not to be had on this host: %s", connection.peer, error)
+        return chunks
+    with lent:
+        copying = _Copying(lent, manifest, destination, settings, chunks, peer=str(connection.peer))
+        copying.run(num_threads)
+        left = copying.left()
+    logger.info(
+        "step %d: %d of %d chunks came from the memory of %s on this host, in %.2f s",
+        manifest.step,
+        len(chunks) - len(left),
+        len(chunks),
+        connection.peer,
+        time.monotonic() - started_s,
+    )
+    return left
+
+
+def _borrowed(name: str, connection: Connection, manifest: Manifest, settings: FetchSettings) -> LentMemory:
+    peer, timeouts = str(connection.peer), settings.timeouts
+    # Connects first: a source on another host gets no request.
+    lent = LentMemory(
+        name, timeout_s=min(_WAIT_S, timeouts.remaining_s("asking for memory on this host", connection.peer))
+    )
+    try:
+        if timeouts.handle is not None:
+            timeouts.handle.add(lent)
+        response = connection.get(
+            bound_path(MEMORY_ROUTE, manifest.step, manifest.snapshot_id),
+            headers={},
+            expected_status=200,
+            answer_within_s=0.0,
+        )
+        ticket = decode_ticket(connection.read_body(response, max_bytes=_MAX_TICKET_BYTES), peer=peer)
+        if ticket.data_bytes != manifest.data_bytes:
+            raise PeerProtocolError(
+                f"expected memory of {manifest.data_bytes} bytes, the peer lends {ticket.data_bytes}", peer=peer
+            )
+        lent.borrow(ticket)
+    except BaseException:
+        lent.close()
+        raise
+    return lent
+
+
+class _Copying:
+    """The copying threads and their progress."""
+
+    def __init__(
+        self,
+        lent: LentMemory,
+        manifest: Manifest,
+        destination: Memory,
+        settings: FetchSettings,
+        chunks: Sequence[int],
+        *,
+        peer: str,
+    ) -> None:
+        self._lent = lent
+        self._manifest = manifest
+        self._destination = destination
+        self._settings = settings
+        self._chunks = chunks
+        self._peer = peer
+        self._digests = manifest.digests if settings.verify else None
+        self._mutex = threading.Lock()
+        self._next = 0
+        self._landed: set[int] = set()
+        self._done_bytes = 0
+        self._started_s = time.monotonic()
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._ends: SimpleQueue[None] = SimpleQueue()
+        self._ended: set[int] = set()
+
+    def run(self, num_threads: int) -> None:
+        """Copy on this thread and others; return or raise when none of them writes any more."""
+        threads = [
+            SafeThread(target=self._work_on_thread, args=(index,), name=f"ft-transport-copy-{index}", daemon=True)
+            for index in range(1, min(num_threads, len(self._chunks)))
+        ]
+        try:
+            for thread in threads:
+                with contextlib.suppress(ThreadRefusedError):  # No further thread: the others do its part.
+                    thread.start()
+            self._work()
+        except BaseException as error:
+            self._fail(error)
+        # Not Thread.join: after a signal handler raises in it, it takes a running thread for an ended one.
+        while len(self._ended) < sum(thread.ident is not None for thread in threads):
+            try:
+                self._ends.get()
+            except BaseException as error:
+                self._fail(error)
+        if self._error is not None:
+            raise self._error
+
+    def left(self) -> list[int]:
+        """Return the chunks that have not landed."""
+        # Without digests, bytes copied after the source reclaimed the memory may be of another snapshot.
+        if self._digests is None and not self._lent.was_held():
+            return list(self._chunks)
+        return [chunk for chunk in self._chunks if chunk not in self._landed]
+
+    def _work_on_thread(self, index: int) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._ended.add(index)
+            self._ends.put(None)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TransportError):
+            failure = self._failed(error)
+            failure.__cause__ = error
+            error = failure
+        self._error = self._error or error
+        self._is_over = True
+
+    def _work(self) -> None:
+        timeouts = self._settings.timeouts
+        while not self._is_over:
+            with self._mutex:
+                if self._next == len(self._chunks):
+                    return
+                chunk = self._chunks[self._next]
+                self._next += 1
+            if timeouts.is_over():
+                raise DeadlineExceededError(
+                    f"timed out with {self._done_bytes} of {self._manifest.data_bytes} bytes received: "
+                    f"{timeouts.reason()}",
+                    peer=self._peer,
+                    step=self._manifest.step,
+                )
+            start, end = self._manifest.chunks.range_of(chunk, chunk + 1)
+            if self._copy(chunk, start, end):
+                timeouts.note_progress(end - start)
+                with self._mutex:
+                    self._landed.add(chunk)
+                    self._report(end - start)
+            elif not self._lent.is_held():
+                # A newer snapshot replaces it: the fetch over HTTP reports that.
+                self._is_over = True
+
+    def _copy(self, chunk: int, start: int, end: int) -> bool:
+        """Copy a chunk; return whether the destination holds the chunk now."""
+        lent = self._lent
+        # With digests, a source that has exited does not matter: this process keeps its memory alive.
+        if self._digests is None and not lent.is_held():
+            return False
+        views = [view for view in self._destination.buffers(start, end) if view]
+        try:
+            if self._digests is None:
+                lent.read(views, start)
+                return True
+            hasher = self._manifest.digester.hasher()
+            for piece in _pieces(views):
+                lent.read(piece, start)
+                for view in piece:
+                    hasher.update(view)
+                    start += len(view)
+        except OSError as error:
+            logger.debug("chunk %d of the memory of %s cannot be read: %s", chunk, self._peer, error)
+            return False
+        return hasher.intdigest() == self._digests[chunk]
+
+    def _report(self, num_bytes: int) -> None:
+        """Report ``num_bytes`` more landed bytes. Called under the lock."""
+        self._done_bytes += num_bytes
+        on_progress = self._settings.on_progress
+        if on_progress is None:
+            return
+        progress = FetchProgress(
+            done_bytes=self._done_bytes,
+            total_bytes=self._manifest.data_bytes,
+            elapsed_s=time.monotonic() - self._started_s,
+        )
+        try:
+            on_progress(progress)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> TransportError:
+        return TransportError(f"the receiver failed: {type(error).__name__}: {error}", step=self._manifest.step)
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield the bytes in pieces of about `_PIECE_BYTES`: many small views, or a part of a large one."""
+    piece: list[memoryview] = []
+    piece_bytes = 0
+    for view in views:
+        at = 0
+        while at < len(view):
+            part = view[at : at + _PIECE_BYTES - piece_bytes]
+            piece.append(part)
+            piece_bytes += len(part)
+            at += len(part)
+            if piece_bytes >= _PIECE_BYTES:
+                yield piece
+                piece, piece_bytes = [], 0
+    if piece:
+        yield piece

@@ -1,0 +1,251 @@
+"""The protocol of one server connection: aiohttp's, with its own error responses and log lines.
+
+aiohttp logs a malformed request verbatim with a traceback, and quotes it in the response. Here neither the log nor the
+response contains a byte of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
+
+from aiohttp import web
+
+from ft_transport.http.server.connection_slots import ConnectionSlots, Slot
+from ft_transport.http.server.listener import Listener
+from ft_transport.http.server.logs import PeerLog, UploadLog, describe_failure
+from ft_transport.http.server.rate_limits import RateLimits
+from ft_transport.http.server.tls_protocol import TLSAcceptor, TLSProtocol
+from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
+
+_MAX_LINE_BYTES: Final = 8190
+_MAX_HEADERS: Final = 32
+"""Maximum number of header fields of a request. This package's client sends fewer than ten short lines."""
+_LINGERING_S: Final = 1.0
+"""How long the rest of an unwanted body is read, so that its sender sees the response."""
+
+
+class PeerProtocol(web.RequestHandler):
+    """Reads requests and sends responses.
+
+    Args:
+        server: Hands requests to the application.
+        loop: The server's event loop.
+        keep_alive_s: How long the connection may be idle between two requests, in seconds.
+        slots: Gets the slot back.
+        uploads: Notified when the connection ends; ``None`` for a server that sends no snapshots.
+        slot: The connection's slot.
+        trouble: Logs malformed requests and failures of handlers.
+    """
+
+    __slots__ = ("_slots", "_trouble", "_uploads", "slot")
+
+    def __init__(
+        self,
+        server: web.Server,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        keep_alive_s: float,
+        slots: ConnectionSlots,
+        slot: Slot,
+        trouble: PeerLog,
+        uploads: UploadLog | None = None,
+    ) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=keep_alive_s,
+            access_log=None,  # type: ignore[arg-type]
+            max_line_size=_MAX_LINE_BYTES,
+            max_field_size=_MAX_LINE_BYTES,
+            max_headers=_MAX_HEADERS,
+            lingering_time=_LINGERING_S,
+            # No client of this package sends compressed bodies; a few bytes could inflate to gigabytes.
+            auto_decompress=False,
+        )
+        self._slots = slots
+        self._uploads = uploads
+        self._trouble = trouble
+        self.slot = slot
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.Protocol``."""
+        assert isinstance(transport, asyncio.Transport)
+        self.slot.end = transport.abort
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See ``asyncio.Protocol``."""
+        self._slots.leave(self.slot)
+        if self._uploads is not None:
+            self._uploads.left(self.slot)
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - aiohttp's, which quotes the request
+    ) -> web.StreamResponse:
+        """Answer a request that could not be read or handled, and close the connection."""
+        if status == HTTPStatus.BAD_REQUEST:
+            self._trouble.note(logging.INFO, self.slot.address, f"a malformed request ({type(exc).__name__})")
+        else:
+            self._trouble.note(logging.ERROR, self.slot.address, f"a request failed: {describe_failure(exc)}")
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun, and no other one can be sent")
+        response = web.Response(status=status, text=f"{status} {HTTPStatus(status).phrase}\n")
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002 - what they quote
+        """Log in one line what aiohttp would log in many."""
+        error = kw.get("exc_info")
+        failure = describe_failure(error if isinstance(error, BaseException) else None)
+        self._trouble.note(logging.ERROR, self.slot.address, f"a connection failed: {failure}")
+
+    def log_debug(self, *args: Any, **kw: Any) -> None:
+        """Do nothing: a client that disconnects is no event to log."""
+
+
+def slot_of(request: web.Request) -> Slot:
+    """Return the slot of the request's connection."""
+    protocol = request.protocol
+    assert isinstance(protocol, PeerProtocol)
+    return protocol.slot
+
+
+_START_TIMEOUT_S: Final = 30.0
+_ENDING_S: Final = 1.0
+_SETTLING_ROUNDS: Final = 5
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AppServer:
+    """Answers from `start` until `stop`.
+
+    Attributes:
+        listening: The listening socket; the thread closes it at the end.
+        name: Name of the thread.
+        keep_alive_s: How long a connection may be silent between two requests.
+        slots: Gives the connections their slots.
+        trouble: Logs what goes wrong.
+        claims: See `Listener`.
+        make_app: Makes the application. Called on the event loop.
+        end: Called on the event loop when no further connection is accepted.
+        tls: Encrypts the connections; ``None``: plain HTTP.
+        uploads: Logs the fetches of connections that end.
+        limits: Limits unauthenticated clients.
+        loop: The event loop. Its class by name: a policy of the process may make loops without sendfile (uvloop).
+    """
+
+    listening: socket.socket
+    name: str
+    keep_alive_s: float
+    slots: ConnectionSlots
+    trouble: PeerLog
+    claims: Callable[[str, bytes], bool]
+    make_app: Callable[[], web.Application]
+    end: Callable[[], Awaitable[None]]
+    tls: TLSAcceptor | None = None
+    uploads: UploadLog = field(default_factory=lambda: UploadLog(time.monotonic))
+    limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
+    loop: asyncio.SelectorEventLoop = field(default_factory=asyncio.SelectorEventLoop, init=False)
+    _thread: SafeThread = field(init=False)
+    _is_stopping: bool = field(default=False, init=False)
+
+    def start(self) -> None:
+        """Returns when the server accepts connections."""
+        started: Future[None] = SafeFuture()
+        self._thread = SafeThread(target=self._run, args=(started,), name=self.name, daemon=True)
+        self._thread.start()
+        started.result(_START_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Ends the event loop soon. May be called twice."""
+        # A second time it would stop the loop while it ends the connections.
+        if not self._is_stopping:
+            self._is_stopping = True
+            with contextlib.suppress(RuntimeError):  # The thread has ended already.
+                self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def join(self) -> None:
+        """Waits for the end of the thread."""
+        self._thread.join()
+
+    def _run(self, started: Future[None]) -> None:
+        loop = self.loop
+        asyncio.set_event_loop(loop)
+        # asyncio's own words, and all of them in its debug mode, quote what the peer sent.
+        loop.set_debug(False)
+        loop.set_exception_handler(self._on_loop_error)
+        try:
+            try:
+                runner, listener = loop.run_until_complete(self._start())
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            loop.run_forever()
+            loop.run_until_complete(self._stop(runner, listener))
+        finally:
+            self.listening.close()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    async def _start(self) -> tuple[web.AppRunner, Listener]:
+        runner = web.AppRunner(self.make_app(), handle_signals=False, shutdown_timeout=_ENDING_S)
+        await runner.setup()
+
+        def make_protocol(slot: Slot) -> PeerProtocol:
+            assert runner.server is not None
+            return PeerProtocol(
+                runner.server,
+                loop=self.loop,
+                keep_alive_s=self.keep_alive_s,
+                slots=self.slots,
+                uploads=self.uploads,
+                slot=slot,
+                trouble=self.trouble,
+            )
+
+        def make_encrypted(slot: Slot) -> TLSProtocol:
+            assert tls is not None, "it speaks TLS"
+            protocol = tls.protocol(lambda: make_protocol(slot), refused=lambda: self.slots.leave(slot))
+            slot.end = protocol.abort
+            return protocol
+
+        tls = self.tls
+        made = make_protocol if tls is None else make_encrypted
+        listener = Listener(self.listening, self.slots, made, self.trouble, limits=self.limits, claims=self.claims)
+        return runner, listener
+
+    async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
+        await listener.stop()
+        if self.tls is not None:
+            self.tls.close()
+        await self.end()
+        await runner.cleanup()
+        self.uploads.close()
+        # aiohttp forgets a connection that its peer has left while it still reads the rest of a body.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_ENDING_S)
+        # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
+        for _ in range(_SETTLING_ROUNDS):
+            await asyncio.sleep(0)
+
+    def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        failure = describe_failure(context.get("exception"))
+        self.trouble.note(logging.ERROR, "the server", f"{context.get('message', 'an error')}: {failure}")

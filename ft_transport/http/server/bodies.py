@@ -1,0 +1,302 @@
+"""The bodies of responses: a part of a snapshot's file, slices of its tensors, and relayed chunks.
+
+Each goes from memory straight to the socket, on the thread that ``body_sender`` starts for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
+
+from ft_transport.errors import RestoreError, SnapshotError
+from ft_transport.http.relays import Follower
+from ft_transport.http.server.throttle import ENCRYPTED_PIECE_BYTES, BodySocket
+from ft_transport.wire import slices
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.routes import CHUNK_HEADER, relayed_bytes
+from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame, frame_context
+from ft_transport.wire.snapshot import MemoryFile, ServedMemory, SharedFile, Snapshot, copy_out
+
+_PIECE_BYTES: Final = 64 << 20
+_ACKED_BYTES: Final = struct.Struct("=120xQ")
+"""``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
+_MAX_VIEWS_PER_SEND: Final = 512
+"""Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
+_LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
+"""``struct timeval``, 20 ms: the longest wait of one call for the receiver while shared memory is pinned."""
+_LEAST_SENDFILE_BYTES: Final = 64 << 10
+"""Below this size, a copy costs less than a separate system call."""
+_LOOK_S: Final = 0.1
+"""Interval at which a response that waits for its next chunk checks whether the receiver is still connected."""
+
+
+class Body(Protocol):
+    """A body of which bytes ``[position, end)`` have yet to be sent."""
+
+    position: int
+    end: int
+
+    def send_to(self, connected: BodySocket) -> None:
+        """Sends the rest and advances ``position``; blocks."""
+
+
+class FileRange:
+    """Bytes ``[position, end)`` of the snapshot's file."""
+
+    def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
+        self.memory = memory
+        self.position = position
+        self.end = end
+
+    def send_to(self, connected: BodySocket) -> None:
+        """See `Body`."""
+        try:
+            if connected.is_encrypted:
+                self._send_encrypted(connected)
+            elif isinstance(self.memory, MemoryFile):
+                start = self.memory.start
+                for sent in _send_file(connected, self.memory, start + self.position, start + self.end):
+                    self.position += sent
+            else:
+                self._send_shared(connected, self.memory)
+        except SnapshotError as error:
+            raise ConnectionAbortedError(str(error)) from error
+
+    def _send_encrypted(self, connected: BodySocket) -> None:
+        while self.position < self.end:
+            end = min(self.end, self.position + CHUNK_BYTES)
+            if isinstance(self.memory, MemoryFile):
+                for view in _views(self.memory, self.position, end):
+                    connected.sendall(view)
+            else:
+                with self.memory.pin(self.position, end) as views:
+                    connected.encrypt(views)
+                # The owner waits for the encryption, but not for the receiver.
+                connected.flush()
+            self.position = end
+
+    def _send_shared(self, connected: BodySocket, file: SharedFile) -> None:
+        """Send a pinned piece at a time; the kernel copies it, so the owner waits for one call and no receiver."""
+        connected.raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
+        while self.position < self.end:
+            # Pinning digests the piece, so it is small enough to be in the processor's cache when it is sent.
+            end = min(self.end, self.position + min(CHUNK_BYTES, connected.piece_bytes))
+            # First, because the owner of the memory waits for a pin.
+            connected.admit(end - self.position)
+            sent = 0
+            try:
+                with file.pin(self.position, end) as views:
+                    sent = connected.raw.sendmsg(views[:_MAX_VIEWS_PER_SEND])
+            except BlockingIOError:
+                pass
+            finally:
+                connected.unsent(end - self.position - sent)
+            self.position += sent
+
+
+class Slices:
+    """The frames of a request for slices (``wire.slices``), each with its digest.
+
+    Args:
+        snapshot: The snapshot.
+        frames: The requested frames, inside the data.
+    """
+
+    def __init__(self, snapshot: Snapshot, frames: Sequence[SliceFrame]) -> None:
+        self._snapshot = snapshot
+        self._frames = frames
+        self.position = 0
+        self.end = slices.answer_bytes(frames)
+
+    def send_to(self, connected: BodySocket) -> None:
+        """See `Body`."""
+        largest = max(sum(piece.num_bytes for piece in frame) for frame in self._frames)
+        staging = memoryview(bytearray(largest + FRAME_DIGEST_BYTES))
+        try:
+            for frame in self._frames:
+                self._send_frame(connected, frame, staging)
+        except SnapshotError as error:
+            raise ConnectionAbortedError(str(error)) from error
+
+    def _send_frame(self, connected: BodySocket, frame: SliceFrame, staging: memoryview) -> None:
+        snapshot, memory = self._snapshot, self._snapshot.memory
+        context = frame_context(snapshot.snapshot_id, frame) if snapshot.digester.is_keyed else b""
+        hasher = snapshot.digester.hasher(context)
+        filled = 0
+        only = frame[0]
+        if (
+            isinstance(memory, MemoryFile)
+            and len(frame) == 1
+            and not only.loops
+            and only.block_bytes >= _LEAST_SENDFILE_BYTES
+        ):
+            # The digest brings the data into the processor's cache; the kernel sends the pages themselves.
+            hasher.update(memory.data[only.start : only.end])
+            for sent in _send_data(connected, memory, only):
+                self.position += sent
+        else:
+            for piece in frame:
+                _gather(memory, piece, staging[filled : filled + piece.num_bytes])
+                filled += piece.num_bytes
+            hasher.update(staging[:filled])
+        end = filled + FRAME_DIGEST_BYTES
+        staging[filled:end] = hasher.intdigest().to_bytes(FRAME_DIGEST_BYTES, "big")
+        connected.sendall(staging[:end])
+        self.position += end
+
+
+class Buffer:
+    """Bytes that the server keeps in memory.
+
+    Args:
+        data: The bytes.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.position = 0
+        self.end = len(data)
+
+    def send_to(self, connected: BodySocket) -> None:
+        """See `Body`."""
+        for start in range(0, self.end, CHUNK_BYTES):
+            piece = self._data[start : start + CHUNK_BYTES]
+            connected.sendall(piece)
+            self.position += len(piece)
+
+
+class RelayedChunks:
+    """Chunks that this process receives: each is sent as soon as it lands, in any order (``wire.routes``).
+
+    Args:
+        follower: Reports landed chunks; the caller closes it.
+        pause_s: Longest wait for the next chunk, in seconds; then the response ends early.
+    """
+
+    def __init__(self, follower: Follower, *, pause_s: float) -> None:
+        self.position = 0
+        self.end = relayed_bytes(follower.relay.chunks, follower.chunks)
+        self._follower = follower
+        self._relay = follower.relay
+        self._views_of = follower.relay.views()
+        self._pause_s = pause_s
+
+    def send_to(self, connected: BodySocket) -> None:
+        """See `Body`."""
+        while self.position < self.end:
+            chunk = self._follower.next(0.0)
+            if chunk is None:
+                chunk = self._await_chunk(connected)
+            start, end = self._relay.chunks.range_of(chunk, chunk + 1)
+            header = memoryview(CHUNK_HEADER.pack(start, self._relay.furthest))
+            if connected.is_encrypted:
+                self._send_encrypted(connected, header, start, end)
+            else:
+                self._send_plain(connected, header, start, end)
+
+    def _send_plain(self, connected: BodySocket, header: memoryview, start: int, end: int) -> None:
+        while header or start < end:
+            views = self._views(start, min(end, start + connected.piece_bytes - CHUNK_HEADER.size))
+            views = [*([header] if header else ()), *views][:_MAX_VIEWS_PER_SEND]
+            num_bytes = sum(map(len, views))
+            connected.admit(num_bytes)
+            sent = connected.raw.sendmsg(views)
+            connected.unsent(num_bytes - sent)
+            self.position += sent
+            of_header = min(sent, len(header))
+            header = header[of_header:]
+            start += sent - of_header
+
+    def _send_encrypted(self, connected: BodySocket, header: memoryview, start: int, end: int) -> None:
+        connected.sendall(header)
+        self.position += len(header)
+        # Looks up the memory for each piece: a slow receiver delays the loop, and the trainer may free memory
+        # meanwhile, which must not be read here. Without TLS the kernel reads it, which is safe.
+        for at in range(start, end, ENCRYPTED_PIECE_BYTES):
+            for view in self._views(at, min(end, at + ENCRYPTED_PIECE_BYTES)):
+                connected.sendall(view)
+                self.position += len(view)
+
+    def _await_chunk(self, connected: BodySocket) -> int:
+        until_s = time.monotonic() + self._pause_s
+        # Otherwise the end of the previous chunk would wait for an acknowledgement (man 7 tcp).
+        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connected.waiting():
+            while (chunk := self._follower.next(min(_LOOK_S, until_s - time.monotonic()))) is None:
+                if self._relay.has_ended:
+                    raise ConnectionAbortedError("it is not passed on any more")
+                if connected.has_ended(0.0):
+                    raise ConnectionResetError("the receiver has closed the connection")
+                if time.monotonic() >= until_s:
+                    raise ConnectionAbortedError("no other chunk has landed in time")
+        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+        return chunk
+
+    def _views(self, start: int, end: int) -> Sequence[memoryview]:
+        if self._relay.has_ended:
+            raise ConnectionAbortedError("it is not passed on any more")
+        try:
+            return self._views_of(start, end)
+        except RestoreError as error:
+            # The trainer has freed the received data: the next request is refused before it waits for chunks.
+            self._relay.end()
+            raise ConnectionAbortedError(str(error)) from error
+
+
+def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
+    """Yield bytes ``[start, end)`` of the file; only its data is mapped, so the header is read."""
+    num_header_bytes = file.data_start - file.start
+    if start < num_header_bytes:
+        yield memoryview(os.pread(file.descriptor, min(end, num_header_bytes) - start, file.start + start))
+    if end > num_header_bytes:
+        yield file.data[max(0, start - num_header_bytes) : end - num_header_bytes]
+
+
+def _send_file(connected: BodySocket, file: MemoryFile, position: int, end: int) -> Iterator[int]:
+    """Send bytes ``[position, end)`` of the descriptor; yield the number of bytes after each call."""
+    # Where the system does not report acknowledged bytes, the bytes that the kernel took stand for them.
+    piece_bytes = _PIECE_BYTES if acked_bytes(connected.raw) else CHUNK_BYTES
+    while position < end:
+        sent = connected.send_file(file.descriptor, position, min(end - position, piece_bytes))
+        if not sent:
+            raise ConnectionAbortedError(f"the memory file ends at {position}, expected {end}")
+        position += sent
+        yield sent
+
+
+def _send_data(connected: BodySocket, memory: MemoryFile, piece: Slice) -> Iterator[int]:
+    """Send a contiguous part of the data; yield the number of bytes after each call."""
+    if not connected.is_encrypted:
+        yield from _send_file(connected, memory, memory.data_start + piece.start, memory.data_start + piece.end)
+        return
+    for start in range(piece.start, piece.end, ENCRYPTED_PIECE_BYTES):
+        view = memory.data[start : min(piece.end, start + ENCRYPTED_PIECE_BYTES)]
+        connected.sendall(view)
+        yield len(view)
+
+
+def _gather(memory: ServedMemory, piece: Slice, into: memoryview) -> None:
+    """Copy the bytes of a slice into a contiguous buffer."""
+    with memory.pin_data(piece.start, piece.end) as views:
+        if len(views) == 1:
+            copy_out(views[0], piece, into)
+            return
+        if piece.loops:
+            raise SnapshotError(f"expected a slice inside one tensor, got {piece}")
+        position = 0
+        for view in views:
+            copy_out(view, Slice(0, len(view)), into[position : position + len(view)])
+            position += len(view)
+
+
+def acked_bytes(connected: socket.socket) -> int:
+    """Return the bytes that the receiver's system has acknowledged on the connection; 0 if unknown."""
+    if sys.platform != "linux":
+        return 0
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_BYTES.size)
+    return int(_ACKED_BYTES.unpack(info)[0]) if len(info) == _ACKED_BYTES.size else 0

@@ -1,0 +1,302 @@
+"""Accepts connections while slots are free; the others wait in the kernel.
+
+asyncio's own server accepts up to a thousand waiting sockets before it counts the first: a burst takes the descriptors
+that the training needs. Here each connection gets a slot (``connection_slots``) before the next is accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import re
+import resource
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from ft_transport.http.bind_address import LISTEN_BACKLOG
+from ft_transport.http.server.connection_slots import ConnectionSlots, Slot, client_of
+from ft_transport.http.server.logs import PeerLog
+from ft_transport.http.server.rate_limits import RateLimits
+
+_MAX_CONNECTIONS: Final = 512
+"""No crowd of receivers may take the descriptors and the memory that the training needs."""
+_DESCRIPTOR_SHARE: Final = 8
+"""A connection takes two descriptors while a body is sent; all together may take a quarter of the process's limit."""
+_LEAST_CONNECTIONS: Final = 8
+_FULL_BACKLOG: Final = 16
+"""Backlog in the kernel while every slot is taken; further connections are not answered, and retry."""
+_FULL_PAUSE_S: Final = 0.05
+_BATCH: Final = 16
+_BATCH_PAUSE_S: Final = 0.002
+"""Pause between two batches, so that an endless crowd leaves the interpreter to the training."""
+_PARKED_S: Final = 0.02
+"""Interval at which connections that wait for their turn are checked."""
+_ROUNDS_TO_ASK: Final = 8
+"""aiohttp takes six rounds of the loop to a connection's first request; later arrivals must not evict it before."""
+_NO_DESCRIPTOR_PAUSE_S: Final = 1.0
+_SWEEP_S: Final = 1.0
+_HELD_UP_S: Final = 0.5
+"""A loop later than this was delayed; it has to read its sockets before it closes overdue connections."""
+_OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_MAX_PEEK_BYTES: Final = 16 << 10
+_HEAD_BEGINS: Final = re.compile(
+    rb"[A-Z]+( ([!-~]+( (H|HT|HTT|HTTP|HTTP/1?|HTTP/1\.[01]?(\r?|\r\n.*))?)?)?)?\Z", re.DOTALL
+)
+"""The beginning of a request line (RFC 9112, section 3) or more. Anything else is refused at once."""
+_BUSY: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+def max_connections() -> int:
+    """Return the maximum number of connections under this process's limit of descriptors."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit < 0:
+        return _MAX_CONNECTIONS
+    return max(_LEAST_CONNECTIONS, min(_MAX_CONNECTIONS, soft_limit // _DESCRIPTOR_SHARE))
+
+
+class Listener:
+    """Accepts connections on a listening socket. Used only on the server's event loop.
+
+    A connection gets its protocol when the head of a request has arrived; before, it costs little more than a socket.
+
+    Args:
+        listening: The socket; the caller closes it.
+        slots: Gives the slots.
+        make_protocol: Makes the protocol of a connection. In ``connection_made`` the protocol sets the ``end`` of its
+            slot, and in ``connection_lost`` it returns the slot.
+        trouble: Logs when the system provides no further socket.
+        limits: Decides which first requests may be read now; the others wait in the kernel.
+        claims: Returns whether a connection, by its address and its first bytes, may be a member's.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        slots: ConnectionSlots,
+        make_protocol: Callable[[Slot], asyncio.BaseProtocol],
+        trouble: PeerLog,
+        *,
+        limits: RateLimits,
+        claims: Callable[[str, bytes], bool],
+    ) -> None:
+        self._listening = listening
+        self._slots = slots
+        self._make_protocol = make_protocol
+        self._trouble = trouble
+        self._limits = limits
+        self._claims = claims
+        self._parked: dict[tuple[str, bool], dict[_Waiting, None]] = {}
+        self._unparking: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waiting: set[_Waiting] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._backlog = LISTEN_BACKLOG
+        listening.setblocking(False)
+        self._resume()
+
+    async def stop(self) -> None:
+        """Accept no further connection, and close those that have sent no request yet."""
+        self._loop.remove_reader(self._listening.fileno())
+        for timer in (self._resuming, self._sweeping, self._unparking):
+            if timer is not None:
+                timer.cancel()
+        for waiting in (*self._waiting, *itertools.chain.from_iterable(self._parked.values())):
+            waiting.end()
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+
+    def _pause(self, pause_s: float) -> None:
+        self._loop.remove_reader(self._listening.fileno())
+        self._resuming = self._loop.call_later(pause_s, self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        self._loop.add_reader(self._listening.fileno(), self._accept)
+
+    def _set_backlog(self, backlog: int) -> None:
+        if backlog != self._backlog:
+            self._backlog = backlog
+            self._listening.listen(backlog)
+
+    def _accept(self) -> None:
+        num_to_connect = max(1, self._slots.max_newcomers_of_address // _ROUNDS_TO_ASK)
+        for number in range(_BATCH):
+            if number and not self._slots.has_room:
+                break  # Perhaps no other client waits: nothing is evicted for one that may not exist.
+            if not self._slots.make_room():
+                if self._slots.is_full:
+                    self._set_backlog(_FULL_BACKLOG)
+                    self._pause(_FULL_PAUSE_S)
+                return
+            self._set_backlog(LISTEN_BACKLOG)
+            try:
+                accepted, address = self._listening.accept()
+            except OSError as error:
+                if error.errno in _OUT_OF_RESOURCES:
+                    self._trouble.note(logging.ERROR, "the server", f"cannot accept a connection: {error.strerror}")
+                    self._pause(_NO_DESCRIPTOR_PAUSE_S)
+                return  # No client waits any more, or the waiting one has disconnected.
+            num_to_connect -= self._enter(accepted, client_of(address[0]))
+            if not num_to_connect:
+                break
+        self._pause(_BATCH_PAUSE_S)
+
+    def _enter(self, accepted: socket.socket, address: str) -> bool:
+        """Give a connection a slot; return whether the head of a request has arrived already."""
+        accepted.setblocking(False)
+        if _has_gone(accepted):
+            accepted.close()
+            return False
+        slot = self._slots.enter(address, lambda: None)
+        if slot is None:
+            with accepted, contextlib.suppress(OSError):
+                accepted.send(_BUSY)
+            return False
+        if self._sweeping is None:
+            self._sweep_later()
+        return _Waiting(self, accepted, slot).look()
+
+    def _ask(self, waiting: _Waiting, sent: bytes) -> bool:
+        """Hand a connection to its protocol, or queue it for its turn; return whether it was handed over."""
+        slot = waiting.slot
+        slot.claims = self._claims(slot.address, sent)
+        if slot.claims:
+            self._slots.asks(slot)
+        if waiting.payer not in self._parked and self._admit(waiting):
+            return True
+        self._parked.setdefault(waiting.payer, {})[waiting] = None
+        if self._unparking is None:
+            self._unparking = self._loop.call_later(_PARKED_S, self._unpark)
+        return False
+
+    def _admit(self, waiting: _Waiting) -> bool:
+        if not self._limits.admit(waiting.slot):
+            return False
+        self._connect(waiting.accepted, waiting.slot)
+        return True
+
+    def _unpark(self) -> None:
+        self._unparking = None
+        for parked in tuple(self._parked.values()):
+            for waiting in tuple(parked):
+                if not self._admit(waiting):
+                    break
+                self._leave_parked(waiting)
+        if self._parked:
+            self._unparking = self._loop.call_later(_PARKED_S, self._unpark)
+
+    def _leave_parked(self, waiting: _Waiting) -> None:
+        parked = self._parked.get(waiting.payer)
+        if parked is not None:
+            parked.pop(waiting, None)
+            if not parked:
+                del self._parked[waiting.payer]
+
+    def _connect(self, accepted: socket.socket, slot: Slot) -> None:
+        self._slots.asks(slot)
+
+        async def connect() -> None:
+            await self._loop.connect_accepted_socket(lambda: self._make_protocol(slot), accepted)
+
+        def connected(task: asyncio.Task[None]) -> None:
+            self._connecting.discard(task)
+            if task.cancelled() or task.exception() is not None:
+                self._slots.leave(slot)
+                accepted.close()
+
+        task = self._loop.create_task(connect())
+        slot.end = task.cancel
+        self._connecting.add(task)
+        task.add_done_callback(connected)
+
+    def _sweep_later(self) -> None:
+        due_s = self._loop.time() + _SWEEP_S
+        self._sweeping = self._loop.call_at(due_s, self._sweep, due_s)
+
+    def _sweep(self, due_s: float) -> None:
+        self._sweeping = None
+        if self._loop.time() - due_s < _HELD_UP_S:
+            self._slots.end_overdue()
+        if self._slots.has_newcomers:
+            self._sweep_later()
+
+
+class _Waiting:
+    """A connection that has not sent the head of a request yet. Its bytes stay in the kernel."""
+
+    def __init__(self, listener: Listener, accepted: socket.socket, slot: Slot) -> None:
+        self._listener = listener
+        self.accepted = accepted
+        self.slot = slot
+        self._num_bytes = 0
+        self._is_watched = False
+        slot.end = self.end
+
+    @property
+    def payer(self) -> tuple[str, bool]:
+        """Key of the budget that its first request is charged to."""
+        return self.slot.address, self.slot.claims
+
+    def look(self) -> bool:
+        """Hand the connection over if the head is there, or can never be; return whether it was handed over."""
+        try:
+            sent = self.accepted.recv(_MAX_PEEK_BYTES, socket.MSG_PEEK)
+            if not sent:
+                self.end()
+                return False
+            if len(sent) > self._num_bytes and _may_become_a_head(sent):
+                self._num_bytes = len(sent)
+                self.accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(sent) + 1)
+                self._watch()
+                return False
+            self.accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        except (BlockingIOError, InterruptedError):
+            self._watch()
+            return False
+        except OSError:
+            self.end()
+            return False
+        self._unwatch()
+        return self._listener._ask(self, sent)
+
+    def end(self) -> None:
+        self._unwatch()
+        self._listener._leave_parked(self)
+        self.accepted.close()
+        self._listener._slots.leave(self.slot)
+
+    def _watch(self) -> None:
+        if not self._is_watched:
+            self._is_watched = True
+            self._listener._waiting.add(self)
+            self._listener._loop.add_reader(self.accepted.fileno(), self.look)
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            self._listener._waiting.discard(self)
+            self._listener._loop.remove_reader(self.accepted.fileno())
+
+
+def _has_gone(accepted: socket.socket) -> bool:
+    """Whether a peer has closed a connection without sending anything: it needs no slot."""
+    try:
+        return not accepted.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
+
+
+def _may_become_a_head(sent: bytes) -> bool:
+    """Whether ``sent`` may be the beginning of an incomplete request head."""
+    if len(sent) >= _MAX_PEEK_BYTES or b"\r\n\r\n" in sent:
+        return False
+    return bool(_HEAD_BEGINS.match(sent))

@@ -1,0 +1,250 @@
+"""The socket that gives receivers on the same host descriptors of the memory of snapshots.
+
+Other users get none: the kernel reports the user at the other end (``SO_PEERCRED``), and any other user is refused
+unread. Receivers show a ticket, which the HTTP server gives to clients that may fetch (``wire.routes``). The memory
+is sealed, so that receivers cannot change it, and its descriptor is opened again, read-only.
+
+A receiver with a descriptor is a reader like any other: the cache keeps its snapshot while its connection is open, but
+no longer than a slow receiver may take, and cuts the receiver off when a newer snapshot needs the memory. It can still
+read the memory then, with any content; so a receiver trusts digests, or the source's word at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
+from ft_transport.http.shared_memory import is_own_user, is_sealed
+from ft_transport.runtime.fork_safety import close_in_children
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.routes import DONE, GONE, HELD, LENT, TICKET_CHARACTERS, MemoryTicket, socket_name
+from ft_transport.wire.snapshot import MemoryFile, Snapshot
+
+_MAX_CONNECTIONS: Final = 64
+_MAX_TICKETS: Final = 256
+_TICKET_S: Final = 10.0
+"""How long a ticket is valid, and how long a connection may be open without one."""
+_BACKLOG: Final = 64
+_NO_DESCRIPTOR_PAUSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """The snapshot that a ticket stands for."""
+
+    step: int
+    snapshot_id: SnapshotId
+    until_s: float
+
+
+class SameHostServer:
+    """Lends the memory of snapshots to receivers on this host. Used only on the server's event loop.
+
+    Args:
+        cache: The served snapshots.
+        name: The socket's random name, which receivers get over HTTP.
+        stall_timeout_s: How long a receiver may take for 4 MiB, in seconds.
+
+    Attributes:
+        name: The socket's name.
+
+    Raises:
+        OSError: This system has no abstract unix sockets.
+    """
+
+    def __init__(self, cache: SnapshotCache, *, name: str, stall_timeout_s: float) -> None:
+        address = socket_name(name)
+        if sys.platform != "linux" or address is None:
+            raise OSError("abstract unix sockets are Linux's")
+        self.name = name
+        self._address = address
+        self._cache = cache
+        self._stall_timeout_s = stall_timeout_s
+        self._promises: dict[str, _Promise] = {}
+        self._lendings: set[_Lending] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listening.setblocking(False)
+            self._listening.bind(address)
+            self._listening.listen(_BACKLOG)
+        except BaseException:
+            self._listening.close()
+            raise
+        close_in_children(self)
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """See ``runtime.fork_safety``. Accepted sockets have the address of the listener."""
+        return candidate.family == socket.AF_UNIX and candidate.getsockname() == self._address
+
+    def start(self) -> None:
+        """Start to accept connections. On the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._resume()
+
+    def stop(self) -> None:
+        """Reclaim lent memory, and accept no further connection. On the event loop."""
+        if self._resuming is not None:
+            self._resuming.cancel()
+        self._loop.remove_reader(self._listening.fileno())
+        for lending in tuple(self._lendings):
+            lending.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close a listener that never started, or has stopped."""
+        self._listening.close()
+
+    def can_lend(self, snapshot: Snapshot) -> bool:
+        """Whether `ticket_for` returns a ticket for this snapshot."""
+        return isinstance(snapshot.memory, MemoryFile) and is_sealed(snapshot.memory.descriptor)
+
+    def ticket_for(self, snapshot: Snapshot) -> MemoryTicket | None:
+        """Return a ticket for a snapshot's memory; ``None`` if it cannot be lent."""
+        memory = snapshot.memory
+        if not isinstance(memory, MemoryFile) or not is_sealed(memory.descriptor):
+            return None
+        now_s = time.monotonic()
+        for known, promise in tuple(self._promises.items()):
+            if promise.until_s <= now_s or len(self._promises) >= _MAX_TICKETS:
+                del self._promises[known]
+        ticket = secrets.token_hex(TICKET_CHARACTERS // 2)
+        self._promises[ticket] = _Promise(snapshot.step, snapshot.snapshot_id, now_s + _TICKET_S)
+        return MemoryTicket(ticket, memory.data_start, snapshot.total_bytes - len(snapshot.header))
+
+    def redeem(self, ticket: str, reader: Reader) -> Reading | None:
+        """Redeem a ticket once; return ``None`` if it is invalid or its snapshot is no longer served."""
+        promise = self._promises.pop(ticket, None)
+        if promise is None or promise.until_s <= time.monotonic():
+            return None
+        return self._cache.read(promise.step, snapshot_id=promise.snapshot_id, reader=reader)
+
+    def patience_s(self, num_bytes: int) -> float:
+        """Return how long a receiver may hold ``num_bytes``: as long as a slow transfer over HTTP."""
+        return self._stall_timeout_s * (1 + num_bytes / CHUNK_BYTES)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        self._loop.add_reader(self._listening.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:  # No descriptor is left: receivers fetch over HTTP.
+            self._loop.remove_reader(self._listening.fileno())
+            self._resuming = self._loop.call_later(_NO_DESCRIPTOR_PAUSE_S, self._resume)
+            return
+        if len(self._lendings) >= _MAX_CONNECTIONS or not is_own_user(accepted):
+            accepted.close()
+            return
+        self._lendings.add(_Lending(self, self._loop, accepted, self._lendings.discard))
+
+
+class _Lending:
+    """One connection: it gets a ticket, sends a descriptor, and keeps the snapshot until the end."""
+
+    def __init__(
+        self,
+        server: SameHostServer,
+        loop: asyncio.AbstractEventLoop,
+        connected: socket.socket,
+        forget: Callable[[_Lending], None],
+    ) -> None:
+        self._server = server
+        self._loop = loop
+        self._connected = connected
+        self._forget = forget
+        self._received = b""
+        self._reading: Reading | None = None
+        self._is_closed = False
+        connected.setblocking(False)
+        loop.add_reader(connected.fileno(), self._read)
+        self._overdue = loop.call_later(_TICKET_S, self.close)
+
+    def close(self) -> None:
+        """End the connection, and release the snapshot."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._overdue.cancel()
+        self._loop.remove_reader(self._connected.fileno())
+        with contextlib.suppress(OSError):  # Ends it even if a child that was just forked has a copy.
+            self._connected.shutdown(socket.SHUT_RDWR)
+        self._connected.close()
+        self._end_reading()
+        self._forget(self)
+
+    def _end_reading(self) -> None:
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.__exit__()
+
+    def _read(self) -> None:
+        try:
+            received = self._connected.recv(TICKET_CHARACTERS)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self.close()
+        elif self._reading is not None:
+            self._confirm(received)
+        else:
+            self._received += received
+            if len(self._received) >= TICKET_CHARACTERS:
+                self._lend(self._received.decode("ascii", "replace"))
+
+    def _confirm(self, received: bytes) -> None:
+        """Confirm that the snapshot was kept until the receiver had copied everything."""
+        self._end_reading()
+        with contextlib.suppress(OSError):
+            self._connected.send(HELD if received == DONE else GONE)
+        self.close()
+
+    def _lend(self, ticket: str) -> None:
+        reading = self._server.redeem(ticket, Reader(lambda: self._is_closed, self._cut_off))
+        if reading is None:
+            with contextlib.suppress(OSError):
+                self._connected.send(GONE)
+            self.close()
+            return
+        reading.is_leasing = False
+        self._reading = reading
+        memory = reading.snapshot.memory
+        assert isinstance(memory, MemoryFile), "tickets are for nothing else"
+        try:
+            lent = os.open(f"/proc/self/fd/{memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                socket.send_fds(self._connected, [LENT], [lent])
+            finally:
+                os.close(lent)
+        except OSError:  # The memory was closed, or ``/proc`` is missing.
+            self.close()
+            return
+        self._overdue.cancel()
+        self._overdue = self._loop.call_later(self._server.patience_s(reading.snapshot.total_bytes), self.close)
+
+    def _cut_off(self, ended: Callable[[], None]) -> None:
+        """See ``snapshot_cache.Reader``. On any thread."""
+
+        def close() -> None:
+            self.close()
+            ended()
+
+        try:
+            self._loop.call_soon_threadsafe(close)
+        except RuntimeError:  # The loop was closed, after every connection.
+            ended()

@@ -1,0 +1,217 @@
+"""The HTTP server: aiohttp on its own thread and event loop.
+
+Bodies go from the memory file to the socket with ``sendfile``, or from shared memory, so neither Python nor the
+training thread touches them. Nothing here waits for a lock of the trainer or copies device memory. Only shared memory
+is digested here, on the threads that send it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from ft_transport.http.bind_address import advertised_url, bound_host, is_loopback, listen
+from ft_transport.http.relays import Relays
+from ft_transport.http.server.access import HostCheck, ServerSessions
+from ft_transport.http.server.app_server import AppServer
+from ft_transport.http.server.client_limit import ClientLimit, DeltaCache
+from ft_transport.http.server.connection_slots import ConnectionSlots
+from ft_transport.http.server.listener import max_connections
+from ft_transport.http.server.logs import PeerLog, StatusReport, UploadLog
+from ft_transport.http.server.rate_limits import RateLimits
+from ft_transport.http.server.request_guard import RequestGuard
+from ft_transport.http.server.same_host import SameHostServer
+from ft_transport.http.server.snapshot_cache import SnapshotCache
+from ft_transport.http.server.snapshot_requests import SnapshotRequests
+from ft_transport.http.server.snapshot_routes import SnapshotRoutes
+from ft_transport.http.server.throttle import RateLimiter
+from ft_transport.http.server.tls_protocol import TLSAcceptor
+from ft_transport.http.server.watch_routes import WatchRoutes
+from ft_transport.keys import Keys
+from ft_transport.runtime.fork_safety import close_in_children
+from ft_transport.telemetry.process_status import ProcessStatus
+from ft_transport.tls import Certificates
+from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S: Final = 75.0
+"""How long a member's connection may be idle; aiohttp's own default is an hour."""
+
+
+class SnapshotServer:
+    """Serves the snapshots of a cache until ``close``.
+
+    Args:
+        cache: The served snapshots.
+        host: Address to bind; ``None`` for all, or for the loopback without keys.
+        port: Port to bind; 0 for any.
+        advertise: Host, address or interface that peers should use.
+        replica: Name of this replica in ``/status``.
+        keys: The job's keys, if it has any; then every route requires a proof of them.
+        certificates: This side's certificates, if it has any; then the server speaks only TLS, with peers that show
+            theirs.
+        reached_at: ``host:port`` at which peers reach this server besides its own addresses.
+        allow_anyone: Whether unauthenticated clients are allowed without keys.
+        max_wait_s: Longest time that a request waits for its step, in seconds.
+        stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
+        same_host: Whether to lend snapshots' memory to receivers on this host, if the system can.
+        max_clients: Maximum number of receivers that are sent data at once; ``None`` for any number.
+        max_send_bytes_per_s: Throughput limit of all bodies together; ``None`` for none.
+        process_status: Status and metrics of this process.
+
+    Attributes:
+        requests: Finds the snapshots of requests; its ``fresh_snapshot`` may be replaced at any time.
+        deltas: The served deltas. Thread-safe.
+        relays: Data that is passed on while it is being received.
+    """
+
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        *,
+        host: str | None,
+        port: int,
+        advertise: str | None,
+        replica: str,
+        keys: Keys | None,
+        certificates: Certificates | None,
+        reached_at: Sequence[str] = (),
+        allow_anyone: bool = False,
+        max_wait_s: float,
+        stall_timeout_s: float,
+        same_host: bool = False,
+        max_clients: int | None = None,
+        max_send_bytes_per_s: float | None = None,
+        process_status: ProcessStatus,
+    ) -> None:
+        sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
+        self.server_id = secrets.token_hex(8)
+        self.deltas = DeltaCache()
+        is_guarded = keys is not None or certificates is not None
+        host = bound_host(host, is_guarded=is_guarded, may_open=True, allow_anyone=allow_anyone)
+        self._socket = listen(host, port)
+        self._same_host: SameHostServer | None = None
+        try:
+            if same_host:
+                with contextlib.suppress(OSError):  # The system lacks such sockets, or has no free descriptor.
+                    self._same_host = SameHostServer(cache, name=self.server_id, stall_timeout_s=stall_timeout_s)
+            self.port: int = self._socket.getsockname()[1]
+            self.address = advertised_url(
+                advertise,
+                bound=host,
+                port=self.port,
+                is_guarded=keys is not None,
+                is_encrypted=certificates is not None,
+                reached_at=reached_at,
+            )
+            # On other addresses, clients may use names that are unknown here.
+            local = host if host is not None and not is_guarded and is_loopback(host) else None
+            names = HostCheck([local, urlsplit(self.address).netloc, *reached_at]) if local is not None else None
+            self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
+            self._slots = ConnectionSlots(max_connections(), time.monotonic)
+            limits = RateLimits(time.monotonic)
+            trouble = PeerLog(logger, time.monotonic, errors=process_status.errors)
+            self._guard = RequestGuard(
+                cache,
+                keys=keys,
+                sessions=sessions,
+                is_encrypted=certificates is not None,
+                names=names,
+                slots=self._slots,
+                limits=limits,
+                trouble=trouble,
+            )
+            self._uploads = UploadLog(time.monotonic)
+            self._server = AppServer(
+                listening=self._socket,
+                name="ft-transport-server",
+                keep_alive_s=_KEEP_ALIVE_S,
+                slots=self._slots,
+                uploads=self._uploads,
+                limits=limits,
+                trouble=trouble,
+                claims=self._guard.claims,
+                make_app=self._make_app,
+                end=self._end,
+                tls=TLSAcceptor(certificates) if certificates is not None else None,
+            )
+            self.relays = Relays(self._server.loop)
+            self._routes = SnapshotRoutes(
+                cache,
+                self.requests,
+                self.deltas,
+                self.relays,
+                slots=self._slots,
+                uploads=self._uploads,
+                keys=keys,
+                names={"replica": replica, "server": self.server_id},
+                is_on_all_addresses=ipaddress.ip_address(self._socket.getsockname()[0]).is_unspecified,
+                stall_timeout_s=stall_timeout_s,
+                same_host=self._same_host,
+                limiter=RateLimiter(max_send_bytes_per_s) if max_send_bytes_per_s is not None else None,
+                clients=ClientLimit(max_clients, time.monotonic),
+            )
+            report = StatusReport(
+                cache=cache,
+                uploads=self._uploads,
+                recorder=process_status.recorder,
+                server=self.server_id,
+                replica=replica,
+                address=self.address,
+            )
+            process_status.set_part("transport", report.told)
+            self._watch_routes = WatchRoutes(process_status)
+            process_status.metrics.collect(self._uploads.sent.readings)
+            self._server.start()
+        except BaseException:
+            self._socket.close()
+            if self._same_host is not None:
+                self._same_host.close()
+            raise
+        cache.listen(self._on_change)
+        close_in_children(self)
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """See ``runtime.fork_safety``. Accepted sockets have the listener's port until the listener closes."""
+        if self._server.loop.is_closed() or candidate.family == socket.AF_UNIX:
+            return False
+        return bool(candidate.getsockname()[1] == self.port)
+
+    def close(self, *, wait: bool) -> None:
+        """Stop serving and cut off running transfers. May be called again, to wait after all.
+
+        Args:
+            wait: Whether to return only when the thread has ended.
+        """
+        self.relays.end_all()
+        self._server.stop()
+        if wait:
+            self._server.join()
+
+    def _make_app(self) -> web.Application:
+        app = web.Application(middlewares=self._guard.middlewares(), client_max_size=MAX_REQUEST_BODY_BYTES)
+        self._routes.add_to(app.router)
+        self._watch_routes.add_to(app.router)
+        self._guard.add_to(app)
+        if self._same_host is not None:
+            self._same_host.start()
+        return app
+
+    async def _end(self) -> None:
+        if self._same_host is not None:
+            self._same_host.stop()
+        await self._guard.cancel_handlers()
+
+    def _on_change(self) -> None:
+        with contextlib.suppress(RuntimeError):  # A shutdown closed the loop at the same moment.
+            self._server.loop.call_soon_threadsafe(self.requests.wake)

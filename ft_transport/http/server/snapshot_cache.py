@@ -1,0 +1,429 @@
+"""The served snapshots and their readers.
+
+A new snapshot evicts an old one. A snapshot with readers keeps its memory until the last reader is done. A fetch
+consists of several requests, so each request also keeps its snapshot in the cache for a moment after its end (the
+lease), while its connection is open; otherwise a trainer that publishes every step would replace a snapshot between two
+requests of the same fetch. A reader that waits for a future step has that lease from the moment that the snapshot is
+put here, and not only from when the reader finds it.
+
+The lease also guards bytes in flight: ``sendfile`` gives the kernel the pages of the memory file and no copy of them,
+so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
+
+No reader blocks a newer snapshot for ever. When a new snapshot is first refused a slot, the oldest snapshot in its way
+gets ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``; then its receivers are cut off, and
+start again with a newer one. While no newer snapshot needs the memory, a receiver may be slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.http.server.step_waiters import StepWaiters
+from ft_transport.runtime.handler_safety import Place, Places
+from ft_transport.wire.chunks import digest
+from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.routes import LATEST, StepSelector
+from ft_transport.wire.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """A reader of a snapshot. Any thread may call its functions.
+
+    Attributes:
+        is_closed: Returns whether the reader's connection is closed, which ends its lease. Also identifies the reader:
+            each distinct function has one lease.
+        cut_off: Ends the connection, and calls its argument when no more bytes can reach the reader; returns at once.
+            ``None`` for a reader of this process, which is never cut off.
+    """
+
+    is_closed: Callable[[], bool] = lambda: False
+    cut_off: Callable[[Callable[[], None]], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    snapshot: Snapshot
+    sequence: int
+    manifest_digest: int
+    was_read: bool = False
+    readers: list[Reader] = field(default_factory=list)
+    leases: dict[Callable[[], bool], tuple[Reader, float]] = field(default_factory=dict)
+    wanted_since_s: float | None = None
+    wanted_at_s: float = 0.0
+    retired: bool = False
+    cut_off: bool = False
+
+    @property
+    def num_readers(self) -> int:
+        return len(self.readers)
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """One request that reads a snapshot; a context manager that ends the reading.
+
+    Attributes:
+        snapshot: The snapshot.
+        manifest_digest: Digest of its JSON header.
+        unread_s: How long after the end bytes may still be in flight to the receiver, in seconds.
+        is_leasing: Whether further requests may follow, so that the snapshot gets a lease.
+    """
+
+    snapshot: Snapshot
+    manifest_digest: int
+    _cache: SnapshotCache
+    _entry: _Entry
+    _reader: Reader
+    unread_s: float = 0.0
+    is_leasing: bool = True
+
+    def __enter__(self) -> Snapshot:
+        return self.snapshot
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._cache._end_reading(self._entry, self._reader, self.unread_s if self.is_leasing else None)
+
+
+@dataclass(slots=True, eq=False)
+class SnapshotCache:
+    """Holds at most ``max_snapshots``, including reserved slots. Thread-safe.
+
+    Attributes:
+        max_snapshots: Maximum number of snapshots alive at once.
+        lease_s: How long after its last request a snapshot counts as still being fetched, in seconds.
+        contended_bytes_per_s: Minimum throughput of a snapshot's receivers while a newer one needs its memory.
+        clock: Monotonic seconds.
+    """
+
+    max_snapshots: int
+    lease_s: float
+    contended_bytes_per_s: float
+    clock: Callable[[], float]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _entries: list[_Entry] = field(default_factory=list)
+    _leaving: list[_Entry] = field(default_factory=list)
+    _awaited: StepWaiters[Reader] = field(default_factory=StepWaiters)
+    _reserved: Places = field(default_factory=Places)
+    _sequence: int = 0
+    _failure: str | None = None
+    _num_final_failures: int = 0
+    _final_failure_s: float | None = None
+    _closed: bool = False
+    _listeners: list[Callable[[], None]] = field(default_factory=list)
+
+    def listen(self, on_change: Callable[[], None]) -> None:
+        """Call ``on_change`` after every arrival and final failure, on that event's thread. Set up early."""
+        self._listeners.append(on_change)
+
+    def reserve(self) -> Place:
+        """Reserve a slot for one more snapshot, evicting the oldest one without readers if needed.
+
+        The receivers of a snapshot that has been in the way for too long are cut off. That takes a moment, so it makes
+        room only for the next call.
+
+        Returns:
+            The slot of that snapshot, for `put`, or to be returned.
+
+        Raises:
+            SnapshotLimitError: All slots are taken by snapshots with readers.
+            SnapshotError: The cache was cleared.
+        """
+        to_close: list[_Entry] = []
+        cut_offs: list[Callable[[], None]] = []
+        refused: SnapshotLimitError | None = None
+        place: Place | None = None
+        with self._lock:
+            if self._closed:
+                raise SnapshotError("expected a transport that serves, and this one was shut down")
+            alive = len(self._entries) + len(self._leaving) + self._reserved.num_taken()
+            if alive >= self.max_snapshots:
+                idle = [entry for entry in self._entries if not entry.num_readers and not self._is_leased(entry)]
+                if not idle:
+                    cut_offs = self._want_oldest()
+                    readers = sum(entry.num_readers for entry in (*self._entries, *self._leaving))
+                    refused = SnapshotLimitError(
+                        f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of "
+                        f"steps {[entry.snapshot.step for entry in (*self._entries, *self._leaving)]} are still being "
+                        f"fetched ({readers} requests under way); it passes when they end, or raise max_snapshots"
+                    )
+                else:
+                    self._entries.remove(idle[0])
+                    to_close.append(idle[0])
+            if refused is None:
+                place = self._reserved.take()
+        for entry in to_close:
+            entry.snapshot.close()
+        for cut_off in cut_offs:
+            cut_off()
+        if refused is not None:
+            raise refused
+        assert place is not None, "nothing refused it"
+        return place
+
+    def put(self, snapshot: Snapshot, place: Place) -> None:
+        """Put a snapshot into a reserved slot and notify the listeners. The cache owns it from now on.
+
+        After ``clear``, the snapshot is freed at once: a shutdown may overtake a snapshot that is still being copied.
+        """
+        manifest_digest = digest(memoryview(snapshot.header)[8:])
+        with self._lock:
+            place.give_back()
+            closed = self._closed
+            if not closed:
+                self._sequence += 1
+                self._failure = self._final_failure_s = None
+                leases = self._awaited.come(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
+                self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
+        if closed:
+            snapshot.close()
+            return
+        for listener in self._listeners:
+            listener()
+
+    @contextmanager
+    def waiting(self, step: int, reader: Reader) -> Iterator[None]:
+        """Keep a snapshot of this step for a reader if it arrives inside, until the lease after the end.
+
+        A snapshot that arrives after the end but within the reader's lease is kept for a lease, too: receivers retry.
+        """
+        with self._lock:
+            self._awaited.begin(step, reader, now_s=self.clock())
+        try:
+            yield
+        finally:
+            with self._lock:
+                until_s = self.clock() + self.lease_s
+                self._awaited.end(reader, until_s=until_s)
+                for entry in self._entries:
+                    _, leased_s = entry.leases.get(reader.is_closed, (reader, 0.0))
+                    if leased_s == math.inf:
+                        entry.leases[reader.is_closed] = reader, until_s
+
+    def note_failure(self, reason: str, *, is_final: bool = False) -> None:
+        """Record why no snapshot came, until one does. A final failure notifies the listeners."""
+        with self._lock:
+            self._failure = reason
+            if is_final:
+                self._num_final_failures += 1
+                self._final_failure_s = self.clock()
+        if is_final:
+            for listener in self._listeners:
+                listener()
+
+    def num_final_failures(self) -> int:
+        """Return the number of attempts at a snapshot that failed for a permanent reason."""
+        with self._lock:
+            return self._num_final_failures
+
+    def has_failed_finally(self, within_s: float) -> bool:
+        """Whether the last attempt failed for a permanent reason within the last ``within_s``."""
+        with self._lock:
+            return self._final_failure_s is not None and self.clock() - self._final_failure_s < within_s
+
+    def failure(self) -> str | None:
+        """Return why the last attempt at a snapshot failed; ``None`` if it did not."""
+        with self._lock:
+            return self._failure
+
+    def newest_sequence(self) -> int:
+        """Return the number of the newest snapshot ever put here, 0 before the first; numbers ascend."""
+        with self._lock:
+            return self._sequence
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest snapshot; ``None`` without one."""
+        with self._lock:
+            return self._entries[-1].snapshot.step if self._entries else None
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the served steps, oldest first."""
+        with self._lock:
+            return tuple(entry.snapshot.step for entry in self._entries)
+
+    def alive(self) -> list[tuple[int, int, int]]:
+        """Return step, size in bytes and number of readers of each snapshot in memory, oldest first."""
+        with self._lock:
+            return [
+                (entry.snapshot.step, entry.snapshot.total_bytes, entry.num_readers)
+                for entry in sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
+            ]
+
+    def num_readers(self) -> int:
+        """Return the number of requests in progress."""
+        with self._lock:
+            return sum(entry.num_readers for entry in (*self._entries, *self._leaving))
+
+    def num_alive(self) -> int:
+        """Return the number of snapshots in memory, including those being made or only read."""
+        with self._lock:
+            return len(self._entries) + len(self._leaving) + self._reserved.num_taken()
+
+    def newest(self) -> Snapshot | None:
+        """Return the newest snapshot without starting a reading."""
+        with self._lock:
+            return self._entries[-1].snapshot if self._entries else None
+
+    def read(
+        self,
+        step: StepSelector,
+        *,
+        snapshot_id: SnapshotId | None = None,
+        after_sequence: int = 0,
+        reader: Reader | None = None,
+    ) -> Reading | None:
+        """Begin to read the newest snapshot that fits; return ``None`` if none does.
+
+        Args:
+            step: A step, or ``latest``.
+            snapshot_id: Only this snapshot.
+            after_sequence: Only snapshots newer than this number.
+            reader: The reader; by default a reader of this process.
+        """
+        with self._lock:
+            entry = self._newest(step, snapshot_id, after_sequence)
+            if entry is None:
+                return None
+            self._forget_past_want(entry)
+            who = reader or Reader()
+            entry.readers.append(who)
+            entry.was_read = True
+        return Reading(entry.snapshot, entry.manifest_digest, self, entry, who)
+
+    def _newest(self, step: StepSelector, snapshot_id: SnapshotId | None, after_sequence: int) -> _Entry | None:
+        for entry in reversed(self._entries):
+            if (
+                (step in (LATEST, entry.snapshot.step))
+                and (snapshot_id is None or entry.snapshot.snapshot_id == snapshot_id)
+                and entry.sequence > after_sequence
+            ):
+                return entry
+        return None
+
+    def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
+        """Evict a snapshot and older ones of the same step; each is freed after its last reader.
+
+        Args:
+            snapshot_id: The snapshot; nothing happens if it is not here.
+            even_if_needed: Evict it even if it has readers or leases, or has not been read yet.
+        """
+        with self._lock:
+            entry = next((entry for entry in self._entries if entry.snapshot.snapshot_id == snapshot_id), None)
+            if entry is None:
+                return
+            is_needed = not entry.was_read or bool(entry.num_readers) or self._is_leased(entry)
+            if is_needed and not even_if_needed:
+                return
+            # An older snapshot of this step is of another attempt at the step, and must not be served again.
+            leaving = [
+                each
+                for each in self._entries
+                if each.snapshot.step == entry.snapshot.step and each.sequence <= entry.sequence
+            ]
+            for each in leaving:
+                self._entries.remove(each)
+                each.retired = bool(each.num_readers)
+            self._leaving.extend(each for each in leaving if each.retired)
+            idle = [each for each in leaving if not each.retired]
+        for each in idle:
+            each.snapshot.close()
+
+    def holds_newer(self, sequence: int) -> bool:
+        """Whether a snapshot with a higher number is here."""
+        with self._lock:
+            return bool(self._entries) and self._entries[-1].sequence > sequence
+
+    def clear(self) -> None:
+        """Evict everything for good; each snapshot is freed when its readers are done."""
+        with self._lock:
+            self._closed = True
+            entries, self._entries = self._entries, []
+            busy = [entry for entry in entries if entry.num_readers]
+            for entry in busy:
+                entry.retired = True
+            self._leaving.extend(busy)
+        for entry in entries:
+            if entry not in busy:
+                entry.snapshot.close()
+
+    def _hold_s(self, entry: _Entry) -> float:
+        """Return how long receivers may keep a snapshot whose memory is needed."""
+        return self.lease_s + entry.snapshot.total_bytes / self.contended_bytes_per_s
+
+    def _want_oldest(self) -> list[Callable[[], None]]:
+        """Note that the oldest snapshot is in the way; return the calls that cut off its overdue receivers."""
+        now_s = self.clock()
+        alive = sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
+        if any(entry.cut_off for entry in alive):
+            return []
+        for entry in alive:
+            readers = [*entry.readers, *(reader for reader, _ in entry.leases.values())]
+            if any(reader.cut_off is None for reader in readers):
+                continue
+            if entry.wanted_since_s is None:
+                entry.wanted_since_s = now_s
+            entry.wanted_at_s = now_s
+            if now_s - entry.wanted_since_s < self._hold_s(entry):
+                return []
+            return self._take_away(entry)
+        return []
+
+    def _take_away(self, entry: _Entry) -> list[Callable[[], None]]:
+        entry.cut_off = True
+        if not entry.retired:
+            self._entries.remove(entry)
+            entry.retired = True
+            self._leaving.append(entry)
+        leases, entry.leases = entry.leases, {}
+        cut_offs: list[Callable[[], None]] = [functools.partial(_cut_off, each, _nothing) for each in entry.readers]
+        for reader, _until_s in leases.values():
+            # Sent bytes may still be in flight: the reader counts until they cannot reach it any more.
+            entry.readers.append(reader)
+            ended = functools.partial(self._end_reading, entry, reader, None)
+            cut_offs.append(functools.partial(_cut_off, reader, ended))
+        return cut_offs
+
+    def _forget_past_want(self, entry: _Entry) -> None:
+        """Restart the time limit of a snapshot that has been unused and not in the way for a while."""
+        if entry.wanted_since_s is None or entry.readers or self._is_leased(entry):
+            return
+        if self.clock() - entry.wanted_at_s > self._hold_s(entry):
+            entry.wanted_since_s = None
+
+    def _is_leased(self, entry: _Entry) -> bool:
+        now_s = self.clock()
+        entry.leases = {
+            is_closed: (reader, until_s)
+            for is_closed, (reader, until_s) in entry.leases.items()
+            if until_s > now_s and not is_closed()
+        }
+        return bool(entry.leases)
+
+    def _end_reading(self, entry: _Entry, reader: Reader, unread_s: float | None) -> None:
+        with self._lock:
+            entry.readers.remove(reader)
+            self._is_leased(entry)  # drops expired leases
+            if unread_s is not None and not entry.cut_off:
+                until_s = self.clock() + max(self.lease_s, unread_s)
+                _, earlier_s = entry.leases.get(reader.is_closed, (reader, 0.0))
+                entry.leases[reader.is_closed] = reader, max(until_s, earlier_s)
+            closing = entry.retired and not entry.readers
+            if closing:
+                self._leaving.remove(entry)
+        if closing:
+            entry.snapshot.close()
+
+
+def _cut_off(reader: Reader, ended: Callable[[], None]) -> None:
+    assert reader.cut_off is not None, "a reader of this process is never cut off"
+    reader.cut_off(ended)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,241 @@
+"""Finds the snapshot of a request, and waits for one that does not exist yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiohttp import web
+
+from ft_transport.errors import (
+    ConfigurationError,
+    PeerNotReadyError,
+    SnapshotReplacedError,
+    StateNotServedError,
+    StepNotServedError,
+)
+from ft_transport.http.server.body_sender import drop_connection
+from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
+from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.routes import (
+    AFTER_PARAMETER,
+    FOLLOW_PARAMETER,
+    LATEST,
+    MAX_RANGES,
+    RANGES_PARAMETER,
+    SNAPSHOT_PARAMETER,
+    WAIT_PARAMETER,
+    StepSelector,
+    parse_after,
+    parse_ranges,
+    parse_step,
+)
+
+_TICK_S: Final = 0.1
+_RECENT_FAILURE_S: Final = 10.0
+_RETRY_S: Final = 1.0
+"""How long a request waits for another attempt if the last one just failed for a permanent reason."""
+
+FreshSnapshot = Callable[[int | None], int | None]
+"""Requests a snapshot of the present state, or of the given step, from the state's owner without waiting for it.
+Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if the step is
+past and no snapshot of it is being taken. A request that waits for a step calls this repeatedly, also while that
+snapshot is being taken: until the snapshot is published, the step is still to come. Thread-safe; called on the event
+loop.
+"""
+
+
+class SnapshotRequests:
+    """Finds the snapshots that requests name. Used only on the server's event loop.
+
+    Args:
+        cache: The served snapshots.
+        max_wait_s: Longest time that a request waits for its step, in seconds.
+
+    Attributes:
+        fresh_snapshot: Requests a new snapshot from the state's owner; ``None`` without an owner that can take one.
+    """
+
+    def __init__(self, cache: SnapshotCache, *, max_wait_s: float) -> None:
+        self._cache = cache
+        self._max_wait_s = max_wait_s
+        self.fresh_snapshot: FreshSnapshot | None = None
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Make every waiting request check the cache again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def read(self, request: web.Request) -> Reading:
+        """Begin to read the snapshot that a request names; wait for it if it may still come."""
+        step = parse_step(request.match_info["step"])
+        if step is None:
+            raise StepNotServedError(
+                f"expected a step number or 'latest' in the path, got {request.match_info['step'][:64]!r}"
+            )
+        reader = _reader_of(request)
+        bound_to = request.query.get(SNAPSHOT_PARAMETER)
+        if bound_to is not None:
+            reading = self._cache.read(step, snapshot_id=SnapshotId(bound_to), reader=reader)
+            if reading is None:
+                raise SnapshotReplacedError(
+                    f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
+                )
+            return reading
+        num_failures = self._cache.num_final_failures()
+        after = self._after(request) if step == LATEST else 0
+        wait_s = asked_wait_s(request, self._max_wait_s)
+        reading = self._cache.read(step, after_sequence=after, reader=reader)
+        if reading is not None:
+            return reading
+        with contextlib.nullcontext() if step == LATEST else self._cache.waiting(step, reader):
+            return await self._wait_for(step, after, reader, wait_s, num_failures)
+
+    async def _wait_for(
+        self, step: StepSelector, after: int, reader: Reader, wait_s: float, num_failures: int
+    ) -> Reading:
+        began_s = time.monotonic()
+        deadline_s = began_s + wait_s
+        while True:
+            changed = self._changed
+            reading = self._cache.read(step, after_sequence=after, reader=reader)
+            if reading is not None:
+                return reading
+            has_failed = self._cache.has_failed_finally(_RECENT_FAILURE_S)
+            # The attempt may have failed just before this request, and the owner may make no further attempt.
+            is_given_up = has_failed and time.monotonic() >= began_s + _RETRY_S
+            if is_given_up or self._cache.num_final_failures() > num_failures:
+                raise StateNotServedError(
+                    f"expected a snapshot, and none can be taken: {self._cache.failure()}", step=step
+                )
+            remaining_s = deadline_s - time.monotonic()
+            if step != LATEST and self._is_past(step):
+                served = self._cache.steps()
+                raise StepNotServedError(
+                    f"expected a step to come, or one of {list(served)}; this replica is past step {step}",
+                    served=served,
+                    is_past=True,
+                )
+            if remaining_s <= 0 or not self._may_come(step):
+                return self._read_or_refuse(step, after, reader)
+            with contextlib.suppress(asyncio.TimeoutError):
+                # No event reports a step that its owner passes without a snapshot.
+                is_awaiting_news = step == LATEST and not has_failed
+                await asyncio.wait_for(changed.wait(), remaining_s if is_awaiting_news else min(remaining_s, _TICK_S))
+
+    def _after(self, request: web.Request) -> int:
+        """Return the number after which a snapshot is new enough for this request, or an earlier one like it."""
+        fresh_snapshot = self.fresh_snapshot
+        if fresh_snapshot is None:
+            return 0
+        earlier = parse_after(request.query.get(AFTER_PARAMETER))
+        if earlier is not None and self._cache.holds_newer(earlier):
+            return earlier
+        fresh = fresh_snapshot(None)
+        assert fresh is not None, "the present state is never past"
+        return fresh if earlier is None else min(earlier, fresh)
+
+    def _is_past(self, step: int) -> bool:
+        """Request a future step's snapshot from the owner; return whether there will be none."""
+        ask = self.fresh_snapshot
+        if ask is None or step in self._cache.steps() or ask(step) is not None:
+            return False
+        # The snapshot may have been put there at this very moment.
+        return step not in self._cache.steps()
+
+    def _may_come(self, step: StepSelector) -> bool:
+        newest_step = self._cache.newest_step()
+        return step == LATEST or newest_step is None or step > newest_step
+
+    def _read_or_refuse(self, step: StepSelector, after: int, reader: Reader) -> Reading:
+        """Return a snapshot that came at the last moment, or raise the reason why none came."""
+        reading = self._cache.read(step, after_sequence=after, reader=reader)
+        if reading is not None:
+            return reading
+        served = self._cache.steps()
+        failure = self._cache.failure()
+        attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
+        if not served:
+            raise PeerNotReadyError(
+                f"expected a snapshot, and none has been taken yet{attempt}", after=after, step=step
+            )
+        if step == LATEST:
+            raise PeerNotReadyError(
+                f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
+                f"the trainer has reached no step boundary since, or every snapshot is still being fetched{attempt}",
+                after=after,
+                step=step,
+            )
+        raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
+
+
+def asked_wait_s(request: web.Request, longest_s: float) -> float:
+    """Return the requested wait in seconds: ``longest_s`` at most, and by default.
+
+    Raises:
+        ConfigurationError: The value is malformed.
+    """
+    return min(longest_s, _asked_s(request, WAIT_PARAMETER, longest_s))
+
+
+def asked_follow_s(request: web.Request, longest_s: float) -> float:
+    """Return the requested pause for each further chunk in seconds, ``longest_s`` at most; 0 by default.
+
+    Raises:
+        ConfigurationError: The value is malformed.
+    """
+    return min(longest_s, _asked_s(request, FOLLOW_PARAMETER, 0.0))
+
+
+def asked_ranges(request: web.Request) -> Sequence[tuple[int, int]]:
+    """Return the half-open byte ranges of a request for relayed chunks.
+
+    Raises:
+        ConfigurationError: The ranges are missing or malformed.
+    """
+    ranges = parse_ranges(request.query.get(RANGES_PARAMETER, ""))
+    if ranges is None:
+        raise ConfigurationError(
+            f"expected at most {MAX_RANGES} ranges, none empty and no byte twice, as in {RANGES_PARAMETER}=0-10"
+        )
+    return ranges
+
+
+def _asked_s(request: web.Request, parameter: str, default_s: float) -> float:
+    text = request.query.get(parameter)
+    if text is None:
+        return default_s
+    try:
+        asked_s = float(text)
+    except ValueError:
+        asked_s = -1.0
+    if not 0 <= asked_s < float("inf"):
+        raise ConfigurationError(f"expected a number of seconds in '{parameter}', got {text[:64]!r}")
+    return asked_s
+
+
+def _reader_of(request: web.Request) -> Reader:
+    """Return the reader of a request's response."""
+    transport = request.transport
+    if transport is None:
+        return Reader(lambda: True, lambda ended: ended())
+    loop = asyncio.get_running_loop()
+
+    def cut_off(ended: Callable[[], None]) -> None:
+        try:
+            loop.call_soon_threadsafe(_cut_off, loop, transport, ended)
+        except RuntimeError:  # The loop was closed, after every connection.
+            ended()
+
+    # If the server itself closes after the response, a closed connection does not show that the receiver is done.
+    return Reader(transport.is_closing if request.keep_alive else lambda: False, cut_off)
+
+
+def _cut_off(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, ended: Callable[[], None]) -> None:
+    drop_connection(transport)
+    # After the callback that closes the socket.
+    loop.call_soon(ended)

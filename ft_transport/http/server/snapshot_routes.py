@@ -1,0 +1,311 @@
+"""The server's routes for snapshots; see ``wire.routes``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from ft_transport.errors import ConfigurationError, PeerAuthenticationError, StepNotServedError
+from ft_transport.http.bind_address import interfaces
+from ft_transport.http.relays import Relays
+from ft_transport.http.server.app_server import slot_of
+from ft_transport.http.server.bodies import Body, Buffer, FileRange, RelayedChunks, Slices
+from ft_transport.http.server.body_sender import send
+from ft_transport.http.server.client_limit import ClientLimit, DeltaCache
+from ft_transport.http.server.connection_slots import ConnectionSlots
+from ft_transport.http.server.logs import FetchKey, UploadLog
+from ft_transport.http.server.same_host import SameHostServer
+from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
+from ft_transport.http.server.snapshot_requests import SnapshotRequests, asked_follow_s, asked_ranges, asked_wait_s
+from ft_transport.http.server.throttle import RateLimiter
+from ft_transport.keys import Keys
+from ft_transport.wire.manifest import parse_content_id
+from ft_transport.wire.routes import (
+    DELTA_ROUTE,
+    DIGESTS_ROUTE,
+    FULL_ROUTE,
+    MANIFEST_DIGEST_HEADER,
+    MEMORY_ROUTE,
+    METADATA_ROUTE,
+    RELAY_ROUTE,
+    REPLICA_HEADER,
+    SAME_HOST_HEADER,
+    SLICES_ROUTE,
+    STATUS_ROUTE,
+    encode_ticket,
+)
+from ft_transport.wire.signing import (
+    CONTENT_DIGEST_HEADER,
+    MANIFEST_PURPOSE,
+    MANIFEST_SIGNATURE_HEADER,
+    Bytes,
+    content_digest,
+)
+from ft_transport.wire.slices import decode_request
+from ft_transport.wire.snapshot import MemoryFile
+
+BODY: Final = web.RequestKey("body", bytes)
+"""Key under which a request keeps its body."""
+_MAX_REPLICA_CHARACTERS: Final = 65
+_LONGEST_RELAY_WAIT_S: Final = 15.0
+_LONGEST_RELAY_PAUSE_S: Final = 3.0
+"""A paused response occupies a thread, and counts as busy, not as waiting."""
+
+
+class SnapshotRoutes:
+    """Answers requests. Used only on the server's event loop.
+
+    Args:
+        cache: The served snapshots.
+        requests: Finds the snapshots of requests.
+        deltas: The served deltas.
+        relays: Data that is passed on while it is being received.
+        slots: The connection slots.
+        uploads: The log of sent data.
+        keys: The job's keys, if it has any: then data without digests by chunk is signed.
+        names: Names of the replica and the server for ``/status``.
+        is_on_all_addresses: Whether the server listens on all addresses of the host; then ``/status`` lists them.
+        stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
+        same_host: Lends memory to receivers on this host; ``None`` if disabled.
+        limiter: Throughput limit of all bodies together; ``None`` for none.
+        clients: Limit of the receivers that are sent data.
+    """
+
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        requests: SnapshotRequests,
+        deltas: DeltaCache,
+        relays: Relays,
+        *,
+        slots: ConnectionSlots,
+        uploads: UploadLog,
+        keys: Keys | None,
+        names: dict[str, str],
+        is_on_all_addresses: bool,
+        stall_timeout_s: float,
+        same_host: SameHostServer | None = None,
+        limiter: RateLimiter | None,
+        clients: ClientLimit,
+    ) -> None:
+        self._cache = cache
+        self._same_host = same_host
+        self._requests = requests
+        self._deltas = deltas
+        self._relays = relays
+        self._slots = slots
+        self._uploads = uploads
+        self._keys = keys
+        self._names = names
+        self._is_on_all_addresses = is_on_all_addresses
+        self._stall_timeout_s = stall_timeout_s
+        self._limiter = limiter
+        self._clients = clients
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add all routes."""
+        router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
+        router.add_get(FULL_ROUTE, self._full, allow_head=True)
+        router.add_get(DIGESTS_ROUTE, self._digests)
+        router.add_get(MEMORY_ROUTE, self._memory)
+        router.add_post(SLICES_ROUTE, self._slices)
+        router.add_get(DELTA_ROUTE, self._delta)
+        router.add_get(RELAY_ROUTE, self._relay)
+        router.add_get(STATUS_ROUTE, self._status, allow_head=True)
+
+    async def _status(self, _request: web.Request) -> web.StreamResponse:
+        newest = self._cache.newest()
+        body = {
+            "state": "serving" if newest is not None else "empty",
+            **self._names,
+            "step": newest.step if newest is not None else None,
+            "steps": self._cache.steps(),
+            "snapshot": newest.snapshot_id if newest is not None else None,
+            "snapshot_bytes": newest.total_bytes if newest is not None else 0,
+            "clients": self._cache.num_readers(),
+            "interfaces": _own_interfaces() if self._is_on_all_addresses else [],
+        }
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    async def _metadata(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._requests.read(request)
+        with reading as snapshot:
+            headers = {
+                "Content-Type": "application/json",
+                "ETag": f'"{snapshot.snapshot_id}"',
+                MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
+            }
+            if self._same_host is not None and self._same_host.can_lend(snapshot):
+                headers[SAME_HOST_HEADER] = self._same_host.name
+            if self._keys is not None:
+                header = memoryview(snapshot.header)[8:]
+                signing = asyncio.get_running_loop().run_in_executor(None, self._keys.sign, MANIFEST_PURPOSE, header)
+                headers[MANIFEST_SIGNATURE_HEADER] = await signing
+            # The file's whole header without the preceding length.
+            return await self._send_part(request, reading, headers, FileRange(snapshot.memory, 8, len(snapshot.header)))
+
+    async def _full(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._requests.read(request)
+        with reading as snapshot:
+            total = snapshot.total_bytes
+            etag = f'"{snapshot.snapshot_id}"'
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Disposition": f'attachment; filename="step-{snapshot.step}.safetensors"',
+                "Accept-Ranges": "bytes",
+                "ETag": etag,
+            }
+            asked = _asked_range(request, total, etag)
+            if asked is None:
+                return await self._send_data(request, reading, headers, FileRange(snapshot.memory, 0, total))
+            start, end = asked
+            if start >= end:
+                raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
+            return await self._send_data(request, reading, headers, FileRange(snapshot.memory, start, end), status=206)
+
+    async def _digests(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._requests.read(request)
+        with reading as snapshot:
+            memory = snapshot.memory
+            if isinstance(memory, MemoryFile):
+                raise StepNotServedError("expected a snapshot whose digests come later; they are in the metadata")
+            # The digests exist already if all of the data was sent.
+            computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
+            return web.Response(text=await computing)
+
+    async def _memory(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._requests.read(request)
+        with reading as snapshot:
+            ticket = self._same_host.ticket_for(snapshot) if self._same_host is not None else None
+            if ticket is None:
+                raise StepNotServedError("expected a snapshot in memory that is lent to receivers on this host")
+            key = _key_of(request, snapshot.step, snapshot.snapshot_id)
+            self._uploads.lent(slot_of(request), key, route=_route_name(request), num_bytes=ticket.data_bytes)
+            return web.Response(body=encode_ticket(ticket), content_type="application/json")
+
+    async def _slices(self, request: web.Request) -> web.StreamResponse:
+        # First, because a body that never comes must not keep a snapshot.
+        try:
+            with self._slots.waiting(slot_of(request)):
+                body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
+        except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
+            raise web.HTTPRequestTimeout(text="the body did not come", headers={"Connection": "close"}) from None
+        request[BODY] = body
+        if self._keys is not None and request.headers.get(CONTENT_DIGEST_HEADER) != await _digested(body):
+            raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
+        reading = await self._requests.read(request)
+        with reading as snapshot:
+            frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
+            headers = {"Content-Type": "application/octet-stream"}
+            return await self._send_data(request, reading, headers, Slices(snapshot, frames))
+
+    async def _delta(self, request: web.Request) -> web.StreamResponse:
+        delta = self._deltas.leading_from(request.match_info["step"])
+        headers = {"Content-Type": "application/octet-stream"}
+        if self._keys is not None:
+            headers[CONTENT_DIGEST_HEADER] = await _digested(delta)
+        # A delta has no snapshot; the step is the one to which the delta applies.
+        return await self._send(request, _key_of(request, int(request.match_info["step"]), "-"), headers, Buffer(delta))
+
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
+        content_id = parse_content_id(request.match_info["content"])
+        if content_id is None:
+            raise ConfigurationError("expected a content id of 32 hexadecimal digits in the path")
+        ranges = asked_ranges(request)
+        pause_s = asked_follow_s(request, _LONGEST_RELAY_PAUSE_S)
+        with self._slots.waiting(slot_of(request)):
+            follower = await self._relays.follow(
+                content_id, ranges, wait_s=asked_wait_s(request, _LONGEST_RELAY_WAIT_S)
+            )
+        with contextlib.closing(follower):
+            headers = {"Content-Type": "application/octet-stream"}
+            key = _key_of(request, follower.relay.step, follower.relay.content)
+            return await self._send(request, key, headers, RelayedChunks(follower, pause_s=pause_s), role="relay")
+
+    async def _send_data(
+        self, request: web.Request, reading: Reading, headers: dict[str, str], body: Body, *, status: int = 200
+    ) -> web.StreamResponse:
+        """Send data of a snapshot, if the receiver gets a slot among the receivers."""
+        if request.method == "HEAD":
+            return await self._send_part(request, reading, headers, body, status=status)
+        # A refused receiver keeps no snapshot by its request.
+        reading.is_leasing = False
+        with self._clients.serving((slot_of(request).address, _replica_of(request))):
+            return await self._send_part(request, reading, headers, body, status=status)
+
+    async def _send_part(
+        self, request: web.Request, reading: Reading, headers: dict[str, str], body: Body, *, status: int = 200
+    ) -> web.StreamResponse:
+        # A request for the head alone keeps no snapshot.
+        reading.is_leasing = request.method != "HEAD"
+        # The kernel holds pages of a memory file until the receiver has read them.
+        reading.unread_s = self._stall_timeout_s
+        key = _key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id)
+        return await self._send(request, key, headers, body, status=status)
+
+    async def _send(
+        self,
+        request: web.Request,
+        key: FetchKey,
+        headers: dict[str, str],
+        body: Body,
+        *,
+        status: int = 200,
+        role: str = "source",
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
+        route, is_head = _route_name(request), request.method == "HEAD"
+        with self._uploads.sending(slot_of(request), key, body, route=route, role=role, is_head=is_head):
+            return await send(request, response, body, stall_timeout_s=self._stall_timeout_s, limiter=self._limiter)
+
+
+def _key_of(request: web.Request, step: int, snapshot: str) -> FetchKey:
+    return FetchKey(slot_of(request).address, _replica_of(request), step, snapshot)
+
+
+def _own_interfaces() -> list[dict[str, str]]:
+    """Return the server's further addresses, so that peers can find the fastest one."""
+    return [
+        {"interface": name, "address": str(address)}
+        for address, name in interfaces().items()
+        if not (address.is_loopback or address.is_link_local)
+    ]
+
+
+def _replica_of(request: web.Request) -> str:
+    """Return the receiver's name for itself."""
+    # Not every byte of a header is text; a lone surrogate (PEP 383) has no place in JSON.
+    return request.headers.get(REPLICA_HEADER, "")[:_MAX_REPLICA_CHARACTERS].encode(errors="replace").decode()
+
+
+def _route_name(request: web.Request) -> str:
+    """Return the last word of a path that names a part of a snapshot, or the first of any other."""
+    words = request.path.split("/")
+    return words[-1] if words[1] == "checkpoint" else words[1]
+
+
+async def _digested(body: Bytes) -> str:
+    """Compute the digest of a body on a thread beside the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(None, content_digest, body)
+
+
+def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:
+    """Return the requested half-open range, empty if it lies outside; ``None`` for the whole file."""
+    # RFC 9110: a range is defined for GET alone (14.2), and If-Range makes it conditional (13.1.5).
+    if request.method != "GET" or request.headers.get("If-Range", etag) != etag:
+        return None
+    try:
+        asked = request.http_range
+    except ValueError:
+        return None  # Several ranges, or another unit, which a server may ignore (14.2).
+    if asked.start is None and asked.stop is None:
+        return None
+    if asked.start == 0 and asked.stop is None and "=-" in request.headers.get("Range", ""):
+        return total, total  # The last zero bytes.
+    start, end, _ = asked.indices(total)
+    return start, end

@@ -1,0 +1,203 @@
+"""Memory of a snapshot that a source on the same host lends: a descriptor to read from until it is returned.
+
+It is read with ``preadv``, which fills many tensors in one call without the interpreter. Mapping and copying was
+slower: mapping a page for one use costs as much as copying it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import mmap
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from ft_transport.errors import PeerProtocolError, PeerUnreachableError
+from ft_transport.runtime.fork_safety import close_files_in_children, close_in_children, making_socket
+from ft_transport.wire.routes import DONE, HELD, LENT, MemoryTicket, socket_name
+
+_MAX_BUFFERS: Final = 1024
+"""Maximum per call: ``IOV_MAX`` of Linux."""
+
+
+class LentMemory:
+    """A connection to the source and the memory that it lends; a context manager that returns the memory.
+
+    Several threads may call `read` and `is_held` at once, and any thread `interrupt`; one thread calls the rest.
+
+    Args:
+        name: The socket's name, as the source announced it.
+        timeout_s: Timeout of each wait, in seconds.
+
+    Raises:
+        PeerUnreachableError: The source is not on this host, or does not answer.
+        PeerProtocolError: The source is another user's process.
+    """
+
+    def __init__(self, name: str, *, timeout_s: float) -> None:
+        remote = socket_name(name)
+        if remote is None:
+            raise PeerProtocolError(f"expected the name of a socket, got {name[:64]!r}")
+        self._remote = remote
+        self._timeout_s = timeout_s
+        self._memory: io.FileIO | None = None
+        self._data_start = 0
+        self._file: tuple[int, int] | None = None
+        with making_socket:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        close_in_children(self)
+        close_files_in_children(self)
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.connect(remote)
+            # With a timeout, Python waits for data even in calls that should not wait.
+            self._socket.setblocking(False)
+            if not is_own_user(self._socket):
+                raise PeerProtocolError("expected a source of the same user at the socket of this host")
+        except BaseException as error:
+            self._socket.close()
+            if isinstance(error, OSError):
+                raise PeerUnreachableError(f"no source on this host: {error}") from error
+            raise
+
+    def __enter__(self) -> LentMemory:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Return the memory. No thread may be reading any more."""
+        self._socket.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._file = None
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """See ``runtime.fork_safety``."""
+        try:
+            return bool(candidate.family == socket.AF_UNIX and candidate.getpeername() == self._remote)
+        except OSError:  # not connected
+            return False
+
+    def is_my_file(self, status: os.stat_result) -> bool:
+        """See ``runtime.fork_safety``."""
+        return self._file == (status.st_dev, status.st_ino)
+
+    def borrow(self, ticket: MemoryTicket) -> None:
+        """Show the ticket and take the memory that the source sends. Called once.
+
+        Raises:
+            PeerUnreachableError: Nothing came.
+            PeerProtocolError: The snapshot no longer exists, or its memory could change or shrink.
+        """
+        try:
+            self._socket.sendall(ticket.ticket.encode())
+            self._wait()
+            # No fork may come between: a child would keep the inherited descriptor.
+            with making_socket:
+                answer, lent, _flags, _address = socket.recv_fds(self._socket, len(LENT), 1, socket.MSG_CMSG_CLOEXEC)
+                if lent:
+                    self._take(lent[0])
+                if answer != LENT or self._memory is None:
+                    raise PeerProtocolError("expected the memory of a snapshot, it is gone")
+                self._check(self._memory, ticket)
+        except OSError as error:
+            raise PeerUnreachableError(f"the socket of this host broke: {error}") from error
+
+    def read(self, buffers: Sequence[memoryview], start: int) -> None:
+        """Fill buffers with the data from byte ``start`` on.
+
+        Args:
+            buffers: Writable bytes, filled in order; none is empty.
+            start: Position in the data.
+
+        Raises:
+            OSError: The memory cannot be read, or is shorter than announced.
+        """
+        assert self._memory is not None, "after borrow"
+        descriptor, position, left = self._memory.fileno(), self._data_start + start, list(buffers)
+        while left:
+            num_bytes = os.preadv(descriptor, left[:_MAX_BUFFERS], position)
+            if not num_bytes:
+                raise OSError(f"expected memory of {sum(map(len, left))} bytes more at {position}, it ends there")
+            position += num_bytes
+            num_full = 0
+            while num_full < len(left) and num_bytes >= len(left[num_full]):
+                num_bytes -= len(left[num_full])
+                num_full += 1
+            left = left[num_full:]
+            if num_bytes:
+                left[0] = left[0][num_bytes:]
+
+    def is_held(self) -> bool:
+        """Whether the source still lends the memory, as far as this side knows."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def was_held(self) -> bool:
+        """Give the memory back; return whether the source says that it was unchanged until now."""
+        try:
+            self._socket.sendall(DONE)
+            self._wait()
+            return self._socket.recv(len(HELD)) == HELD
+        except OSError:
+            return False
+
+    def interrupt(self) -> None:
+        """End another thread's wait. Thread-safe."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(self._timeout_s * 1e3):
+            raise TimeoutError(f"nothing came for {self._timeout_s:.3g} s")
+
+    def _take(self, descriptor: int) -> None:
+        """Give the descriptor to an object that closes it once, even if a signal handler raises."""
+        try:
+            self._memory = io.FileIO(descriptor)
+        except OSError:  # a directory
+            os.close(descriptor)
+            raise
+        status = os.fstat(descriptor)
+        self._file = (status.st_dev, status.st_ino)
+
+    def _check(self, memory: io.FileIO, ticket: MemoryTicket) -> None:
+        end, descriptor = ticket.data_start + ticket.data_bytes, memory.fileno()
+        if ticket.data_start % mmap.PAGESIZE or os.fstat(descriptor).st_size < end or not is_sealed(descriptor):
+            raise PeerProtocolError("expected memory that holds the snapshot and stays as long as it is")
+        self._data_start = ticket.data_start
+
+
+_CREDENTIALS: Final = struct.Struct("3i")
+_OVERFLOW_USER: Final = 65534
+"""User id of every user without an id in this user namespace; it may stand for many users."""
+_F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
+
+
+def is_own_user(connected: socket.socket) -> bool:
+    """Whether the process at the other end of a unix socket runs as the same user as this one."""
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _process, user, _group = _CREDENTIALS.unpack(packed)
+    return bool(user == os.geteuid() != _OVERFLOW_USER)
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Whether a memory file can neither shrink under a mapping nor be written through a descriptor."""
+    wanted = fcntl.F_SEAL_SHRINK | _F_SEAL_FUTURE_WRITE
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & wanted == wanted
+    except OSError:  # no memory file
+        return False
