@@ -15,7 +15,7 @@ from benchmarks.machine import Watch, return_free_memory
 from benchmarks.options import Benchmark, Options, Size
 from benchmarks.report import Group, Named, Quantity, Role, Verdict, ratio
 from benchmarks.states import STATE_NAMES, State, StateSpec, build_source, num_bytes_of, tensors_of
-from ft_transport.cli.ceilings import MemoryCopy
+from ft_transport.cli.bench import MemoryCopy
 
 _WARM_PER_ROUND: Final = 2
 _THREADS: Final = torch.get_num_threads()

@@ -21,7 +21,7 @@ from benchmarks.processes import in_fresh_process
 from benchmarks.report import Group, Quantity, Role, Sample, Verdict, ratio
 from benchmarks.states import STATE_NAMES, StateSpec, build_source, digest_of, num_bytes_of
 from benchmarks.transports import Address, Fetch, Receiver, Serve, prepare_ours, serve_ours
-from ft_transport.cli.ceilings import NUM_CONNECTIONS
+from ft_transport.cli.bench import NUM_CONNECTIONS
 
 _NUM_FULL_FETCHES: Final = 3
 _SETTLE_S: Final = 0.2

@@ -28,8 +28,7 @@ from benchmarks.machine import Watch
 from benchmarks.options import Benchmark, Options, Size
 from benchmarks.report import Group, Named, Quantity, Verdict
 from ft_transport import CheckpointStore
-from ft_transport.cli.differences import find_differences
-from ft_transport.cli.opened_states import opened_states
+from ft_transport.cli.diff import find_differences, opened_states
 
 _NUM_TENSORS: Final = 10_000
 _TENSOR_ITEMS: Final = 1 << 18

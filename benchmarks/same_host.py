@@ -20,7 +20,7 @@ from benchmarks.options import Benchmark, Options, Size
 from benchmarks.report import Group, Verdict
 from benchmarks.states import COUNTED_STATES, State, StateSpec, build_destination, tensors_of
 from benchmarks.transports import Address, Fetch, Receiver, prepare_ours, serve_ours
-from ft_transport.cli.ceilings import NUM_CONNECTIONS, MemoryCopy
+from ft_transport.cli.bench import NUM_CONNECTIONS, MemoryCopy
 
 
 def serve_nothing(_state: State, _num_bytes: int, _stack: contextlib.ExitStack) -> Address:

@@ -26,7 +26,7 @@ from benchmarks.report import Named, Quantity, Role
 from benchmarks.states import State, StateSpec, build_source, digest_of, num_bytes_of, tensors_of
 from benchmarks.transports import clone, our_transport
 from ft_transport import CheckpointStore, HTTPTransport
-from ft_transport.cli.ceilings import MemoryCopy
+from ft_transport.cli.bench import MemoryCopy
 
 _WRITE_BYTES: Final = 8 << 20
 _SETTLE_S: Final = 0.2

@@ -11,7 +11,7 @@ from benchmarks.options import Benchmark, Options, Size
 from benchmarks.report import Group, Verdict
 from benchmarks.states import StateSpec
 from benchmarks.transports import prepare_ours, serve_ours
-from ft_transport.cli.ceilings import NUM_CONNECTIONS
+from ft_transport.cli.bench import NUM_CONNECTIONS
 from ft_transport.wire.chunks import DigestKind
 
 _TOKEN: Final = "only-for-a-benchmark"

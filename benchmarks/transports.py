@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.states import State, StateSpec, build_destination
 from ft_transport import HTTPTransport, TransportSettings
-from ft_transport.cli.ceilings import bare_receiver, bare_sender
+from ft_transport.cli.bench import bare_receiver, bare_sender
 from ft_transport.state.snapshot import Taking
 from ft_transport.transfer.server import SnapshotInProgress
 

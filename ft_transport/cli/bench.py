@@ -1,12 +1,23 @@
-"""``ft-transport bench``: how fast are a clone and a fetch on this machine, beside what it allows?"""
+"""``ft-transport bench``: a clone and a fetch on this machine, beside the limits of its hardware.
+
+The limits are a memory copy, and a bare ``sendfile`` → ``recv_into`` loop, which the project's benchmarks use as well.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import socket
+import statistics
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -14,8 +25,12 @@ import typer
 
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.errors import TransportError
+from ft_transport.runtime.child_python import child_command, child_environment
+from ft_transport.runtime.handler_safety import SafeExecutor, SafeThread
 
 if TYPE_CHECKING:
+    import torch
+
     from ft_transport import HTTPTransport
 
 _TENSOR_BYTES: Final = 4 << 20
@@ -27,11 +42,17 @@ _CLONE_S: Final = 8.0
 _FETCH_S: Final = 20.0
 """After so long no further round is begun."""
 _RECEIVER_S: Final = 45.0
-_COPY: Final = "memory copy"
-_CLONE: Final = "clone"
+_TIMEOUT: Final = timedelta(seconds=30)
 _MAX_ERROR: Final = 2000
+_STEP: Final = 1
+_COPY: Final = "memory copy"
+_BARE: Final = "bare socket loop"
+NUM_CONNECTIONS: Final = 4
+READ_BYTES: Final = 1 << 20
+RANGE: Final = struct.Struct("<QQ")
 
-_seconds_decoder: Final = msgspec.json.Decoder(dict[str, list[float]])
+
+_samples_decoder: Final = msgspec.json.Decoder(dict[str, list[float]])
 
 
 class BenchFailedError(TransportError):
@@ -70,8 +91,6 @@ def bench_command(
     Each is measured several times in turn, with memory that was used before. The fetch is received in place by a
     process of its own, over 4 connections. Takes less than a minute. Exits with 1 if something could not be measured.
     """
-    from ft_transport.cli.ceilings import NUM_CONNECTIONS
-
     num_bytes, num_rounds = (_QUICK_BYTES, _NUM_QUICK_ROUNDS) if quick else (_STATE_BYTES, _NUM_ROUNDS)
     rates = measure(num_bytes, num_rounds)
     if as_json:
@@ -90,107 +109,238 @@ def bench_command(
 
 
 def measure(num_bytes: int, num_rounds: int) -> list[Rate]:
-    """All rates, clones first.
+    """Return all rates, clones first.
 
     Raises:
         BenchFailedError: The receiver's process failed, or took too long.
     """
-    from datetime import timedelta
-
     from ft_transport import HTTPTransport, TransportSettings
-    from ft_transport.cli.bench_receiver import STEP, state_of
 
     settings = TransportSettings(
         host="127.0.0.1", advertise="127.0.0.1", same_host=False, max_snapshots=1, tls=None, token=None
     )
     transport: HTTPTransport[Any] = HTTPTransport(timedelta(seconds=_RECEIVER_S), settings=settings)
     try:
-        state = state_of(num_bytes, _TENSOR_BYTES)
-        rates = _clone_rates(transport, state, num_bytes, num_rounds)
-        transport.send_checkpoint([], STEP, state, timedelta(seconds=_RECEIVER_S))
-        return [*rates, *_fetch_rates(transport.metadata(), num_bytes, num_rounds)]
+        state = _state_of(num_bytes)
+        samples = _clone_samples(transport, state, num_rounds)
+        best = min(samples["copy_"], samples["memmove"], key=statistics.median)
+        rates = [_rate(_COPY, "", best, num_bytes), _rate("clone", _COPY, samples["clone"], num_bytes)]
+        transport.send_checkpoint([], _STEP, state, timedelta(seconds=_RECEIVER_S))
+        samples = _fetch_samples(transport.metadata(), num_bytes, num_rounds)
+        return rates + [_rate(name, "" if name == _BARE else _BARE, samples[name], num_bytes) for name in samples]
     finally:
         transport.shutdown()
 
 
-def _clone_rates(transport: HTTPTransport[Any], state: dict[str, Any], num_bytes: int, num_rounds: int) -> list[Rate]:
-    import statistics
+def _rate(name: str, ceiling: str, seconds: list[float], num_bytes: int) -> Rate:
+    rates = [num_bytes / each for each in seconds]
+    return Rate(
+        name=name,
+        ceiling=ceiling,
+        median=statistics.median(rates),
+        low=min(rates),
+        high=max(rates),
+        num_rounds=len(rates),
+    )
 
-    from ft_transport.cli.ceilings import MemoryCopy
+
+def _clone_samples(transport: HTTPTransport[Any], state: dict[str, Any], num_rounds: int) -> dict[str, list[float]]:
     from ft_transport.state.snapshot import Taking
 
-    samples: dict[str, list[float]] = {"copy_": [], "memmove": [], _CLONE: []}
-    until_s = time.monotonic() + _CLONE_S
+    def clone() -> None:
+        snapshot = transport.server.take(Taking(step=0, state=state))
+        snapshot.copy_deferred()
+        snapshot.abandon()
+
     plain = MemoryCopy(list(state.values()))
     try:
-        # The first round makes the arena, and everything warm.
-        for number in range(num_rounds + 1):
-            if number > 1 and time.monotonic() > until_s:
-                break
-            seconds = {"copy_": _seconds(plain.torch_copy), "memmove": _seconds(plain.memmove)}
-            began_s = time.perf_counter()
-            snapshot = transport.server.take(Taking(step=0, state=state))
-            snapshot.copy_deferred()
-            seconds[_CLONE] = time.perf_counter() - began_s
-            snapshot.abandon()
-            for name, each in seconds.items():
-                samples[name] += [num_bytes / each] if number else []
+        ways = {"copy_": plain.torch_copy, "memmove": plain.memmove, "clone": clone}
+        return _time_in_turn(ways, num_rounds, _CLONE_S)
     finally:
         plain.close()
-    best = max(samples["copy_"], samples["memmove"], key=statistics.median)
-    return [_rate(_COPY, "", best), _rate(_CLONE, _COPY, samples[_CLONE])]
 
 
-def _fetch_rates(url: str, num_bytes: int, num_rounds: int) -> list[Rate]:
+def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[float]]:
     """Measure in a separate process, so that the two sides share no interpreter."""
-    from ft_transport.cli.bench_receiver import BARE, UNVERIFIED, VERIFIED, Task
-    from ft_transport.cli.ceilings import bare_sender
-
     with bare_sender(num_bytes) as port:
-        task = Task(
-            url=url,
-            port=port,
-            num_bytes=num_bytes,
-            tensor_bytes=_TENSOR_BYTES,
-            num_rounds=num_rounds,
-            within_s=_FETCH_S,
-        )
+        command = child_command(__name__, _receive.__name__, url, *map(str, (port, num_bytes, num_rounds)))
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "ft_transport.cli.bench_receiver"],
-                input=msgspec.json.encode(task),
-                capture_output=True,
-                timeout=_RECEIVER_S,
-                check=False,
+                command, capture_output=True, env=child_environment(), timeout=_RECEIVER_S, check=False
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise BenchFailedError(f"expected a process that receives: {error}; try --quick") from error
     if done.returncode:
         told = escape(done.stderr.decode("utf-8", "replace")[-_MAX_ERROR:], _MAX_ERROR)
         raise BenchFailedError(f"expected a process that receives, it ended with {done.returncode}: {told}")
-    seconds = _seconds_decoder.decode(done.stdout)
-    samples = {name: [num_bytes / each for each in values] for name, values in seconds.items()}
-    return [
-        _rate(BARE, "", samples[BARE]),
-        _rate(UNVERIFIED, BARE, samples[UNVERIFIED]),
-        _rate(VERIFIED, BARE, samples[VERIFIED]),
-    ]
+    return _samples_decoder.decode(done.stdout)
 
 
-def _seconds(action: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    action()
-    return time.perf_counter() - began_s
+def _receive() -> None:
+    """Run as the receiving process: fetch a state in each way in turn, and print the seconds as JSON."""
+    from ft_transport import HTTPTransport, TransportSettings
+
+    url, port, num_bytes, num_rounds = sys.argv[1], *map(int, sys.argv[2:])
+    own = _state_of(num_bytes)
+    ways: dict[str, Callable[[], object]] = {_BARE: bare_receiver(port, memoryview(bytearray(b"\x01" * num_bytes)))}
+    with contextlib.ExitStack() as opened:
+        for name, is_verified in (("fetch, not verified", False), ("fetch, verified", True)):
+            settings = TransportSettings(host="127.0.0.1", same_host=False, verify=is_verified)
+            transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, settings=settings)
+            opened.callback(transport.shutdown)
+            ways[name] = partial(transport.fetch, url, _STEP, into=own)
+        sys.stdout.buffer.write(msgspec.json.encode(_time_in_turn(ways, num_rounds, _FETCH_S)))
 
 
-def _rate(name: str, ceiling: str, samples: list[float]) -> Rate:
-    import statistics
+def _time_in_turn(ways: Mapping[str, Callable[[], object]], num_rounds: int, within_s: float) -> dict[str, list[float]]:
+    """Return the seconds of each way, round by round; a first round that is not counted makes everything warm."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    until_s = time.monotonic() + within_s
+    for number in range(num_rounds + 1):
+        if number > 1 and time.monotonic() > until_s:
+            break
+        for name in [*ways][number % len(ways) :] + [*ways][: number % len(ways)]:
+            began_s = time.perf_counter()
+            ways[name]()
+            if number:
+                seconds[name].append(time.perf_counter() - began_s)
+    return seconds
 
-    return Rate(
-        name=name,
-        ceiling=ceiling,
-        median=statistics.median(samples),
-        low=min(samples),
-        high=max(samples),
-        num_rounds=len(samples),
-    )
+
+def _state_of(num_bytes: int) -> dict[str, Any]:
+    """Return a state of equal tensors whose memory was used before."""
+    import torch
+
+    return {
+        f"layer.{number}": torch.full((_TENSOR_BYTES // 4,), float(number))
+        for number in range(num_bytes // _TENSOR_BYTES)
+    }
+
+
+class MemoryCopy:
+    """Copies tensors into warm memory at the machine's limit, in several ways.
+
+    Args:
+        sources: The tensors.
+        memory: The target, uint8 of the tensors' total size; new warm memory by default.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], memory: torch.Tensor | None = None) -> None:
+        import torch
+
+        self._sources = [source.detach().reshape(-1).view(torch.uint8) for source in sources if source.nbytes]
+        sizes = [source.nbytes for source in self._sources]
+        # Filling touches every page.
+        self._memory = memory if memory is not None else torch.full((sum(sizes),), 1, dtype=torch.uint8)
+        self._targets = list(torch.split(self._memory, sizes))
+        self._num_threads = torch.get_num_threads()
+        pairs = [
+            (target.data_ptr(), source.data_ptr(), source.nbytes)
+            for target, source in zip(self._targets, self._sources, strict=True)
+        ]
+        self._shares = _equal_shares(pairs, self._num_threads)
+        self._pool = SafeExecutor(self._num_threads, "ft-transport-ceiling")
+
+    @property
+    def memory(self) -> memoryview:
+        """The warm memory, for other uses of this size."""
+        return self._memory.numpy().data
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    def torch_copy(self) -> None:
+        """``Tensor.copy_``, tensor by tensor, with all intra-op threads."""
+        for target, source in zip(self._targets, self._sources, strict=True):
+            target.copy_(source)
+
+    def memmove(self) -> None:
+        """``ctypes.memmove``, tensor by tensor, in as many threads."""
+        for future in [self._pool.submit(_move_all, share) for share in self._shares]:
+            future.result()
+
+
+def _move_all(share: Sequence[tuple[int, int, int]]) -> None:
+    memmove = ctypes.memmove
+    for target, source, num_bytes in share:
+        memmove(target, source, num_bytes)
+
+
+def _equal_shares(pairs: Sequence[tuple[int, int, int]], num_shares: int) -> list[list[tuple[int, int, int]]]:
+    """Divide by bytes, cutting tensors, so that all threads end together."""
+    share_bytes = -(-sum(num_bytes for _, _, num_bytes in pairs) // num_shares)
+    shares: list[list[tuple[int, int, int]]] = [[]]
+    room = share_bytes
+    for pair in pairs:
+        target, source, num_bytes = pair
+        while num_bytes > room:
+            shares[-1].append((target, source, room))
+            target, source, num_bytes = target + room, source + room, num_bytes - room
+            shares.append([])
+            room = share_bytes
+        shares[-1].append((target, source, num_bytes))
+        room -= num_bytes
+    return shares
+
+
+@contextlib.contextmanager
+def bare_sender(num_bytes: int, *, host: str = "127.0.0.1") -> Iterator[int]:
+    """Serves ``num_bytes`` of a resident memory file, a thread per connection; yields the port."""
+    descriptor = os.memfd_create("bare-sender")
+    listener = socket.create_server((host, 0))
+    try:
+        block = os.urandom(1 << 20)
+        for start in range(0, num_bytes, len(block)):
+            os.pwrite(descriptor, block[: num_bytes - start], start)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # The listener was closed.
+                while True:
+                    connected, _ = listener.accept()
+                    SafeThread(target=_send_ranges, args=(connected, descriptor), daemon=True).start()
+
+        acceptor = SafeThread(target=accept, daemon=True)
+        acceptor.start()
+        yield listener.getsockname()[1]
+        # close() alone does not wake the thread that is in accept().
+        listener.shutdown(socket.SHUT_RDWR)
+        acceptor.join()
+    finally:
+        listener.close()
+        os.close(descriptor)
+
+
+def _send_ranges(connected: socket.socket, descriptor: int) -> None:
+    with connected, contextlib.suppress(OSError):
+        while len(request := connected.recv(RANGE.size, socket.MSG_WAITALL)) == RANGE.size:
+            start, end = RANGE.unpack(request)
+            while start < end:
+                start += os.sendfile(connected.fileno(), descriptor, start, end - start)
+
+
+def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1") -> Callable[[], None]:
+    """Return a function that fills ``destination`` once over parallel connections, an equal part by each.
+
+    The function makes the connections, as a first fetch does.
+    """
+
+    def receive(part: int) -> None:
+        position = len(destination) * part // NUM_CONNECTIONS
+        end = len(destination) * (part + 1) // NUM_CONNECTIONS
+        with socket.create_connection((host, port)) as connected:
+            connected.sendall(RANGE.pack(position, end))
+            while position < end:
+                # Waiting for the whole block saves a system call for each partial arrival.
+                got = connected.recv_into(
+                    destination[position : min(position + READ_BYTES, end)], 0, socket.MSG_WAITALL
+                )
+                if not got:
+                    raise ConnectionError(f"expected {end - position} more bytes, the sender closed the connection")
+                position += got
+
+    def fetch() -> None:
+        with SafeExecutor(NUM_CONNECTIONS, "ft-transport-ceiling") as threads:
+            list(threads.map(receive, range(NUM_CONNECTIONS)))
+
+    return fetch

@@ -1,23 +1,30 @@
-"""``ft-transport diff``: are these two saves the same, bit for bit, and else what differs?"""
+"""``ft-transport diff``: are two saves bit-identical, and if not, what differs?"""
 
 from __future__ import annotations
 
 import contextlib
 import resource
+import tempfile
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import typer
 
+from ft_transport.cli.compare import Pair, Tally, compare
 from ft_transport.cli.contents import NotComparedError, NotFoundError
+from ft_transport.cli.inspect import checkpoint_at, is_url, open_source
 from ft_transport.cli.output import escape, megabytes
+from ft_transport.cli.snapshot_files import SnapshotFiles, UnequalChunks, differing_from
+from ft_transport.cli.stored_state import StoredFile, StoredState, StoredTensor, open_state
+from ft_transport.cli.verify import DIGESTS, read_manifest
 from ft_transport.errors import TransportError
-
-if TYPE_CHECKING:
-    from ft_transport.cli.differences import Comparison, Difference
-    from ft_transport.cli.opened_states import OpenedStates
-    from ft_transport.cli.stored_state import StoredState
+from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import StepSelector
 
 _MAX_SHOWN: Final = 50
 _TIMEOUT_S: Final = 60.0
@@ -27,6 +34,11 @@ _IN_WORDS: Final = {
     "ft_transport.layouts": "how DTensors lie on their meshes",
 }
 """Entries of a snapshot's file that describe the state itself, in words."""
+
+_OF_THE_FILE: Final = frozenset(f"ft_transport.{name}" for name in ("step", "snapshot", "digests", "digest"))
+"""Metadata of a snapshot's file that does not describe the state."""
+
+Kind = Literal["only in A", "only in B", "dtype or shape", "elements", "value"]
 
 
 def diff_command(
@@ -47,9 +59,6 @@ def diff_command(
     0 if the two are identical, with 1 if they differ or two replicas come to no common step, with 2 if they cannot be
     compared.
     """
-    from ft_transport.cli.differences import find_differences
-    from ft_transport.cli.opened_states import opened_states
-
     _allow_many_files()
     try:
         with opened_states(one, other, step=step, by_digests=digests, timeout_s=_TIMEOUT_S) as opened:
@@ -148,3 +157,207 @@ def _allow_many_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStates:
+    """Both; ``chunks`` are those that differ by their digests, where these decide.
+
+    ``steps_differ``: two replicas that came to no step at which both could be asked.
+    """
+
+    one: StoredState
+    other: StoredState
+    chunks: UnequalChunks | None
+    num_bytes_fetched: int
+    steps_differ: bool = False
+
+
+@contextlib.contextmanager
+def opened_states(
+    one: str, other: str, *, step: int | None, by_digests: bool, timeout_s: float
+) -> Iterator[OpenedStates]:
+    """Open two states. From two replicas, only chunks with different digests are fetched.
+
+    Args:
+        one: A URL or a path.
+        other: Another one.
+        step: The step of the replicas' snapshots; by default the newest, or a common one of two replicas if possible.
+        by_digests: Whether to trust the digests in files, too.
+        timeout_s: Longest silence of a replica in seconds.
+
+    Raises:
+        UnreadableError: One of them is unreadable.
+        TransportError: A replica is unreachable, or a file cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        files: SnapshotFiles | None = None
+        known: Manifest | None = None
+        twin: Manifest | None = None
+        steps_differ = False
+        if is_url(one) or is_url(other):
+            directory = held.enter_context(tempfile.TemporaryDirectory(prefix="ft-transport-diff-"))
+            files = SnapshotFiles(Path(directory), timeout_s)
+            chosen: StepSelector = "latest" if step is None else step
+            if is_url(one) and is_url(other):
+                first, second = files.fetch_both(one, other, step)
+                known, twin = first.manifest, second.manifest
+                steps_differ = known.step != twin.step
+            else:
+                known = _manifest_of(other if is_url(one) else one) if by_digests else None
+                twin = files.fetch(one if is_url(one) else other, chosen, differing_from(known)).manifest
+        elif by_digests:
+            known, twin = _manifest_of(one), _manifest_of(other)
+        chunks = None
+        if known is not None and twin is not None and UnequalChunks.are_comparable(known, twin):
+            chunks = UnequalChunks(known, twin)
+        paths = files.paths if files is not None else {}
+        # DCP's metadata are read in a process each.
+        with SafeExecutor(2, "ft-transport-open") as pool:
+            opening = [pool.submit(_open, thing, paths.get(thing)) for thing in (one, other)]
+        for each in opening:
+            if each.exception() is None:
+                held.enter_context(each.result())
+        yield OpenedStates(
+            opening[0].result(),
+            opening[1].result(),
+            chunks,
+            files.num_bytes if files is not None else 0,
+            steps_differ=steps_differ,
+        )
+
+
+def _manifest_of(thing: str) -> Manifest | None:
+    """Return the manifest of a file that ``fetch`` has written; ``None`` for anything else."""
+    path = checkpoint_at(Path(thing))
+    if path.is_dir() or DIGESTS not in open_source(thing).metadata:
+        return None
+    file = StoredFile.at(path)
+    try:
+        return read_manifest(file)
+    finally:
+        file.close()
+
+
+def _open(thing: str, fetched: Path | None) -> StoredState:
+    if fetched is None:
+        return open_state(thing, checkpoint_at(Path(thing)), open_source(thing, with_places=True))
+    contents = replace(open_source(str(fetched)), kind="snapshot of a replica")
+    return open_state(thing, fetched, contents)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A difference in one tensor or value.
+
+    Attributes:
+        name: Its name.
+        kind: The kind of difference.
+        one: Dtype and shape in A, in words; empty if it is missing there.
+        other: The same in B.
+        num_items: Number of its elements.
+        tally: Statistics of the differing elements.
+    """
+
+    name: str
+    kind: Kind
+    one: str = ""
+    other: str = ""
+    num_items: int = 0
+    tally: Tally | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The comparison of two states.
+
+    Attributes:
+        differences: The differences, in the order of A, then of B.
+        num_common: Number of tensors in both.
+        num_bytes: Their length.
+        num_bytes_by_digest: Bytes that count as equal by the digests of their chunks.
+        has_values: Whether other values were compared, because both sides store them alike.
+    """
+
+    differences: tuple[Difference, ...]
+    num_common: int
+    num_bytes: int
+    num_bytes_by_digest: int
+    has_values: bool
+
+
+def find_differences(one: StoredState, other: StoredState, *, chunks: UnequalChunks | None) -> Comparison:
+    """Compare two states.
+
+    Args:
+        one: State A.
+        other: State B.
+        chunks: The chunks whose digests differ, to trust the digests of the others.
+
+    Raises:
+        UnreadableError: A file is unreadable.
+    """
+    found: dict[str, Difference] = {}
+    num_bytes, left_out = 0, 0
+    pairs: dict[str, list[Pair]] = {"elements": [], "value": []}
+    has_values = one.contents.form == other.contents.form
+    sides: list[tuple[Kind, dict[str, StoredTensor], dict[str, StoredTensor]]] = [
+        ("elements", one.tensors, other.tensors),
+        ("value", one.values, other.values),
+    ]
+    for kind, ones, others in sides[: 1 + has_values]:
+        for name, tensor in ones.items():
+            twin = others.get(name)
+            if twin is None:
+                found[name] = Difference(name=name, kind="only in A", one=_shown(tensor))
+            elif (tensor.dtype, tensor.shape) != (twin.dtype, twin.shape):
+                found[name] = Difference(
+                    name=name,
+                    kind="dtype or shape" if kind == "elements" else "value",
+                    one=_shown(tensor),
+                    other=_shown(twin),
+                )
+            else:
+                ranges = chunks.ranges_of(name) if chunks is not None else None
+                size = tensor.num_bytes
+                num_bytes += size
+                left_out += size - sum(end - start for start, end in ranges) if ranges is not None else 0
+                pairs[kind].append(Pair(name, tensor, twin, ranges))
+        for name, twin in others.items():
+            if name not in ones:
+                found[name] = Difference(name=name, kind="only in B", other=_shown(twin))
+    for kind, _, _ in sides:
+        tallies = compare(pairs[kind])
+        for pair in pairs[kind]:
+            if pair.name in tallies:
+                num_items = pair.one.num_bytes // pair.one.item_bytes
+                found[pair.name] = Difference(
+                    name=pair.name,
+                    kind=kind,
+                    num_items=num_items,
+                    tally=tallies[pair.name],
+                    one=_shown(pair.one),
+                    other=_shown(pair.other),
+                )
+    if has_values:
+        _compare_metadata(one.contents.metadata, other.contents.metadata, found)
+    order = {name: at for at, name in enumerate([*one.tensors, *one.values, *other.tensors, *other.values])}
+    return Comparison(
+        differences=tuple(sorted(found.values(), key=lambda each: order.get(each.name, len(order)))),
+        num_common=len(pairs["elements"]),
+        num_bytes=num_bytes,
+        num_bytes_by_digest=left_out,
+        has_values=has_values,
+    )
+
+
+def _compare_metadata(one: dict[str, str], other: dict[str, str], found: dict[str, Difference]) -> None:
+    for name in {**one, **other}:
+        if name in _OF_THE_FILE or one.get(name) == other.get(name):
+            continue
+        kind: Kind = "only in B" if name not in one else "only in A" if name not in other else "value"
+        found[name] = Difference(name=name, kind=kind)
+
+
+def _shown(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {'×'.join(map(str, tensor.shape)) or '·'}"

@@ -1,17 +1,59 @@
-"""``ft-transport doctor``: is this host, and the way from it to its peers, fit for recoveries?"""
+"""``ft-transport doctor``: is this host, and the network path to its peers, fit for recoveries?"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Final
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 import typer
 
-if TYPE_CHECKING:
-    from ft_transport.cli.checks import Check
+from ft_transport.cli.output import escape, megabytes
+from ft_transport.errors import TransportError
+from ft_transport.http.bind_address import ADVERTISE_VARIABLE, addresses_of, advertised_host, interfaces
+from ft_transport.http.client.rate_probe import Connect, PeerStatus, ProbedRate, ask_status, connecting, probe_rates
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.keys import TOKEN_VARIABLE
+from ft_transport.settings import TransportSettings
 
+Verdict: TypeAlias = Literal["ok", "warn", "bad"]
+
+_LEAST_FILES: Final = 4096
+_SLOW_LOOKUP_S: Final = 0.5
+_MAX_CLOCK_OFFSET_S: Final = 2.0
+_LEAST_FREE: Final = 0.1
+"""Share of the memory for a state: a serving replica may have a copy of it."""
+_MUCH_SLOWER: Final = 3.0
+_PEER_WITHIN_S: Final = 3.0
+_MAX_NAME: Final = 64
 _MARKS: Final = {"ok": "✓", "warn": "!", "bad": "✗"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: Name of the check.
+        verdict: ``bad`` if it breaks or slows recovery, ``warn`` if it may.
+        found: The finding.
+        remedy: The remedy; empty for a good result.
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
 
 
 def doctor_command(
@@ -26,10 +68,6 @@ def doctor_command(
     Each way is measured by a short fetch of real data over one connection, of 256 MiB at most. The job's token and
     certificates are taken from the environment. Exits with 1 if something is bad.
     """
-    from ft_transport.cli.checks import check_host, check_peer
-    from ft_transport.http.client.rate_probe import connecting
-    from ft_transport.settings import TransportSettings
-
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
     checks: list[Check] = []
@@ -43,3 +81,206 @@ def doctor_command(
         typer.echo(msgspec.json.encode(checks))
     if any(check.verdict == "bad" for check in checks):
         raise typer.Exit(1)
+
+
+def check_host() -> Iterator[Check]:
+    """Return the checks that need no peer."""
+    yield _versions()
+    yield _memory_file()
+    yield _sendfile()
+    yield _free_memory()
+    yield _open_files()
+    yield _ipv6()
+    yield _advertised()
+    yield _gpu()
+
+
+def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[Check]:
+    """Check one peer: its name, its answer, its clock, and the rate over each path to it."""
+    peer = PeerAddress.from_url(url)
+    yield _resolver(peer)
+    asked = _now_unix_s()
+    try:
+        status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
+    except TransportError as error:
+        remedy = (
+            "is it running, does a firewall let its port through, and are token and authority the same on both sides?"
+        )
+        yield _check(f"{peer}", f"{type(error).__name__}: {error}", remedy, "bad")
+        return
+    yield _clock(peer, status, asked, _now_unix_s())
+    yield from _rates(peer, status, probe_rates(peer, status, connect, seconds_each=seconds_each))
+
+
+def _check(name: str, found: str, remedy: str = "", verdict: Verdict = "warn") -> Check:
+    """Return a good result, or with a remedy one of this verdict."""
+    return Check(name=name, verdict=verdict if remedy else "ok", found=found, remedy=remedy)
+
+
+def _versions() -> Check:
+    torchft = _version("torchft") or _version("torchft-nightly")
+    found = [
+        f"Python {platform.python_version()}",
+        *(_version(name) or f"no {name}" for name in ("ft-transport", "torch", "aiohttp")),
+        torchft or "no torchft",
+    ]
+    remedy = "a quorum needs torchft: pip install 'ft-transport[torchft]', on Linux x86-64 with Python 3.10 to 3.13"
+    return _check("versions", ", ".join(found), "" if torchft else remedy)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory_file() -> Check:
+    try:
+        os.close(os.memfd_create("ft-transport-doctor"))
+    except (OSError, AttributeError) as error:
+        remedy = "Linux with memfd_create(2) is needed; a container's seccomp profile may forbid it"
+        return _check("memory file", str(error), remedy, "bad")
+    return _check("memory file", "memfd_create works")
+
+
+def _sendfile() -> Check:
+    if hasattr(os, "sendfile"):
+        return _check("sendfile", "bodies go from memory to the socket in the kernel")
+    return _check("sendfile", "there is none", "bodies are copied by Python: slower")
+
+
+def _free_memory() -> Check:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError as error:
+        return _check("memory", str(error), "mount /proc")
+    fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    total, free = fields["MemTotal"], fields["MemAvailable"]
+    remedy = "a snapshot is as large as the state; TransportSettings.max_snapshots=1 bounds them"
+    is_enough = free >= _LEAST_FREE * total
+    return _check("memory", f"{megabytes(free)} of {megabytes(total)} are free", "" if is_enough else remedy)
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = f"ulimit -n {_LEAST_FILES}: connections of peers and the trainer's files share them"
+    is_enough = soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES
+    return _check("open files", f"{soft} at once, at most {hard}", "" if is_enough else remedy)
+
+
+def _ipv6() -> Check:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        return _check("IPv6", f"there is none ({error.strerror}); IPv4 is used")
+    return _check("IPv6", "there is one")
+
+
+def _advertised() -> Check:
+    settings = TransportSettings()
+    is_guarded = settings.keys() is not None or settings.certificates() is not None or settings.allow_anyone
+    return _advertised_to_peers() if is_guarded else _advertised_on_the_loopback()
+
+
+def _advertised_on_the_loopback() -> Check:
+    """Without a job token or certificates, servers listen on loopback alone and refuse to publish another address."""
+    remedy = f"set {TOKEN_VARIABLE} on all hosts of the job, which lets them reach each other"
+    chosen = os.environ.get(ADVERTISE_VARIABLE, "")
+    try:
+        is_local = not chosen or all(each.is_loopback for each in addresses_of(advertised_host(None).strip("[]")))
+    except TransportError as error:
+        return _check("advertised", str(error), f"correct {ADVERTISE_VARIABLE}", "bad")
+    if is_local:
+        found = "there is no job token, so servers here listen on the loopback alone: for replicas of this host"
+        return _check("advertised", found, remedy)
+    found = (
+        f"{ADVERTISE_VARIABLE} is {chosen}, and without a job token a server listens on the loopback alone: it fails"
+    )
+    return _check("advertised", found, remedy, "bad")
+
+
+def _advertised_to_peers() -> Check:
+    remedy = f"set {ADVERTISE_VARIABLE} (TransportSettings.advertise) to the interface or address of the fast network"
+    began_s = time.monotonic()
+    try:
+        host = advertised_host(None)
+    except TransportError as error:
+        return _check("advertised", str(error), remedy, "bad")
+    addresses = addresses_of(host.strip("[]"))
+    took_s = time.monotonic() - began_s
+    by_address = interfaces()
+    unknown = "no interface of this host"
+    ways = [f"{each} ({by_address.get(each) or ('lo' if each.is_loopback else unknown)})" for each in addresses]
+    reached = (each for each in by_address.items() if not (each[0].is_loopback or each[0].is_link_local))
+    others = sorted(f"{name} {address}" for address, name in reached)
+    found = f"peers are told {host}: {', '.join(ways) or 'unknown'}; this host has {', '.join(others) or 'no other'}"
+    if all(each.is_loopback for each in addresses) and others:
+        return _check("advertised", f"{found}; others would ask themselves", remedy, "bad")
+    if took_s > _SLOW_LOOKUP_S:
+        return _check("advertised", f"{found}; to look it up took {took_s:.1f} s", remedy)
+    if len(others) > 1 and not os.environ.get(ADVERTISE_VARIABLE):
+        return _check("advertised", f"{found}; nothing says which one is fast", remedy)
+    return _check("advertised", found)
+
+
+def _gpu() -> Check:
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return _check("GPU", ", ".join(devices) or "none; states are copied from host memory")
+
+
+def _resolver(peer: PeerAddress) -> Check:
+    began_s = time.monotonic()
+    addresses = addresses_of(peer.host)
+    took_s = time.monotonic() - began_s
+    found = f"{peer.host} is {', '.join(map(str, addresses)) or 'unknown here'}, after {took_s * 1e3:.0f} ms"
+    name, remedy = f"{peer}: name", f"set {ADVERTISE_VARIABLE} there to an address"
+    if not addresses:
+        return _check(name, found, remedy, "bad")
+    return _check(name, found, remedy if took_s > _SLOW_LOOKUP_S else "")
+
+
+def _clock(peer: PeerAddress, status: PeerStatus, asked: float, answered: float) -> Check:
+    name = f"{peer}: clock"
+    if not status.unix_s:
+        return _check(name, "unknown")
+    # The peer reports whole seconds (RFC 9110, section 6.6.1), so half a second is added as the uncertainty.
+    offset_s = status.unix_s + 0.5 - (asked + answered) / 2
+    unknown_s = 0.5 + (answered - asked) / 2
+    is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + unknown_s
+    remedy = "" if is_close else "nothing here depends on it, but logs and traces of the two do not fit; run NTP"
+    found = "the same as here" if abs(offset_s) <= unknown_s else f"{offset_s:+.1f} s to this one"
+    found = f"{found}, give or take {unknown_s:.1f} s"
+    return _check(name, found, remedy)
+
+
+def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> Iterator[Check]:
+    as_named, best = rates[0], max(rates, key=lambda rate: rate.bytes_per_s)
+    replica = escape(status.replica, _MAX_NAME)
+    for rate in rates:
+        name = f"{peer}: rate over {rate.interface or '?'}"
+        way = f"{rate.local_address} → {rate.peer}" + (f" ({rate.peer_interface} there)" if rate.peer_interface else "")
+        if rate.error:
+            verdict: Verdict = "ok"  # an address that the peer does not publish may be unreachable
+            if rate is as_named:
+                verdict = "warn" if status.step is None else "bad"
+            yield Check(name=name, verdict=verdict, found=f"{way}: {escape(rate.error, 300)}")
+            continue
+        told = ", as peers are told" if rate is as_named else ""
+        found = f"{megabytes(rate.bytes_per_s)}/s {way}{told}; {megabytes(rate.num_bytes)} were fetched"
+        if rate is as_named and best.bytes_per_s > _MUCH_SLOWER * rate.bytes_per_s:
+            times = best.bytes_per_s / rate.bytes_per_s
+            yield _check(
+                name,
+                f"{found}; over {best.interface} {megabytes(best.bytes_per_s)}/s, {times:.0f} times as much",
+                f"on {replica or peer} set {ADVERTISE_VARIABLE}={best.peer_interface or best.peer.host} "
+                "(TransportSettings.advertise)",
+                "bad",
+            )
+        else:
+            yield _check(name, found)
+
+
+def _now_unix_s() -> float:
+    return datetime.now(timezone.utc).timestamp()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ft_transport.cli.output import escape, megabytes
+from ft_transport.cli.snapshot_files import settings_for_files
 from ft_transport.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from ft_transport.transfer.file_client import FetchedFile
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.settings import FetchProgress
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.transfer.file_client import FetchedFile, FilePlan, fetch_to_file
 
 _INTERRUPTED: Final = 130
 """As shells count: 128 and the number of SIGINT."""
@@ -24,6 +31,8 @@ _BESIDE: Final = {
 }
 """Phases of a fetch besides its transfer, each as the reason for the time that it takes."""
 _LEAST_TOLD_S: Final = 0.05
+_LINE_EACH_S: Final = 5.0
+_MAX_NAMES: Final = 3
 
 
 def fetch_command(
@@ -57,18 +66,12 @@ def fetch_command(
 
 
 def _fetch(urls: list[str], output: Path, step: int | None, timeout_s: float) -> FetchedFile:
-    from ft_transport.cli.fetch_display import FetchDisplay
-    from ft_transport.cli.snapshot_files import settings_for_files
-    from ft_transport.http.peer_address import PeerAddress
-    from ft_transport.telemetry.recorder import Recorder
-    from ft_transport.transfer.file_client import fetch_to_file
-
     # The order is that in which they were named, without repetition.
     try:
         sources = list(dict.fromkeys(PeerAddress.from_url(url) for url in urls))
     except ConfigurationError as error:
         raise typer.BadParameter(str(error)) from error
-    with FetchDisplay(output) as display:
+    with _Display(output) as display:
         return fetch_to_file(
             sources,
             "latest" if step is None else step,
@@ -123,3 +126,71 @@ def _as_text(path: Path, fetched: FetchedFile) -> str:
         ]
     lines += [f"  tried again: {escape(each.cause)}" for each in record.retries]
     return "\n".join(lines)
+
+
+class _Display:
+    """Shows the progress of a fetch on standard error: a bar on a terminal, else a line now and then.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                # Names of files and peers are not markup.
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task(escape(path.name, 80), total=None)
+        self._kept_bytes = self._total_bytes = 0
+        self._told_s = time.monotonic()
+
+    def __enter__(self) -> _Display:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def plan(self, plan: FilePlan) -> None:
+        """Show a new plan of the transfer, from its beginning."""
+        names = ", ".join(escape(str(each), 80) for each in plan.sources[:_MAX_NAMES])
+        more = f" and {len(plan.sources) - _MAX_NAMES} more" if len(plan.sources) > _MAX_NAMES else ""
+        text = f"step {plan.step} from {names}{more}"
+        with self._lock:
+            self._kept_bytes, self._total_bytes = plan.kept_bytes, plan.data_bytes
+            if self._bar is not None:
+                self._bar.reset(self._task, description=text, total=float(plan.data_bytes), completed=plan.kept_bytes)
+                return
+            kept = f", {megabytes(plan.kept_bytes)} are there already" if plan.kept_bytes else ""
+            self._say(f"{text}: {megabytes(plan.data_bytes)}{kept}")
+
+    def note(self, progress: FetchProgress) -> None:
+        """Show more progress; any thread may call it."""
+        with self._lock:
+            done_bytes = min(self._total_bytes, self._kept_bytes + progress.done_bytes)
+            if self._bar is not None:
+                self._bar.update(self._task, completed=done_bytes)
+                return
+            now_s = time.monotonic()
+            if now_s < self._told_s + _LINE_EACH_S:
+                return
+            rate = progress.done_bytes / max(progress.elapsed_s, 1e-6)
+            left_s = (self._total_bytes - done_bytes) / max(rate, 1.0)
+            self._say(
+                f"{megabytes(done_bytes)} of {megabytes(self._total_bytes)}, {megabytes(rate)}/s, {left_s:.0f} s left"
+            )
+
+    def _say(self, text: str) -> None:
+        self._told_s = time.monotonic()
+        print(text, file=sys.stderr, flush=True)

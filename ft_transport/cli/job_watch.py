@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
-from ft_transport.cli.job_state import FindJob, JobError, JobProcess, JobRecord, JobState, KnownJob, Presence
+from ft_transport.cli.job import FindJob, JobError, JobProcess, JobRecord, JobState, KnownJob, Presence
 from ft_transport.errors import PeerProtocolError, TransportError
 from ft_transport.http.client.rate_probe import Connect, ask_state
 from ft_transport.runtime.handler_safety import SafeExecutor

@@ -26,7 +26,7 @@ from ft_transport.cli.contents import (
     UnreadableError,
 )
 from ft_transport.cli.output import escape
-from ft_transport.cli.stored_file import StoredFile, path_in
+from ft_transport.cli.stored_state import StoredFile, path_in
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 SUFFIX: Final = ".safetensors"

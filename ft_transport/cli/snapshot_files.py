@@ -1,30 +1,46 @@
-"""Files that hold the served states of replicas, for a comparison."""
+"""Fetches the snapshots of replicas to files, of two replicas at one step and only where they differ."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final
 
-from ft_transport.cli.differences import UnequalChunks
-from ft_transport.cli.same_step import asked_for_one_step
-from ft_transport.errors import SnapshotReplacedError, StepNotServedError
+from ft_transport.errors import DeadlineExceededError, SnapshotReplacedError, StepNotServedError
+from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
+from ft_transport.http.client.manifests import fetch_digests, fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.settings import FetchProgress, TransportSettings
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.file_client import FetchedFile, FilePlan, fetch_to_file
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import StepSelector
+from ft_transport.wire.routes import LATEST, StepSelector
 
 _WHOLE: Final = timedelta(days=30)
 """Longer than any file takes; what comes too slowly ends by the time without progress."""
 _UNREACHABLE: Final = timedelta(seconds=5)
 _NUM_CONNECTIONS: Final = 4
 _MAX_TRIES: Final = 3
+_LEAST_PATIENCE_S: Final = 10.0
+"""Minimum wait for a future step: the replicas may or may not train."""
+_MORE_PATIENCE: Final = 4.0
+"""The wait is this many times as long as the newest snapshots took, which also wait for a step boundary."""
+_LARGEST_LEAD: Final = 1 << 16
+
+Manifests = tuple[Manifest, Manifest]
+SettingsFor = Callable[[float], FetchSettings]
+"""Makes the settings of a fetch with a longest silence in seconds, counted from now."""
+_ITEM: Final = 16
+"""Length of the longest element in bytes."""
 
 
 def settings_for_files(
@@ -144,3 +160,150 @@ def differing_from(known: Manifest | None) -> Callable[[Manifest], Collection[in
         return range(manifest.chunks.num_chunks)
 
     return wanted
+
+
+class UnequalChunks:
+    """The chunks with different digests in two snapshots of one layout.
+
+    Attributes:
+        numbers: Chunk indices whose digests differ.
+    """
+
+    def __init__(self, one: Manifest, other: Manifest) -> None:
+        assert one.digests is not None, "comparable"
+        assert other.digests is not None, "comparable"
+        pairs = zip(one.digests, other.digests, strict=True)
+        self.numbers = frozenset(number for number, (first, second) in enumerate(pairs) if first != second)
+        self._chunk_bytes = one.chunks.chunk_bytes
+        self._tensors = {entry.name: entry for entry in one.tensors}
+
+    @staticmethod
+    def are_comparable(one: Manifest, other: Manifest) -> bool:
+        """Whether equal digests of chunks imply equal tensors."""
+        return (
+            one.digests is not None
+            and other.digests is not None
+            and (one.digester, one.tensors, one.chunks) == (other.digester, other.tensors, other.chunks)
+        )
+
+    def ranges_of(self, name: str) -> Sequence[tuple[int, int]]:
+        """Return the byte ranges of a tensor in these chunks, extended to whole elements."""
+        entry = self._tensors[name]
+        size, step = entry.end - entry.start, self._chunk_bytes
+        if not size:
+            return []
+        ranges: list[tuple[int, int]] = []
+        for number in range(entry.start // step, -(-entry.end // step)):
+            if number not in self.numbers:
+                continue
+            start, end = max(0, number * step - entry.start), min(size, (number + 1) * step - entry.start)
+            start, end = start // _ITEM * _ITEM, min(size, -(-end // _ITEM) * _ITEM)
+            if ranges and ranges[-1][1] >= start:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((start, end))
+        return ranges
+
+
+@contextmanager
+def asked_for_one_step(
+    peers: tuple[PeerAddress, PeerAddress], step: int | None, *, settings_for: SettingsFor, timeout_s: float
+) -> Iterator[Manifests]:
+    """Return both manifests with digests, of a common step if possible, otherwise of their newest steps.
+
+    While the context is open, both replicas keep their snapshots, at least for the time of a lease.
+
+    Args:
+        peers: The replicas.
+        step: The required step; any step by default.
+        settings_for: Makes the settings of a fetch.
+        timeout_s: Longest silence in seconds.
+
+    Raises:
+        TransportError: A replica is unreachable, or does not serve the required step.
+    """
+    with _Asking(peers, settings_for) as asking:
+        if step is not None:
+            yield asking.ask(step, timeout_s)
+            return
+        began_s = time.monotonic()
+        manifests = asking.ask(LATEST, timeout_s)
+        if manifests[0].step != manifests[1].step:
+            took_s = time.monotonic() - began_s
+            patience_s = min(timeout_s, max(_LEAST_PATIENCE_S, _MORE_PATIENCE * took_s))
+            steps = [manifest.step for manifest in manifests]
+            manifests = (
+                _of_the_one_behind(asking, steps)
+                or _of_a_step_to_come(asking, steps, patience_s)
+                or asking.ask(LATEST, timeout_s)
+            )
+        yield manifests
+
+
+def _of_the_one_behind(asking: _Asking, steps: list[int]) -> Manifests | None:
+    """Return both manifests of the first replica's step, if the other one still serves that step."""
+    try:
+        return asking.ask(min(steps), _LEAST_PATIENCE_S)
+    except (StepNotServedError, DeadlineExceededError):
+        return None
+
+
+def _of_a_step_to_come(asking: _Asking, steps: list[int], patience_s: float) -> Manifests | None:
+    """Ask for steps further and further ahead, until neither replica has passed one; ``None`` if they stand still."""
+    newest, until_s, lead = max(steps), time.monotonic() + patience_s, 1
+    while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:
+        try:
+            return asking.ask(newest + lead, left_s)
+        except DeadlineExceededError:
+            return None
+        except StepNotServedError as error:
+            # The error for a passed step lists the steps served now.
+            newest, lead = max(newest, *error.served, 0), 2 * lead
+    return None
+
+
+class _Asking:
+    """Asks both replicas; a context manager that closes its connections."""
+
+    def __init__(self, peers: tuple[PeerAddress, PeerAddress], settings_for: SettingsFor) -> None:
+        self._peers = peers
+        self._settings_for = settings_for
+        self._held = ExitStack()
+
+    def __enter__(self) -> _Asking:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._held.close()
+
+    def ask(self, step: StepSelector, timeout_s: float) -> Manifests:
+        """Ask both at once. The first error ends the other request, too.
+
+        Raises:
+            TransportError: A replica did not answer.
+        """
+        # Earlier snapshots are not needed, and must not keep their places.
+        self._held.close()
+        settings = self._settings_for(timeout_s)
+        connections = [self._held.enter_context(Connection.of(peer, settings)) for peer in self._peers]
+
+        def ask(connection: Connection) -> Manifest:
+            manifest = fetch_manifest(connection, step, settings)
+            if manifest.digests is not None:
+                return manifest
+            return replace(manifest, digests=fetch_digests(connection, manifest, max_failures=settings.max_failures))
+
+        answered: SimpleQueue[Future[Manifest]] = SimpleQueue()
+        with SafeExecutor(2, "ft-transport-ask") as pool:
+            try:
+                asked = [pool.submit(ask, connection) for connection in connections]
+                for each in asked:
+                    each.add_done_callback(answered.put)
+                for _ in asked:
+                    answered.get().result()
+            except BaseException:
+                # The other answer is not awaited; the pool ends with it.
+                for connection in connections:
+                    connection.interrupt()
+                raise
+        return asked[0].result(), asked[1].result()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
 from ft_transport.cli.output import escape, megabytes, message_of, remedy_for
 from ft_transport.errors import ConfigurationError, TransportError
+from ft_transport.http.client.rate_probe import Connect, PeerStatus, ask_status, connecting
+from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.handler_safety import SafeExecutor
-
-if TYPE_CHECKING:
-    from ft_transport.http.client.rate_probe import Connect, PeerStatus
+from ft_transport.settings import TransportSettings
 
 _WITHIN_S: Final = 3.0
 _MAX_AT_ONCE: Final = 32
@@ -28,9 +28,6 @@ def status_command(
     All are asked at once, for 3 s at most. The job's token and certificates are taken from the environment. Exits with
     1 if one of them does not answer, with 2 if one is no URL.
     """
-    from ft_transport.http.client.rate_probe import connecting
-    from ft_transport.settings import TransportSettings
-
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
     with SafeExecutor(min(_MAX_AT_ONCE, len(urls)), "ft-transport-ask") as pool:
@@ -48,9 +45,6 @@ def status_command(
 
 
 def _ask(url: str, connect: Connect) -> PeerStatus | TransportError:
-    from ft_transport.http.client.rate_probe import ask_status
-    from ft_transport.http.peer_address import PeerAddress
-
     try:
         return ask_status(PeerAddress.from_url(url), connect, within_s=_WITHIN_S)
     except TransportError as error:

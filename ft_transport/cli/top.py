@@ -8,18 +8,22 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.live import Live
 
+from ft_transport.cli.job import JobFinder, JobState
+from ft_transport.cli.job_watch import JobWatch
 from ft_transport.cli.top_screen import is_well, screen
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ft_transport.cli.job_state import JobState
-    from ft_transport.cli.job_watch import JobWatch
+from ft_transport.http.client.rate_probe import connecting
+from ft_transport.http.server.server import SnapshotServer
+from ft_transport.http.server.snapshot_cache import SnapshotCache
+from ft_transport.settings import TransportSettings
+from ft_transport.telemetry.process_status import ProcessStatus
+from ft_transport.telemetry.recorder import Recorder
 
 _PERIOD_S: Final = 1.0
 _STALL_S: Final = 20.0
@@ -39,7 +43,7 @@ def top_command(
     host: Annotated[str, typer.Option("--host", help="With --serve: the address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="With --serve: the port, 0 for any.")] = 0,
 ) -> None:
-    """ProcessStatus the whole job in a terminal of 24 lines: replicas, steps, transfers, recoveries, errors.
+    """Watch the whole job in a terminal of 24 lines: replicas, steps, transfers, recoveries, errors.
 
     The replicas that need attention come first. q or Ctrl-C ends it. The Lighthouse, or a replica, names the replicas,
     and each process is asked for its state; the job's token and certificates come from the environment. Exits with 1
@@ -50,7 +54,6 @@ def top_command(
     if serve:
         _serve(_watch(address), host, port)
         return
-    from rich.console import Console
 
     console = Console(highlight=False)
     watch = _watch(address)
@@ -82,8 +85,6 @@ def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="An
     It is the password, with any user name, of pages and metrics, and a bearer token for Prometheus. It shows the
     job, and gives no right to read a state or change anything. Exits with 1 if there is no token.
     """
-    from ft_transport.settings import TransportSettings
-
     keys = TransportSettings().keys()
     if keys is None:
         typer.echo("the environment names no job token (FT_TRANSPORT_TOKEN, FT_TRANSPORT_TOKEN_FILE)", err=True)
@@ -93,10 +94,6 @@ def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="An
 
 
 def _watch(address: str) -> JobWatch:
-    from ft_transport.cli.job_members import JobFinder
-    from ft_transport.cli.job_watch import JobWatch
-    from ft_transport.http.client.rate_probe import connecting
-    from ft_transport.settings import TransportSettings
 
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
@@ -105,12 +102,6 @@ def _watch(address: str) -> JobWatch:
 
 def _serve(watch: JobWatch, host: str, port: int) -> None:
     """Serves the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
-    from ft_transport.http.server.server import SnapshotServer
-    from ft_transport.http.server.snapshot_cache import SnapshotCache
-    from ft_transport.settings import TransportSettings
-    from ft_transport.telemetry.process_status import ProcessStatus
-    from ft_transport.telemetry.recorder import Recorder
-
     settings = TransportSettings()
     told = ProcessStatus(Recorder())
     told.set_part("job", watch.recent)
@@ -137,7 +128,6 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
 
 
 def _live(watch: JobWatch, console: Console) -> JobState:
-    from rich.live import Live
 
     job = watch.look()
     with (

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
-from ft_transport.cli.job_state import JobProcess, JobState
+from ft_transport.cli.job import JobProcess, JobState
 from ft_transport.cli.output import escape
 from ft_transport.telemetry.process_state import ManagerStatus, ProcessState, StepStatus
 from ft_transport.telemetry.record import Record

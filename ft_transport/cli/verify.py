@@ -1,28 +1,59 @@
-"""``ft-transport verify``: is all of it there, and is it what was written?"""
+"""``ft-transport verify``: is a snapshot, a file or a checkpoint complete, and is it what was written?"""
 
 from __future__ import annotations
 
+import math
+import os
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import typer
 
-from ft_transport.cli.contents import Contents, NotFoundError, TensorEntry, UnreadableError
+from ft_transport.cli.contents import (
+    ITEM_BITS,
+    Contents,
+    NotFoundError,
+    StoredPart,
+    TensorEntry,
+    UnreadableError,
+    find_gap,
+)
 from ft_transport.cli.inspect import MANIFEST, OF_A_RANK, OURS, checkpoint_at, is_url, open_source
 from ft_transport.cli.output import escape, megabytes
-from ft_transport.cli.record_sums import Sums, find_damage
-from ft_transport.cli.wholeness import DIGESTS, digest_troubles, file_troubles, tensor_troubles
+from ft_transport.cli.saved_tensor import start_of, zip_entries
+from ft_transport.cli.snapshot_files import settings_for_files
+from ft_transport.cli.stored_state import PartFinder, StoredFile, StoredState, path_in
 from ft_transport.errors import (
     CheckpointDamagedError,
     FetchFailedError,
     IntegrityError,
     ManifestError,
 )
+from ft_transport.http.client.manifests import find_damaged
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.settings import TransportSettings, default_num_threads
+from ft_transport.transfer.file_client import check_data
+from ft_transport.transfer.part_file import read_pieces
+from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
 
 _MAX_SHOWN: Final = 20
 _MAX_CHARACTERS: Final = 500
+DIGESTS: Final = "ft_transport.digests"
+"""In the metadata of a snapshot's file."""
+_NUM_THREADS: Final = 2
+_BLOCK_BYTES: Final = 1 << 20
+"""Length of one read."""
+_BEFORE_ZIP: Final = b"\x80\x02\x8a\x0a"
+"""The first bytes of the format before torch 1.6, which ``torch.save`` can still write: a pickled magic number."""
+
+_Found: TypeAlias = "tuple[list[str], bool | None]"
+"""The damages, and whether the records have checksums (``None``: unknown)."""
 
 
 def verify_command(
@@ -122,10 +153,6 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
     Raises:
         TransportError: It cannot be asked, or is not what its digests say.
     """
-    from ft_transport.cli.snapshot_files import settings_for_files
-    from ft_transport.http.peer_address import PeerAddress
-    from ft_transport.transfer.file_client import check_data
-
     peer = PeerAddress.from_url(url)
     manifest = check_data(peer, settings_for_files(timeout_s))
     entries = (
@@ -167,3 +194,176 @@ def _of_renamed(path: Path) -> Iterator[str]:
         yield from damaged
     except CheckpointDamagedError as error:
         yield f"{type(error).__name__}: {error}"
+
+
+def tensor_troubles(contents: Contents) -> Iterator[str]:
+    """Whether the parts of each are all of it, and in a DCP checkpoint as long as its elements."""
+    for tensor in contents.tensors:
+        name = escape(tensor.path)
+        gap = find_gap(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
+        if gap:
+            yield f"{name}: {gap}"
+        for piece in tensor.pieces if contents.form == "dcp" else ():
+            num_bytes = math.prod(piece.sizes) * ITEM_BITS[tensor.dtype] // 8
+            if num_bytes and piece.stored is None:
+                yield f"{name}: its part at {list(piece.offsets)} is nowhere stored"
+            elif piece.stored is not None and not piece.stored.is_zstd and piece.stored.num_bytes < num_bytes:
+                yield (
+                    f"{name}: {tensor.dtype} of {list(piece.sizes)} takes {num_bytes} bytes, {piece.stored.num_bytes} "
+                    "are stored"
+                )
+
+
+def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
+    """Whether the parts of a DCP checkpoint lie in their files, and none over another."""
+    parts = [piece.stored for tensor in contents.tensors for piece in tensor.pieces] + [*contents.values.values()]
+    by_file: dict[str, set[tuple[int, int]]] = {}
+    for part in filter(None, parts):
+        # Bytes that two names share are stored once.
+        by_file.setdefault(part.file, set()).add((part.start, part.num_bytes))
+    for name, places in by_file.items():
+        shown = escape(name)
+        try:
+            file = StoredFile.at(path_in(path, name))
+        except UnreadableError as error:
+            yield f"{shown}: {error.message}"
+            continue
+        num_bytes = file.num_bytes
+        file.close()
+        end = 0
+        for start, length in sorted(places):
+            if start < 0 or length < 0 or start + length > num_bytes:
+                yield f"{shown}: bytes [{start}, {start + length}) are not in its {num_bytes} bytes"
+            elif start < end and length:
+                yield f"{shown}: bytes [{start}, {start + length}) lie over others, which end at {end}"
+            end = max(end, start + length)
+
+
+def digest_troubles(path: Path) -> Iterator[str]:
+    """Compares the chunks of a file that ``fetch`` has written with their digests.
+
+    Raises:
+        ManifestError: They cannot be compared: the job token is missing, or it is no such file.
+    """
+    file = StoredFile.at(path)
+    try:
+        manifest = read_manifest(file)
+        if manifest.digests is None:
+            raise ManifestError("expected digests, they were to come later")
+
+        def views(start: int, end: int) -> Iterator[memoryview]:
+            return read_pieces(file.descriptor, manifest.header_bytes + start, manifest.header_bytes + end)
+
+        for chunk in find_damaged(manifest, views, num_threads=default_num_threads()):
+            start, end = manifest.chunks.range_of(chunk, chunk + 1)
+            yield f"{escape(path.name)}: bytes [{start}, {end}) of the data differ from their digest"
+    finally:
+        file.close()
+
+
+def read_manifest(file: StoredFile) -> Manifest:
+    """The manifest in a file that ``fetch`` has written.
+
+    Raises:
+        ManifestError: There is none, or it has digests of a job token that this process does not have.
+    """
+    keys = TransportSettings().keys()
+    num_bytes = min(int.from_bytes(file.read(0, 8), "little"), MAX_HEADER_BYTES)
+    return decode_header(file.read(8, num_bytes), keys=keys.current() if keys is not None else ())
+
+
+@dataclass(slots=True)
+class Sums:
+    """Numbers of a checkpoint's parts that were compared with their CRC-32s, and that have none."""
+
+    num_compared: int = 0
+    num_without: int = 0
+
+
+def find_damage(path: Path, contents: Contents, sums: Sums) -> Iterator[str]:
+    """Yield the damages in the data files of a DCP checkpoint: broken envelopes, and bytes that differ from their sums.
+
+    Args:
+        path: The directory of the checkpoint.
+        contents: The contents with stored parts.
+        sums: Counts the compared parts.
+    """
+    with StoredState(name="", contents=contents) as state:
+        finder = PartFinder(path, state.files, takes_quantized=True)
+        for troubles, has_sums in _Summing(finder).all_of(contents):
+            sums.num_compared += has_sums is True
+            sums.num_without += has_sums is False
+            yield from troubles
+
+
+class _Summing:
+    def __init__(self, finder: PartFinder) -> None:
+        self._finder = finder
+        self._found: list[_Found | Future[_Found]] = []
+        self._seen: set[StoredPart] = set()
+        self._is_stopped = False
+
+    def all_of(self, contents: Contents) -> list[_Found]:
+        with SafeExecutor(_NUM_THREADS, "ft-transport-sum") as pool:
+            try:
+                for entry in contents.tensors:
+                    try:
+                        self._finder.tensor(entry)
+                    except UnreadableError as error:
+                        self._found.append(([error.message], None))
+                        continue
+                    for piece in entry.pieces:
+                        self._begin(pool, entry.path, piece.stored)
+                for name, part in contents.values.items():
+                    self._begin(pool, name, part)
+                return [each.result() if isinstance(each, Future) else each for each in self._found]
+            finally:
+                self._is_stopped = True
+
+    def _begin(self, pool: SafeExecutor, name: str, part: StoredPart | None) -> None:
+        if part is None or part in self._seen:
+            return
+        self._seen.add(part)
+        try:
+            file, at = self._finder.located(part, name)
+        except UnreadableError as error:
+            self._found.append(([error.message], None))
+            return
+        if part.is_zstd:
+            # Expands one part at a time.
+            self._found.append(self._sum_up(name, file, at))
+            self._finder.drop(part)
+        else:
+            self._found.append(pool.submit(self._sum_up, name, file, at))
+
+    def _sum_up(self, name: str, file: StoredFile, at: StoredPart) -> _Found:
+        shown = f"{escape(at.file)}: {escape(name)}"
+        try:
+            read = self._finder.reader(file, at)
+            if read(0, len(_BEFORE_ZIP)) == _BEFORE_ZIP:
+                return [], False
+            entries = zip_entries(read, at.num_bytes)
+            if not any(entry.crc for entry in entries):
+                return [], False
+            troubles = []
+            for entry in entries:
+                start = at.start + start_of(entry, read, at.num_bytes)
+                end = start + entry.num_bytes
+                if self._crc_of(file, start, end) != entry.crc and not self._is_stopped:
+                    troubles.append(
+                        f"{shown}: its record {escape(entry.name)}, in bytes [{start}, {end}), differs from the CRC-32 "
+                        "that torch.save has written"
+                    )
+            return troubles, True
+        except (UnreadableError, OSError) as error:
+            return [f"{shown}: {error}"], None
+
+    def _crc_of(self, file: StoredFile, start: int, end: int) -> int:
+        crc, buffer = 0, memoryview(bytearray(min(_BLOCK_BYTES, end - start)))
+        while start < end and not self._is_stopped:
+            num_bytes = os.preadv(file.descriptor, [buffer[: end - start]], start)
+            if not num_bytes:
+                raise UnreadableError("expected a file that does not change meanwhile, it became shorter")
+            crc = zlib.crc32(buffer[:num_bytes], crc)
+            start += num_bytes
+        return crc

@@ -33,8 +33,8 @@ from ft_transport import Publisher
 from ft_transport.cli.contents import UnreadableError
 from ft_transport.cli.dcp_metadata import read_dcp
 from ft_transport.cli.main import app
-from ft_transport.cli.record_sums import Sums, find_damage
 from ft_transport.cli.safetensors_files import read_file
+from ft_transport.cli.verify import Sums, find_damage
 
 pytestmark = [pytest.mark.timeout(120)]
 

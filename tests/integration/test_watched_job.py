@@ -26,7 +26,7 @@ from served_memory import serving
 from typer.testing import CliRunner
 from watching import answer_of, job_of, listening
 
-from ft_transport.cli.job_state import JobState
+from ft_transport.cli.job import JobState
 from ft_transport.cli.job_watch import JobWatch
 from ft_transport.cli.main import app
 from ft_transport.http.client.rate_probe import connecting

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ft_transport.cli.job_state import KnownJob, KnownMember
+from ft_transport.cli.job import KnownJob, KnownMember
 from ft_transport.telemetry.process_state import ManagerStatus, ProcessState
 
 

@@ -15,8 +15,7 @@ import pytest
 from served_memory import serving
 from watching import answer_of, encoded_state, job_of, listening
 
-from ft_transport.cli.job_members import JobFinder
-from ft_transport.cli.job_state import JobState, KnownJob, KnownMember
+from ft_transport.cli.job import JobFinder, JobState, KnownJob, KnownMember
 from ft_transport.cli.job_watch import MAX_PROCESSES, JobWatch
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.rate_probe import connecting

@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from ft_transport.cli.job_state import JobError, JobProcess, JobRecord, JobState, Presence
+from ft_transport.cli.job import JobError, JobProcess, JobRecord, JobState, Presence
 from ft_transport.cli.top_screen import is_well, screen
 from ft_transport.telemetry.process_state import (
     Activity,

@@ -83,3 +83,18 @@ def test_serve_listens_on_the_loopback_unless_there_is_a_job_token(monkeypatch: 
     result = CliRunner().invoke(app, ["top", NOBODY, "--serve", "--host", "0.0.0.0"])
     assert result.exit_code != 0
     assert "expected a loopback address to listen on while there is no job token" in str(result.exception)
+
+
+def test_it_prints_what_servers_of_the_same_job_token_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "the-job-token")
+    expected = Keys.of("the-job-token").watch_tokens()[0]
+
+    assert CliRunner().invoke(app, ["watch-token"]).stdout == f"{expected}\n"
+    assert json.loads(CliRunner().invoke(app, ["watch-token", "--json"]).stdout) == {"watch_token": expected}
+    assert "the-job-token" not in expected
+
+
+def test_without_a_job_token_it_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+    assert CliRunner().invoke(app, ["watch-token"]).exit_code == 1
