@@ -12,11 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from benchmarks.replicas.pulling import weights_of
 from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport import HTTPTransport, Publisher, PullingEngine, TransportSettings
 from ft_transport.keys import TOKEN_VARIABLE
+from ft_transport.publish import versions
 from ft_transport.wire.delta import TensorPair, apply_changes, decode_delta, encode_delta
 
 _FULL_BYTES: Final = 1 << 30
@@ -144,16 +146,16 @@ def _measure_link(options: Options, weights: dict[str, torch.Tensor]) -> Group:
                 directory / way.name,
                 engine_timeout=_TIMEOUT,
                 transport=transport,
-                deltas=way.deltas,
             )
             stack.callback(publishers[way].close)
             publishers[way].publish(0, weights).result()
         current = dict.fromkeys(ways, weights)
         for number, way in options.rounds("1 Gbit/s", ways):
             current[way] = _stepped(current[way], number)
-            handle = publishers[way].publish(number + 1, current[way])
-            started_s = time.perf_counter()
-            handle.result()
+            with nullcontext() if way.deltas else patch.object(versions, "delta_between", return_value=None):
+                handle = publishers[way].publish(number + 1, current[way])
+                started_s = time.perf_counter()
+                handle.result()
             group.add(way, _CONFIRMED, Sample(number, time.perf_counter() - started_s))
     group.sort(ways)
     group.verdicts = [Verdict.at_least("chunks / delta", group.ratio(_CHUNKS, _DELTA, _CONFIRMED), 5.0)]

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.store import CheckpointStore as CheckpointStore
     from ft_transport.http.client.fetch_settings import FetchTimeout as FetchTimeout
     from ft_transport.publish.adapter import LoRAAdapter as LoRAAdapter
+    from ft_transport.publish.content import WeightFormat as WeightFormat
+    from ft_transport.publish.content import model_files as model_files
     from ft_transport.publish.delta_directory import DeltaDirectory as DeltaDirectory
     from ft_transport.publish.engines.engine import Answer as Answer
     from ft_transport.publish.engines.engine import Delivery as Delivery
@@ -65,16 +67,14 @@ if TYPE_CHECKING:
     from ft_transport.publish.engines.engine import PolledEngine as PolledEngine
     from ft_transport.publish.engines.pulling import PullingEngine as PullingEngine
     from ft_transport.publish.engines.sglang import SGLangEngine as SGLangEngine
-    from ft_transport.publish.engines.skyrl import SkyRLEngine as SkyRLEngine
+    from ft_transport.publish.engines.vllm import SkyRLEngine as SkyRLEngine
     from ft_transport.publish.engines.vllm import VLLMEngine as VLLMEngine
-    from ft_transport.publish.files import model_files as model_files
     from ft_transport.publish.publisher import Publisher as Publisher
     from ft_transport.publish.receiver import WeightReceiver as WeightReceiver
     from ft_transport.publish.report import EngineReport as EngineReport
     from ft_transport.publish.report import EngineState as EngineState
+    from ft_transport.publish.report import PublishHandle as PublishHandle
     from ft_transport.publish.report import PublishReport as PublishReport
-    from ft_transport.publish.report_store import PublishHandle as PublishHandle
-    from ft_transport.publish.weight_format import WeightFormat as WeightFormat
     from ft_transport.settings import FetchProgress as FetchProgress
     from ft_transport.settings import TransportSettings as TransportSettings
     from ft_transport.state.encodings import register_encoding as register_encoding

@@ -23,7 +23,7 @@ def main() -> None:
     host, num_tensors, num_bytes, num_engines = sys.argv[1], *map(int, sys.argv[2:5])
     with ExitStack() as stack:
         for _ in range(num_engines):
-            receiver = WeightReceiver(weights_of(num_tensors, num_bytes), host=host, advertise=host)
+            receiver = WeightReceiver(weights_of(num_tensors, num_bytes), host=host)
             print(stack.enter_context(receiver).url, flush=True)
         sys.stdin.read()
 

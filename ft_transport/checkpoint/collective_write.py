@@ -2,7 +2,7 @@
 
 Checkpoints and published versions use the same steps, each of which all ranks run together. A job (`WriteJob`) defines
 the differences: the place of the snapshot (in a writer process, or with the calling thread), the form of the files, and
-the steps that make them final. ``SaveJob.run`` and ``Exporter.run`` show the order:
+the steps that make them final. ``SaveJob.run`` and ``ExportJob.run`` show the order:
 
 ```
  stage     every rank completes its part of the snapshot, and the ranks compare their settings

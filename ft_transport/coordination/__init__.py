@@ -16,5 +16,5 @@ different things:
   rank has not answered: its exchange stays open under its number until it has read the answer, which only rank 0
   writes, once. A phase that stayed open would make a rank redo its part; an exchange that continued without the rank
   would commit a step on some ranks and not on others.
-- ``publish.report_store`` lets rank 0 post reports; any rank may wait for them until its own deadline.
+- ``publish.report`` lets rank 0 post reports; any rank may wait for them until its own deadline.
 """

@@ -2,26 +2,86 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
-from ft_transport.errors import PublishError
-from ft_transport.publish.adapter import LoRAAdapter, is_adapter
+from ft_transport.checkpoint.plan import MAX_FILE_BYTES
+from ft_transport.errors import ConfigurationError, PublishError
+from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter, unwrapped
 from ft_transport.publish.engines.engine import Kind
-from ft_transport.publish.names import Renamed, engine_names, unwrapped
-from ft_transport.publish.peft_config import CONFIG_NAME
-from ft_transport.publish.weight_format import WeightFormat
+from ft_transport.settings import check_number
 from ft_transport.state.casting import CASTABLE
+from ft_transport.wire.chunks import digest
 
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
-
 _OF_PEFT: Final = re.compile(r"^base_model\.model\.|(?:^|\.)(?:base_layer|lora_(?:embedding_)?[AB])(?:\.|$)")
 """Names of PEFT's wrappers, and of the modules and tensors inside them."""
+Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
+Files: TypeAlias = Mapping[str, Path | bytes | str | Mapping[str, Any]]
+_MAX_BYTES: Final = 256 << 20
+"""Limit of all files together; a tokenizer has some 30 MB, and rank 0 holds them in memory."""
+_MAX_NAME_BYTES: Final = 255
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+_INDEX_SUFFIX: Final = ".index.json"
+Renamed: TypeAlias = dict[str, str | None]
+"""The engine's name of each of the trainer's tensors, ``None`` for a tensor that is left out."""
+_MAX_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """The format in which engines get a trainer's tensors; the same on all ranks.
+
+    Attributes:
+        names: Maps the trainer's names, without the wrappers of its modules, to the engines': a function that is called
+            with each name, or a table of the names that differ. ``None`` for a name leaves the tensor out, such as a
+            value head.
+        dtype: Dtype of all floating-point tensors: float64, float32, float16 or bfloat16. Tensors are cast one by one,
+            during the copy; integers stay as they are, and weights with float8 tensors are refused, because their
+            scales would be cast as well. ``None``: every tensor keeps its own dtype.
+        max_shard_bytes: Maximum size of a file of weights; only a single larger tensor exceeds it. An adapter is always
+            one file.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    names: Names | None = None
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = MAX_FILE_BYTES
+
+    def __post_init__(self) -> None:
+        names: object = self.names
+        if isinstance(names, Mapping):
+            for name, new in names.items():
+                if not isinstance(name, str) or not (new is None or isinstance(new, str)):
+                    raise ConfigurationError(f"expected a table from names to names, or None, got {name!r}: {new!r}")
+            # Ranks compare the table only once: a copy cannot change later.
+            object.__setattr__(self, "names", dict(names))
+        elif names is not None and not callable(names):
+            raise ConfigurationError(f"expected a function or a table as names, got {type(names).__name__}")
+        if self.dtype is not None and self.dtype not in CASTABLE:
+            allowed = ", ".join(str(dtype) for dtype in CASTABLE)
+            raise ConfigurationError(f"expected one of {allowed} as dtype, got {self.dtype!r}")
+        number = check_number("max_shard_bytes", self.max_shard_bytes, at_least=1)
+        object.__setattr__(self, "max_shard_bytes", number)
+
+    def stated(self) -> dict[str, object]:
+        """Return the settings that ranks compare, by name; for a function only whether it is set."""
+        names: object = self.names
+        if isinstance(names, Mapping):
+            names = f"a table with the digest {digest(repr(sorted(names.items())).encode()):x}"
+        elif names is not None:
+            names = "a function"
+        return {"names": names, "dtype": self.dtype, "max_shard_bytes": self.max_shard_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,29 +145,186 @@ def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFo
     return Content(kind="weights", tensors=tensors, renamed=renamed)
 
 
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name or any("\ud800" <= character <= "\udfff" for character in name):
-        raise PublishError(
-            f"expected the name of each tensor to be text, not empty and without lone surrogates, got {name!r}"
-        )
-
-
-def _formatted(tensors: Mapping[str, object], weight_format: WeightFormat) -> tuple[Mapping[str, object], Renamed]:
+def _formatted(tensors: Mapping[Any, object], weight_format: WeightFormat) -> tuple[Mapping[str, object], Renamed]:
     renamed: Renamed = {}
     if weight_format.names is not None:
         renamed = engine_names(list(tensors), weight_format.names)
         tensors = {new: tensors[name] for name, new in renamed.items() if new is not None}
         if not tensors:
             raise PublishError(f"expected names for some of {len(renamed)} tensors, got None for all")
-    for name in tensors:
-        _check_name(name)
-    if weight_format.dtype is not None:
-        for name, tensor in tensors.items():
-            dtype = getattr(tensor, "dtype", None)
-            if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype not in CASTABLE:
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not name or not _is_text(name):
+            raise PublishError(
+                f"expected the name of each tensor to be text, not empty and without lone surrogates, got {name!r}"
+            )
+        dtype = getattr(tensor, "dtype", None)
+        is_cast = weight_format.dtype is not None and isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if is_cast and dtype not in CASTABLE:
+            raise PublishError(
+                f"expected tensors that can be cast to {weight_format.dtype} without their scales, got {dtype}; "
+                "publish quantized weights without a dtype",
+                path=name,
+            )
+    return tensors, renamed
+
+
+def engine_names(trained: Sequence[str], names: Names) -> Renamed:
+    """Return the engine's name of each tensor of this rank.
+
+    Args:
+        trained: The trainer's names.
+        names: See `WeightFormat`.
+
+    Raises:
+        PublishError: Two tensors get one name, or a function returns no name.
+    """
+    renamed: Renamed = {}
+    for name in trained:
+        new: object = names.get(name, name) if isinstance(names, Mapping) else names(name)
+        if new is not None and (not isinstance(new, str) or not new):
+            raise PublishError(f"expected a name, or None to leave the tensor out, got {new!r}", path=name)
+        renamed[name] = new
+    _check_distinct(renamed)
+    return renamed
+
+
+def check_engine_names(by_rank: Sequence[Renamed], names: Names) -> None:
+    """Refuse names that fit no version as a whole: ranks may hold different tensors.
+
+    Args:
+        by_rank: The results of `engine_names`, by rank.
+        names: See `WeightFormat`.
+
+    Raises:
+        PublishError: Ranks name a tensor differently, two tensors get one name, or the table names a tensor that no
+            rank has.
+    """
+    merged: Renamed = {}
+    for rank, renamed in enumerate(by_rank):
+        for name, new in renamed.items():
+            if merged.setdefault(name, new) != new:
                 raise PublishError(
-                    f"expected tensors that can be cast to {weight_format.dtype} without their scales, got {dtype}; "
-                    "publish quantized weights without a dtype",
+                    f"expected one name on all ranks, got {new!r} on rank {rank} and {merged[name]!r} before",
                     path=name,
                 )
-    return tensors, renamed
+    _check_distinct(merged)
+    unknown = sorted(names.keys() - merged.keys()) if isinstance(names, Mapping) else []
+    if unknown:
+        raise PublishError(
+            f"expected a table with the trainer's names alone, no rank has {shown(unknown)}", path=unknown[0]
+        )
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return the first of many names, for an error."""
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
+
+
+def _check_distinct(renamed: Renamed) -> None:
+    taken: dict[str, str] = {}
+    for name, new in renamed.items():
+        if new is not None and taken.setdefault(new, name) != name:
+            raise PublishError(
+                f"expected one tensor for the engine's name {new}, got another one beside {taken[new]}", path=name
+            )
+
+
+def model_files(directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """Return the files beside the weights in a model's directory, for ``Publisher.publish``.
+
+    They are the configuration, the tokenizer and code.
+
+    Args:
+        directory: The output of ``save_pretrained``, or a downloaded model. Subdirectories are left out.
+
+    Raises:
+        PublishError: The directory has no ``config.json``, so it is not a model's directory.
+    """
+    root = Path(directory)
+    if not (root / "config.json").is_file():
+        raise PublishError("expected the directory of a model, with a config.json, found none", path=str(root))
+    return {
+        path.name: path
+        for path in sorted(root.iterdir())
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith((*_WEIGHT_SUFFIXES, _INDEX_SUFFIX))
+        and path.name != CONFIG_NAME
+    }
+
+
+def read_files(files: Files) -> dict[str, bytes]:
+    """Return the content of each file, by name.
+
+    Raises:
+        PublishError: A name or a content is invalid; names the file.
+    """
+    given: object = files
+    if not isinstance(given, Mapping):
+        raise PublishError(f"expected files by name, got {type(given).__name__}")
+    read: dict[str, bytes] = {}
+    num_bytes = 0
+    for name, content in given.items():
+        _check_file_name(name)
+        size = content.stat().st_size if isinstance(content, Path) and content.is_file() else 0
+        _check_size(num_bytes + size)
+        read[name] = _read(name, content)
+        num_bytes += len(read[name])
+        _check_size(num_bytes)
+    return read
+
+
+def _check_file_name(name: object) -> None:
+    if (
+        not isinstance(name, str)
+        or not name
+        or name.startswith(".")
+        or any(character in name for character in "/\\\0")
+        or len(name.encode(errors="replace")) > _MAX_NAME_BYTES
+        or not _is_text(name)
+    ):
+        raise PublishError(
+            "expected the name of a file in the version's directory, without separators and not beginning with a dot, "
+            f"got {name!r}"
+        )
+    if name == CONFIG_NAME or name.endswith((".safetensors", f".safetensors{_INDEX_SUFFIX}")):
+        raise PublishError("expected a name that the version does not use for its tensors", path=name)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > _MAX_BYTES:
+        raise PublishError(f"expected files of at most {_MAX_BYTES} bytes beside the weights, got at least {num_bytes}")
+
+
+def _read(name: str, content: object) -> bytes:
+    match content:
+        case bytes():
+            return content
+        case Path():
+            if not content.is_file():
+                raise PublishError(f"expected a file to copy, there is none at {content}", path=name)
+            return content.read_bytes()
+        case str():
+            if os.path.isfile(content):
+                raise PublishError(
+                    f"expected the text of the file, got the path of one, {content}; pass Path({content!r})", path=name
+                )
+            if not _is_text(content):
+                raise PublishError("expected text, got characters that UTF-8 has not; pass bytes", path=name)
+            return content.encode()
+        case Mapping():
+            try:
+                return json.dumps(dict(content), indent=2).encode()
+            except (TypeError, ValueError) as error:
+                raise PublishError(f"expected a mapping that JSON can say: {error}", path=name) from error
+        case _:
+            raise PublishError(f"expected a Path, bytes, a str or a mapping, got {type(content).__name__}", path=name)

@@ -9,14 +9,22 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import aiohttp
 import msgspec
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError, escape_peer_text
 from ft_transport.publish.engines.adapters import check_applied
-from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, EngineConnection
+from ft_transport.publish.engines.engine import (
+    LEFT_PAUSED,
+    NO_ROUTE,
+    Delivery,
+    Engine,
+    EngineConnection,
+    Link,
+    PolledEngine,
+)
 from ft_transport.publish.report import EngineReport, EngineState, Outcome
 
 logger = logging.getLogger(__name__)
@@ -27,34 +35,12 @@ _NUM_DOUBTFUL: Final = 4
 """Limits how many versions an engine that hangs for good keeps on disk."""
 _MAX_SHOWN_CHARACTERS: Final = 3000
 _GIVING_WAY_S: Final = 15.0
+_ANSWER_S: Final = 5.0
+Finding: TypeAlias = Literal["good", "lost", "down", "busy"]
 
 
 @dataclass(slots=True, eq=False)
-class Link:
-    """Per-engine state that survives remove and add.
-
-    Attributes:
-        mutex: Serialises deliveries and polls.
-        asking: The poll that holds the mutex; a delivery ends it.
-        unfinished: Tasks besides the attempts, such as resuming the engine.
-        is_left_paused: See `EngineConnection`.
-        is_in_doubt: See `EngineConnection`.
-    """
-
-    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asking: asyncio.Future[Any] | None = None
-    unfinished: set[asyncio.Task[None]] = field(default_factory=set)
-    is_left_paused: bool = False
-    is_in_doubt: bool = False
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a delivery, a poll or another task uses the engine."""
-        return self.mutex.locked() or bool(self.unfinished)
-
-
-@dataclass(slots=True, eq=False)
-class KnownEngine:
+class EngineRecord:
     """One engine of a publisher, until it is removed.
 
     Attributes:
@@ -105,13 +91,8 @@ class KnownEngine:
         return None if self.link.is_in_doubt else self.version
 
     def connection(self, session: aiohttp.ClientSession) -> EngineConnection:
-        """Return a connection that shares the state of the engine."""
-        connection = EngineConnection(session, self.engine.url, self.engine.headers)
-        connection.unfinished = self.link.unfinished
-        connection.serving = self.serving
-        connection.is_left_paused = self.link.is_left_paused
-        connection.is_in_doubt = self.link.is_in_doubt
-        return connection
+        """Return a connection to the engine."""
+        return EngineConnection(session, self.engine, self.link, self.serving)
 
     def versions_in_use(self) -> set[int] | None:
         """Return the versions that the engine may be using; ``None`` if it may use any."""
@@ -136,22 +117,20 @@ class EngineDelivery:
     """The delivery of one version to one engine.
 
     Attributes:
-        known: The engine; its record gets the outcome.
+        record: The engine; its record gets the outcome.
         delivery: The version.
         timeout_s: The deadline in seconds, from when the engine is done with the previous version.
         number: Number of attempts.
         failure: Error of the last attempt that did not reach the engine.
         may_be_loading: Whether the engine may have received the version.
-        connection: Connection to the engine; ``None`` before the first attempt.
     """
 
-    known: KnownEngine
+    record: EngineRecord
     delivery: Delivery
     timeout_s: float
     number: int = 0
     failure: EngineUnreachableError | None = None
     may_be_loading: bool = False
-    connection: EngineConnection | None = None
 
     async def run(self, session: aiohttp.ClientSession) -> EngineReport:
         """Deliver the version: wait for its turn, try until the engine answers or the deadline expires, and report.
@@ -161,31 +140,30 @@ class EngineDelivery:
         Args:
             session: Provides the connections.
         """
-        known, version = self.known, self.delivery.version
-        started_s, is_counted = time.monotonic(), known.is_counted
+        record, version = self.record, self.delivery.version
+        started_s, is_counted = time.monotonic(), record.is_counted
         report = await self._take_turn()
         if report is None:
             report = await self._until_deadline(session)
         if report.outcome == "confirmed":
-            known.doubtful = ()
+            record.doubtful = ()
         elif report.outcome != "superseded":
-            known.is_counted = False
+            record.is_counted = False
         if report.outcome != "confirmed" and self.may_be_loading:
             # The request was cancelled here, but the engine may go on with it.
-            known.doubtful = (*known.doubtful, version)[-_NUM_DOUBTFUL:]
-        is_in_doubt = self.connection.is_in_doubt if self.connection is not None else known.link.is_in_doubt
+            record.doubtful = (*record.doubtful, version)[-_NUM_DOUBTFUL:]
         report = msgspec.structs.replace(
             report,
             is_counted=is_counted,
             seconds=time.monotonic() - started_s,
             num_attempts=self.number,
-            version=None if is_in_doubt else known.version,
+            version=record.used,
         )
         if report.outcome == "superseded":
             return report
-        known.outcome, known.was_down, known.poll_failure = report.outcome, False, ""
-        known.failure = "" if report.outcome == "confirmed" else f"version {version}: {report}"
-        if known.failure:
+        record.outcome, record.was_down, record.poll_failure = report.outcome, False, ""
+        record.failure = "" if report.outcome == "confirmed" else f"version {version}: {report}"
+        if record.failure:
             logger.warning("version %d: an engine is left out until it is caught up: %s", version, report)
         elif not is_counted:
             logger.info("version %d: caught up: %s", version, report)
@@ -193,27 +171,27 @@ class EngineDelivery:
 
     async def _take_turn(self) -> EngineReport | None:
         """Take the engine's mutex. Return the report if this version does not get its turn."""
-        known, mutex = self.known, self.known.link.mutex
-        if known.link.asking is not None:
-            known.link.asking.cancel()
+        record, mutex = self.record, self.record.link.mutex
+        if record.link.asking is not None:
+            record.link.asking.cancel()
         try:
             # The attempt that holds the mutex has a deadline, too.
             await asyncio.wait_for(mutex.acquire(), self.timeout_s + _GIVING_WAY_S)
         except (TimeoutError, asyncio.TimeoutError):
             return self._report("late", self._late())
-        if known.is_removed:
+        if record.is_removed:
             # wait_for of Python 3.11 loses a cancellation that comes together with the mutex.
             mutex.release()
             raise asyncio.CancelledError
-        if known.newest > self.delivery.version:
+        if record.newest > self.delivery.version:
             mutex.release()
-            return self._report("superseded", f"version {known.newest} was published before its turn")
+            return self._report("superseded", f"version {record.newest} was published before its turn")
         return None
 
     async def _until_deadline(self, session: aiohttp.ClientSession) -> EngineReport:
         """Try until the engine answers or the deadline expires; then release the mutex."""
-        known, mutex = self.known, self.known.link.mutex
-        known.loading = self.delivery.version
+        record, mutex = self.record, self.record.link.mutex
+        record.loading = self.delivery.version
         delivering = asyncio.ensure_future(self._until_it_answers(session))
         # If the delivery ignores its cancellation, the engine stays locked.
         delivering.add_done_callback(lambda _: mutex.release())
@@ -221,11 +199,10 @@ class EngineDelivery:
             await asyncio.wait({delivering}, timeout=self.timeout_s)
         finally:
             delivering.cancel()
-            known.loading = None
-        connection = self.connection
+            record.loading = None
         if not delivering.done():
             # The delivery is cancelled, but has not noticed yet.
-            left_paused = f"; {LEFT_PAUSED}" if connection is not None and connection.is_left_paused else ""
+            left_paused = f"; {LEFT_PAUSED}" if record.link.is_left_paused else ""
             if self.failure is not None:
                 return self._report("unreachable", f"{self.failure}{left_paused}")
             return self._report("late", f"{self._late()}{left_paused}")
@@ -234,19 +211,18 @@ class EngineDelivery:
         error = delivering.exception()
         match error:
             case None:
-                assert connection is not None, "it was asked"
-                known.version, known.has_said, known.is_counted = delivering.result(), True, True
-                connection.is_in_doubt = known.link.is_in_doubt = False
+                record.version, record.has_said, record.is_counted = delivering.result(), True, True
+                record.link.is_in_doubt = False
                 return self._report("confirmed")
             case EngineRefusedError():
                 report = self._report("refused", _shown(error.body or str(error)))
                 return msgspec.structs.replace(report, status=error.status, request=error.request)
             case _:
-                logger.error("version %d: %s could not be notified", self.delivery.version, known.url, exc_info=error)
+                logger.error("version %d: %s could not be notified", self.delivery.version, record.url, exc_info=error)
                 return self._report("failed", _shown(f"{type(error).__name__}: {error}"))
 
     def _report(self, outcome: Outcome, body: str = "") -> EngineReport:
-        return EngineReport(url=self.known.url, outcome=outcome, body=body)
+        return EngineReport(url=self.record.url, outcome=outcome, body=body)
 
     def _late(self) -> str:
         return f"no answer within {self.timeout_s:g} s"
@@ -258,22 +234,18 @@ class EngineDelivery:
             EngineRefusedError: The engine answered with an error, or uses another version.
             RuntimeError: The engine's own code tries to exit the process.
         """
-        known = self.known
-        connection = self.connection = known.connection(session)
-        check_applied(known.engine, self.delivery)
+        record = self.record
+        connection = record.connection(session)
+        check_applied(record.engine, self.delivery)
         pause_s = _FIRST_PAUSE_S
         while True:
-            if known.link.unfinished:
+            if record.link.unfinished:
                 # The request that resumes the engine must not come in the middle of the next attempt.
-                await asyncio.wait(known.link.unfinished)
+                await asyncio.wait(record.link.unfinished)
             self.number += 1
             was_heard, self.may_be_loading = self.may_be_loading, True
             try:
-                try:
-                    version = await known.engine.deliver(connection, self.delivery)
-                finally:
-                    known.link.is_left_paused = connection.is_left_paused
-                    known.link.is_in_doubt = connection.is_in_doubt
+                version = await record.engine.deliver(connection, self.delivery)
             except EngineUnreachableError as error:
                 self.failure = error
                 if isinstance(error.__cause__, aiohttp.ClientConnectorError):
@@ -284,7 +256,7 @@ class EngineDelivery:
                 if version != self.delivery.version:
                     raise EngineRefusedError(
                         f"expected the engine to use version {self.delivery.version}, it uses {version}",
-                        peer=known.url,
+                        peer=record.url,
                     )
                 return version
             await asyncio.sleep(pause_s)
@@ -294,3 +266,82 @@ class EngineDelivery:
 def _shown(text: str) -> str:
     """Return an engine's answer in the form of reports and logs."""
     return escape_peer_text(text, max_characters=_MAX_SHOWN_CHARACTERS)
+
+
+async def poll(record: EngineRecord, newest: Delivery, session: aiohttp.ClientSession) -> Finding:
+    """Poll an idle engine, and interpret its answer.
+
+    Returns:
+        ``lost``: the engine needs the newest version again. ``down``: it did not answer. ``busy``: a delivery took
+        precedence.
+    """
+    link = record.link
+    await link.mutex.acquire()
+    was_left_paused = link.is_left_paused
+    link.asking = asking = asyncio.ensure_future(_served_version(record, newest, session))
+    asking.add_done_callback(lambda _: link.mutex.release())
+    try:
+        await asyncio.wait({asking}, timeout=_ANSWER_S)
+    finally:
+        is_late = not asking.done()
+        asking.cancel()
+        link.asking = None
+    if not is_late and asking.cancelled():
+        return "busy"
+    answer = f"no answer within {_ANSWER_S:g} s" if is_late else asking.result()
+    if isinstance(answer, str):
+        failure = f"when it was asked for its version: {answer}"
+        if not record.was_down:
+            logger.info("%s: %s", record.url, failure)
+        record.was_down, record.poll_failure = True, failure
+        return "down"
+    says, version = answer
+    was_resumed = was_left_paused and not link.is_left_paused
+    is_lost = needs_delivery(record, newest.version, version, says=says, was_resumed=was_resumed)
+    record.was_down, record.poll_failure = False, ""
+    if not is_lost:
+        return "good"
+    if says:
+        record.version, record.has_said = version, True
+    served = f"version {version}" if version is not None else "none" if says else "it does not say which"
+    logger.info("%s serves %s, as if it had been restarted: it is told of %d", record.url, served, newest.version)
+    return "lost"
+
+
+def needs_delivery(record: EngineRecord, newest: int, version: int | None, *, says: bool, was_resumed: bool) -> bool:
+    """Return whether an engine that answers needs the newest version again.
+
+    Args:
+        record: The engine's record from before the answer.
+        newest: The newest version.
+        version: The version that the engine serves; ``None`` for none of this publisher's.
+        says: Whether the engine can report its version.
+        was_resumed: The engine was left paused and no longer is: it is another process.
+    """
+    if says and version is not None and version > newest:
+        return False  # A version of another publisher, which is ahead.
+    match record.outcome:
+        case "confirmed":
+            return version != newest if says else record.was_down
+        case "unreachable" | "late":
+            return True
+        case _:
+            # The engine would refuse the version again, unless it was restarted.
+            is_behind = record.version is not None and (version is None or version < record.version)
+            return record.was_down or was_resumed or (says and is_behind)
+
+
+async def _served_version(
+    record: EngineRecord, newest: Delivery, session: aiohttp.ClientSession
+) -> tuple[bool, int | None] | str:
+    """Return whether an engine reports its version, and the version; or the failure of the engine or its code."""
+    assert isinstance(record.engine, PolledEngine), "others are not polled"
+    try:
+        version: object = await record.engine.served_version(record.connection(session), newest)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, EngineRefusedError) and error.status in NO_ROUTE:
+            return False, None  # The engine runs, but has no route that reports its version.
+        return f"{type(error).__name__}: {error}"
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+        return f"TypeError: expected served_version to return a number or None, got {type(version).__name__}"
+    return True, version

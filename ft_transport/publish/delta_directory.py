@@ -13,11 +13,13 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -31,34 +33,37 @@ from ft_transport.errors import (
     IntegrityError,
     RestoreError,
 )
-from ft_transport.publish.daemon_threads import in_daemon_thread
-from ft_transport.publish.delta_files import (
+from ft_transport.publish.deltas import (
     DELTA_NAME,
     DIGESTS_NAME,
     SAFETENSORS,
     check_files,
     copy_file,
+    delta_between,
     digests_in,
     digests_of,
     headers_of,
     num_bytes_of,
-    read_delta,
     tensors_of,
 )
-from ft_transport.publish.deltas import delta_between
 from ft_transport.publish.engines.engine import Delivery, EngineConnection
-from ft_transport.publish.serving import weights_in
-from ft_transport.runtime.regular_files import make_read_only
+from ft_transport.publish.versions import weights_in
+from ft_transport.runtime.at_exit import at_exit
+from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
+from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError, make_read_only, read_regular
 from ft_transport.settings import check_duration, check_number
 from ft_transport.wire.delta import Delta, apply_changes, decode_delta
 
 logger = logging.getLogger(__name__)
-
+T = TypeVar("T")
 _TURN_S: Final = 0.05
 _DELTA_SURPLUS_BYTES: Final = 16 << 20
 """Allowance for a delta's header; the rest of a delta is smaller than the weights."""
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """Errors of file systems without locks, such as those of buckets."""
+_THREAD_NAME: Final = "ft-transport-deltas"
+_EXIT_S: Final = 10.0
+"""How long an exiting process waits for running calls, which may only be slow."""
 
 
 class DeltaDirectory:
@@ -276,7 +281,7 @@ class DeltaDirectory:
         most = max(num_bytes_of(each) for each in wholes if each is not None)
         base = wanted
         while base not in have and (file := self._delta_file(base)) is not None:
-            deltas.append(decode_delta(read_delta(file, most + _DELTA_SURPLUS_BYTES), max_bytes=most))
+            deltas.append(decode_delta(_read(file, most + _DELTA_SURPLUS_BYTES), max_bytes=most))
             if deltas[-1].version != base or deltas[-1].base >= base:
                 raise RestoreError(f"expected a delta to version {base} in {file}, got one to {deltas[-1].version}")
             base = deltas[-1].base
@@ -326,3 +331,45 @@ class DeltaDirectory:
         directory = self._directory.find(version)
         file = directory / DELTA_NAME if directory is not None else None
         return file if file is not None and file.exists() else None
+
+
+async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function as ``asyncio.to_thread`` does, without its wait at exit (``concurrent.futures.thread``).
+
+    Args:
+        function: The function to call. It goes on if the caller's wait is cancelled.
+        *arguments: Its arguments.
+
+    Returns:
+        The function's result.
+
+    Raises:
+        Exception: The function's error.
+    """
+    outcome: Future[T] = SafeFuture()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(*arguments))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    SafeThread(target=run, name=_THREAD_NAME, daemon=True).start()
+    return await asyncio.wrap_future(outcome)
+
+
+def _read(file: Path, max_bytes: int) -> bytes:
+    try:
+        return read_regular(file, max_bytes=max_bytes)
+    except (NotRegularFileError, FileTooLargeError) as error:
+        raise RestoreError(f"expected a delta at {file}: {error}") from error
+
+
+@at_exit
+def _wait_for_all() -> None:
+    """Wait for running calls, which may only be slow; a call that hangs must not block the exit."""
+    deadline_s = time.monotonic() + _EXIT_S
+    for thread in threading.enumerate():
+        if thread.name == _THREAD_NAME:
+            thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -6,25 +6,43 @@ that was lost, repeated, damaged or made for other weights costs as much as no d
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 
+from ft_transport.errors import IntegrityError, RestoreError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.regular_files import (
+    FileTooLargeError,
+    NotRegularFileError,
+    create_file,
+    open_regular,
+    read_regular,
+)
 from ft_transport.state.views import as_bytes
-from ft_transport.wire.delta import Delta, TensorChanges, TensorPair, apply_changes, encode_delta
+from ft_transport.wire.chunks import Hasher
+from ft_transport.wire.delta import Bytes, Delta, TensorChanges, TensorPair, apply_changes, encode_delta
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes that devices have operations for, by the size of an element in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnChange:
-    """The changes in one of an engine's tensors."""
-
-    tensor: torch.Tensor
-    changes: TensorChanges
+DELTA_NAME: Final = ".delta"
+DIGESTS_NAME: Final = ".digests.json"
+"""No file of a version begins with a dot, so a user's file has neither name."""
+SAFETENSORS: Final = ".safetensors"
+_MAX_HEADER_BYTES: Final = 100 << 20
+"""Maximum header of a safetensors file that the safetensors library accepts."""
+_MAX_DIGESTS_BYTES: Final = 64 << 20
+_READ_BYTES: Final = 4 << 20
+_digests_decoder: Final = msgspec.json.Decoder(dict[str, str])
+_header_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def delta_between(
@@ -41,12 +59,23 @@ def delta_between(
     Returns:
         The delta; ``None`` if the two differ in more than values, or in so many values that chunks are smaller.
     """
-    if _kinds(weights) != _kinds(base_weights):
+    kinds, base_kinds = (
+        {name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (weights, base_weights)
+    )
+    if kinds != base_kinds:
         return None
-    return encode_delta(version, base, list(_pairs(weights, base_weights)))
+    pairs = [
+        TensorPair(
+            name, size if (size := tensor.itemsize) in _SIGNED else 1, _bytes_of(base_weights[name]), _bytes_of(tensor)
+        )
+        for name, tensor in weights.items()
+    ]
+    return encode_delta(version, base, pairs)
 
 
-def changes_of(deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]) -> list[OwnChange]:
+def changes_of(
+    deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, TensorChanges]]:
     """Return the changes that deltas make in an engine's tensors; computed before any tensor changes.
 
     Args:
@@ -54,12 +83,12 @@ def changes_of(deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]) -> 
         weights: The engine's tensors by each of their names; several may be the same.
 
     Returns:
-        Each change with its tensor; empty if the deltas do not fit the tensors.
+        Tensors and their changes, for `flip`; empty if the deltas do not fit the tensors.
 
     Raises:
         ManifestError: A delta contradicts itself.
     """
-    changes: list[OwnChange] = []
+    changes: list[tuple[torch.Tensor, TensorChanges]] = []
     for delta in deltas:
         taken: set[int] = set()
         for change in delta.changes():
@@ -71,30 +100,12 @@ def changes_of(deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]) -> 
             # A delta lists a tied tensor under each of its names.
             if id(tensor) not in taken:
                 taken.add(id(tensor))
-                changes.append(OwnChange(tensor, change))
+                changes.append((tensor, change))
     return changes
 
 
-class AppliedChanges:
-    """The changes applied to an engine's tensors; can be undone."""
-
-    def __init__(self) -> None:
-        self._changes: list[OwnChange] = []
-
-    def apply(self, changes: Sequence[OwnChange]) -> None:
-        """Change tensors in place."""
-        for change in changes:
-            _apply(change)
-            self._changes.append(change)
-
-    def undo(self) -> None:
-        """Restore the tensors' previous values, bit by bit."""
-        while self._changes:
-            _apply(self._changes.pop())
-
-
-def _apply(change: OwnChange) -> None:
-    tensor, changes = change.tensor, change.changes
+def flip(tensor: torch.Tensor, changes: TensorChanges) -> None:
+    """Apply changes to a tensor in place; a second time, restore its previous values, bit by bit."""
     if tensor.device.type == "cpu":
         apply_changes(changes, _bytes_of(tensor))
         return
@@ -104,16 +115,136 @@ def _apply(change: OwnChange) -> None:
     elements[positions] ^= bits.to(tensor.device)
 
 
-def _kinds(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-
-
-def _pairs(weights: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> Iterator[TensorPair]:
-    for name, tensor in weights.items():
-        item_bytes = tensor.itemsize if tensor.itemsize in _SIGNED else 1
-        yield TensorPair(name, item_bytes, _bytes_of(base[name]), _bytes_of(tensor))
-
-
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     data: np.ndarray[tuple[int], np.dtype[np.uint8]] = as_bytes(tensor).numpy()
     return data
+
+
+class _Entry(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+_entry_decoder: Final = msgspec.json.Decoder(_Entry)
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a file of a version.
+
+    Raises:
+        RestoreError: The path is a link, or something else that is not a file.
+        OSError: The file cannot be opened.
+    """
+    try:
+        return FileIO(open_regular(path))
+    except NotRegularFileError as error:
+        raise RestoreError(f"expected a file of a version at {path}, found a link or something else") from error
+
+
+def copy_file(source: Path, target: Path, *, is_private: bool) -> None:
+    """Copy a file of a version to disk.
+
+    Raises:
+        RestoreError: The source is a link, or something else that is not a file.
+        OSError: The source cannot be read, or the target cannot be written.
+    """
+    with open_file(source) as reading, FileIO(create_file(target, is_private=is_private), "w") as writing:
+        shutil.copyfileobj(reading, writing, _READ_BYTES)
+        os.fsync(writing.fileno())
+
+
+def digests_of(directory: Path) -> dict[str, int]:
+    """Return the digest of each file of a version, by its name."""
+    digests = {}
+    buffer = memoryview(bytearray(_READ_BYTES))
+    for file in directory.iterdir():
+        if file.name not in (DELTA_NAME, DIGESTS_NAME):
+            hasher = Hasher()
+            with open_file(file) as opened:
+                while count := opened.readinto(buffer):
+                    hasher.update(buffer[:count])
+            digests[file.name] = hasher.intdigest()
+    return digests
+
+
+def digests_in(directory: Path) -> dict[str, int]:
+    """Return the output of `digests_of` that the directory of deltas records for a version.
+
+    Raises:
+        RestoreError: The directory records no digests.
+    """
+    file = directory / DIGESTS_NAME
+    try:
+        told = _digests_decoder.decode(read_regular(file, max_bytes=_MAX_DIGESTS_BYTES))
+        return {name: int(each, 16) for name, each in told.items()}
+    except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, *DECODE_ERRORS) as error:
+        raise RestoreError(f"expected the digests of a version in {file}: {error}") from error
+
+
+def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
+    """Compare the files of a version with their digests in the directory of deltas.
+
+    Raises:
+        RestoreError: A file is missing or unexpected, or is not a regular file.
+        IntegrityError: A file has another digest.
+    """
+    actual = digests_of(path)
+    if expected.keys() != actual.keys():
+        raise RestoreError(
+            f"expected the files of version {version}, got {sorted(expected.keys() ^ actual.keys())[:5]}"
+        )
+    for name in sorted(actual):
+        if actual[name] != expected[name]:
+            raise IntegrityError(
+                f"a file is not that of version {version}",
+                chunk=None,
+                expected=expected[name],
+                actual=actual[name],
+                path=name,
+                step=version,
+            )
+
+
+def headers_of(directory: Path) -> dict[str, bytes]:
+    """Return the headers of a version's safetensors files."""
+    headers = {}
+    for file in directory.glob(f"*{SAFETENSORS}"):
+        with open_file(file) as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            headers[file.name] = opened.read(min(length, _MAX_HEADER_BYTES))
+    return headers
+
+
+def num_bytes_of(directory: Path) -> int:
+    """Return the size of a version's tensor files, in bytes."""
+    return sum(file.lstat().st_size for file in directory.glob(f"*{SAFETENSORS}"))
+
+
+@contextmanager
+def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
+    """Yield the bytes of all tensors in the safetensors files of a directory, for changes in place, which are synced.
+
+    Raises:
+        RestoreError: A file is not a safetensors file.
+    """
+    maps: list[np.memmap[tuple[int], np.dtype[np.uint8]]] = []
+    tensors: dict[str, Bytes] = {}
+    for file in sorted(directory.glob(f"*{SAFETENSORS}")):
+        try:
+            data = np.memmap(file, np.uint8, "r+")
+            length = int.from_bytes(data[:8].tobytes(), "little")
+            if length > min(_MAX_HEADER_BYTES, len(data) - 8):
+                raise RestoreError(f"expected a safetensors file, got {file}")
+            header = _header_decoder.decode(data[8 : 8 + length].tobytes())
+            header.pop("__metadata__", None)
+            for name, raw in header.items():
+                start, end = _entry_decoder.decode(raw).data_offsets
+                if not 0 <= start <= end <= len(data) - 8 - length:
+                    raise RestoreError(f"expected tensors inside of {file}", path=name)
+                tensors[name] = data[8 + length + start : 8 + length + end]
+        except (ValueError, *DECODE_ERRORS) as error:
+            # ValueError: the file is empty.
+            raise RestoreError(f"expected a safetensors file, got {file}: {error}") from error
+        maps.append(data)
+    yield tensors
+    for data in maps:
+        data.flush()

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -35,12 +35,20 @@ from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import PublishError, StaleVersionError
-from ft_transport.publish.content import Content, Weights, content_of
-from ft_transport.publish.files import Files, read_files
-from ft_transport.publish.names import Renamed, check_engine_names, shown
-from ft_transport.publish.peft_config import CONFIG_NAME, features_of
-from ft_transport.publish.weight_format import WeightFormat
+from ft_transport.publish.adapter import CONFIG_NAME, features_of
+from ft_transport.publish.content import (
+    Content,
+    Files,
+    Renamed,
+    WeightFormat,
+    Weights,
+    check_engine_names,
+    content_of,
+    read_files,
+    shown,
+)
 from ft_transport.runtime.regular_files import make_read_only, open_regular
+from ft_transport.settings import default_num_threads
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
@@ -57,23 +65,6 @@ _KINDS: Final = ("adapter", "weights")
 _SINGLE_NAMES: Final = {"adapter": "adapter_model.safetensors", "weights": "model.safetensors"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExportRequest:
-    """A version to write.
-
-    Attributes:
-        version: Its number.
-        weights: This rank's part of the version, or a function that returns it.
-        files: The other files of the version's directory, by name; read only on the first rank.
-        is_missing_ok: Whether weights may lack names of the previous weights.
-    """
-
-    version: int
-    weights: Weights | Callable[[], Weights]
-    files: Files | None
-    is_missing_ok: bool
-
-
 class _Header(Struct, frozen=True, array_like=True):
     """A rank's message to the first rank: the header of its snapshot, and the engines' names of its tensors."""
 
@@ -85,85 +76,106 @@ _header_decoder: Final = msgspec.msgpack.Decoder(_Header)
 _digests_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
 
-class Exporter:
-    """Exports versions: the `WriteJob` that copies, digests and sends on the calling thread, the training thread.
+@dataclass(slots=True, kw_only=True)
+class ExportMeans:
+    """The resources that all exports of a publisher share on one rank.
 
-    Args:
+    Attributes:
         agreement: An agreement of the group, for exports only.
         directory: Directory of the versions; used only on the first rank.
         weight_format: Format of every version.
-        num_threads: Number of threads that copy.
         check_features: Refuses an adapter for features beyond plain LoRA; called only on the first rank.
         is_private: Whether only the owner may read the files; else the umask applies.
+        collective: The collective write into the directory.
+        stager: Copies the weights.
+        snapshot: The copy, during an export.
+        plan: The plan of the last export, on the first rank: the next one of the same structure uses it again.
     """
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        directory: NumberedDirectory,
-        *,
-        weight_format: WeightFormat,
-        num_threads: int,
-        check_features: Callable[[Mapping[str, object]], None],
-        is_private: bool = False,
-    ) -> None:
-        self._agreement = agreement
-        self._check_features = check_features
-        self._is_private = is_private
-        self._format = weight_format
-        self._directory = directory
-        self._write = CollectiveWrite(agreement, directory, all_write=False)
-        self._stager = Stager(max_snapshots=1, num_threads=num_threads, chunk_bytes=CHUNK_BYTES, is_digested=False)
-        self._request: ExportRequest | None = None
-        self._content: Content | None = None
-        self._files: Mapping[str, bytes] = {}
-        self._snapshot: Snapshot | None = None
-        self._described = Described()
-        self._plan: SavePlan | None = None
+    agreement: Agreement
+    directory: NumberedDirectory
+    weight_format: WeightFormat
+    check_features: Callable[[Mapping[str, object]], None]
+    is_private: bool
+    collective: CollectiveWrite = field(init=False)
+    stager: Stager = field(init=False)
+    snapshot: Snapshot | None = None
+    plan: SavePlan = field(init=False)
 
-    def run(self, request: ExportRequest) -> Path:
+    def __post_init__(self) -> None:
+        self.collective = CollectiveWrite(self.agreement, self.directory, all_write=False)
+        self.stager = Stager(
+            max_snapshots=1, num_threads=default_num_threads(), chunk_bytes=CHUNK_BYTES, is_digested=False
+        )
+
+    def release(self) -> None:
+        """Free the copy of the weights."""
+        if self.snapshot is not None:
+            self.snapshot.close()
+            self.snapshot = None
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.stager.close()
+
+
+@dataclass(slots=True)
+class ExportJob:
+    """One export: the `WriteJob` that copies, digests and sends on the calling thread, the training thread.
+
+    Attributes:
+        means: The publisher's resources.
+        version: The version's number.
+        weights: This rank's part of the version, or a function that returns it.
+        files: The other files of the version's directory, by name; read only on the first rank.
+        is_missing_ok: Whether weights may lack names of the previous weights.
+    """
+
+    means: ExportMeans
+    version: int
+    weights: Weights | Callable[[], Weights]
+    files: Files | None
+    is_missing_ok: bool
+    _content: Content = field(init=False)
+    _files: Mapping[str, bytes] = field(init=False, default_factory=dict)
+    _memory: MemoryFile = field(init=False)
+    _header: bytes = field(init=False)
+    _described: Described = field(init=False)
+
+    def run(self) -> Path:
         """Export a version: stage, agree, write and commit. Return its directory, complete and on disk.
 
         Raises:
             TransportError: A rank failed; the same error on all ranks.
         """
+        means, agreement, collective, version = self.means, self.means.agreement, self.means.collective, self.version
         # Leftovers, if a signal handler raised at the end of the previous export.
-        self._release()
-        version = request.version
-        self._request, self._agreement.about = request, f" of version {version}"
+        means.release()
+        agreement.about = f" of version {version}"
         try:
-            with self._write.attempt(version):
-                self._write.stage(self)
-                directory, plan = self._write.agree(version, self)
-                self._write.compare(self)
+            with collective.attempt(version):
+                collective.stage(self)
+                directory, plan = collective.agree(version, self)
+                collective.compare(self)
                 self._write_files(directory, plan)
-                return self._write.commit(version, lambda: _protect(directory))
+                return collective.commit(version, lambda: _protect(directory))
         finally:
-            self._agreement.about = ""
-            self._release()
-
-    def _release(self) -> None:
-        self._request = self._content = None
-        self._files = {}
-        if self._snapshot is not None:
-            self._snapshot.close()
-            self._snapshot = None
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._stager.close()
+            agreement.about = ""
+            means.release()
 
     def settings(self) -> Mapping[str, object]:
         """See `WriteJob`: copies the tensors."""
-        request = self._requested()
-        self._content = own = content_of(request.weights, self._format)
-        if self._agreement.is_first and request.files is not None:
-            self._files = read_files(request.files)
-        state = {_ROOT: own.tensors}
-        taking = Taking(step=request.version, state=state, float_dtype=self._format.dtype)
-        self._snapshot = self._stager.begin(taking).finish()
+        means = self.means
+        self._content = own = content_of(self.weights, means.weight_format)
+        if means.agreement.is_first and self.files is not None:
+            self._files = read_files(self.files)
+        taking = Taking(step=self.version, state={_ROOT: own.tensors}, float_dtype=means.weight_format.dtype)
+        means.snapshot = means.stager.begin(taking).finish()
+        self._header = means.snapshot.header
+        assert isinstance(means.snapshot.memory, MemoryFile), "nothing of it is shared"
+        self._memory = means.snapshot.memory
         files = {name: digest(data) for name, data in sorted(own.files.items())}
-        return {"version": request.version, "kind": own.kind, "files": files, "missing_ok": request.is_missing_ok}
+        return {"version": self.version, "kind": own.kind, "files": files, "missing_ok": self.is_missing_ok}
 
     def admit(self, *, is_retry: bool) -> None:
         """See `WriteJob`.
@@ -173,42 +185,41 @@ class Exporter:
             PublishError: An engine does not apply a feature of the adapter, as far as this rank has it.
         """
         del is_retry
-        own, version = self._own(), self._requested().version
+        own, directory = self._content, self.means.directory
         if own.kind == "adapter":
-            self._check_features(features_of(json.loads(own.files[CONFIG_NAME]), own.tensors))
-        versions = self._directory.numbers()
-        if versions and version <= versions[-1]:
+            self.means.check_features(features_of(json.loads(own.files[CONFIG_NAME]), own.tensors))
+        versions = directory.numbers()
+        if versions and self.version <= versions[-1]:
             raise StaleVersionError(
-                f"expected a version after {versions[-1]}, which was published to {self._directory.root} before, got "
-                f"{version}"
+                f"expected a version after {versions[-1]}, which was published to {directory.root} before, got "
+                f"{self.version}"
             )
 
     def take(self) -> TakenSnapshot:
         """See `WriteJob`."""
-        assert self._snapshot is not None, "it was made"
-        self._described = _described_by_name(self._snapshot.header)
+        self._described = _described_by_name(self._header)
         for value in self._described.values:
             raise PublishError("expected tensors alone, got something else", path=value.name.removeprefix(f"{_ROOT}."))
         # The kind decides the names of the files.
-        return TakenSnapshot(self._described.structure, 0, _KINDS.index(self._own().kind))
+        return TakenSnapshot(self._described.structure, 0, _KINDS.index(self._content.kind))
 
     def header(self) -> bytes:
         """See `WriteJob`."""
-        assert self._snapshot is not None, "it was taken"
-        return msgspec.msgpack.encode(_Header(self._snapshot.header, self._own().renamed))
+        return msgspec.msgpack.encode(_Header(self._header, self._content.renamed))
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `WriteJob`."""
-        kind = self._own().kind
+        kind, weight_format = self._content.kind, self.means.weight_format
         decoded = [from_msgpack(header, _header_decoder) for header in headers]
-        if self._format.names is not None:
-            check_engine_names([each.renamed for each in decoded], self._format.names)
+        if weight_format.names is not None:
+            check_engine_names([each.renamed for each in decoded], weight_format.names)
         described = [_described_by_name(each.header) for each in decoded]
-        max_file_bytes = self._format.max_shard_bytes if kind == "weights" else _ADAPTER_FILE_BYTES
-        self._plan = make_plan(described, _ROOT, max_file_bytes=max_file_bytes, single_name=_SINGLE_NAMES[kind])
-        if kind == "weights" and not self._requested().is_missing_ok:
+        max_file_bytes = weight_format.max_shard_bytes if kind == "weights" else _ADAPTER_FILE_BYTES
+        plan = make_plan(described, _ROOT, max_file_bytes=max_file_bytes, single_name=_SINGLE_NAMES[kind])
+        self.means.plan = plan
+        if kind == "weights" and not self.is_missing_ok:
             self._check_complete({name for each in described for item in each.items for name in item.names})
-        return self._plan.rank_plans
+        return plan.rank_plans
 
     def digest(self, plan: RankPlan) -> bytes:
         """See `WriteJob`."""
@@ -217,23 +228,23 @@ class Exporter:
     def compare(self, digests: Sequence[bytes]) -> None:
         """See `WriteJob`."""
         by_rank = [from_msgpack(each, _digests_decoder) for each in digests]
-        find_diverged(self._planned(), by_rank)
+        find_diverged(self.means.plan, by_rank)
 
     def _write_files(self, directory: Path, plan: RankPlan) -> None:
         """Write the files on the first rank alone, so that the ranks need no shared disk."""
 
         def write() -> None:
-            if self._agreement.is_first:
+            if self.means.agreement.is_first:
                 self._write_all(directory, plan)
             else:
                 self._send(plan)
 
-        self._agreement.run("write", self._agreement.exchange.ending_on_failure(write))
+        self.means.agreement.run("write", self.means.agreement.exchange.ending_on_failure(write))
 
     def _check_complete(self, names: Set[str]) -> None:
         """Refuse weights that lack names of the previous weights: engines load a part of a model without an error."""
-        for number in reversed(self._directory.numbers()):
-            before = self._directory.find(number)
+        for number in reversed(self.means.directory.numbers()):
+            before = self.means.directory.find(number)
             if before is None or (before / CONFIG_NAME).exists():
                 continue
             missing = sorted(_names_in(before) - {name.removeprefix(f"{_ROOT}.") for name in names})
@@ -246,35 +257,20 @@ class Exporter:
                 )
             return
 
-    def _requested(self) -> ExportRequest:
-        assert self._request is not None, "it is being exported"
-        return self._request
-
-    def _own(self) -> Content:
-        assert self._content is not None, "it was taken"
-        return self._content
-
-    def _planned(self) -> SavePlan:
-        assert self._plan is not None, "it was made"
-        return self._plan
-
     def _bytes_of(self, item: WriteItem) -> memoryview:
-        assert self._snapshot is not None, "it was taken"
-        memory = self._snapshot.memory
-        assert isinstance(memory, MemoryFile), "nothing of it is shared"
-        return gathered(memory.data, item.piece) if item.piece is not None else memoryview(b"")
-
-    # ------------------------------------------------------------------------------------------------------- writing
+        return gathered(self._memory.data, item.piece) if item.piece is not None else memoryview(b"")
 
     def _send(self, plan: RankPlan) -> None:
         for batch in _batches(self._described.items, plan):
-            self._agreement.exchange.send(b"".join(self._bytes_of(self._described.items[at]) for at, _, _ in batch), 0)
-            self._agreement.check_others()
+            self.means.agreement.exchange.send(
+                b"".join(self._bytes_of(self._described.items[at]) for at, _, _ in batch), 0
+            )
+            self.means.agreement.check_others()
 
     def _write_all(self, directory: Path, plan: RankPlan) -> None:
-        consolidation = self._planned().consolidation
+        consolidation = self.means.plan.consolidation
         assert consolidation is not None, "it was asked for"
-        create_consolidated(directory, consolidation, is_private=self._is_private)
+        create_consolidated(directory, consolidation, is_private=self.means.is_private)
         with ExitStack() as stack:
             descriptors = []
             for file in consolidation.files:
@@ -283,28 +279,28 @@ class Exporter:
             for at, file_number, start in plan.targets:
                 item = self._described.items[at]
                 write_box(descriptors[file_number], self._bytes_of(item), item, start)
-            for rank in range(1, self._agreement.size):
+            for rank in range(1, self.means.agreement.size):
                 self._receive(rank, descriptors)
             for descriptor in descriptors:
                 os.fsync(descriptor)
         self._write_other_files(directory, consolidation)
 
     def _receive(self, rank: int, descriptors: Sequence[int]) -> None:
-        items = self._planned().described[rank].items
-        for batch in _batches(items, self._planned().rank_plans[rank]):
+        items = self.means.plan.described[rank].items
+        for batch in _batches(items, self.means.plan.rank_plans[rank]):
             num_bytes = sum(items[at].num_bytes for at, _, _ in batch)
-            data = memoryview(self._agreement.exchange.receive(num_bytes, rank))
+            data = memoryview(self.means.agreement.exchange.receive(num_bytes, rank))
             for at, file_number, start in batch:
                 item = items[at]
                 write_box(descriptors[file_number], data[: item.num_bytes], item, start)
                 data = data[item.num_bytes :]
-            self._agreement.check_others()
+            self.means.agreement.check_others()
 
     def _write_other_files(self, directory: Path, consolidation: Consolidation) -> None:
         if len(consolidation.files) > 1:
-            write_small(directory / INDEX_NAME, consolidation.index, is_private=self._is_private)
-        for name, data in {**self._files, **self._own().files}.items():
-            write_small(directory / name, data, is_private=self._is_private)
+            write_small(directory / INDEX_NAME, consolidation.index, is_private=self.means.is_private)
+        for name, data in {**self._files, **self._content.files}.items():
+            write_small(directory / name, data, is_private=self.means.is_private)
 
 
 def _protect(directory: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ft_transport.errors import TransportError
 from ft_transport.http.client.fetch_settings import FetchHandle
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.publish.engines.pull_order import Order, Reason
+from ft_transport.publish.engines.pulling import Order, Reason
 
 _MAX_WAITING: Final = 8
 _LEAST_BYTES_PER_S: Final = 1 << 20
@@ -105,7 +105,7 @@ class OrderQueue:
                 entry.fail(error)
             else:
                 self._newest = entry.source, entry.order.version
-                entry.end()
+                entry.done.set_result(None)
             finally:
                 self._running = None
 
@@ -128,19 +128,8 @@ class _Entry:
     order: Order
     source: str
     done: asyncio.Future[None]
-    handle: FetchHandle
-
-    def __init__(self, order: Order, source: str, done: asyncio.Future[None]) -> None:
-        self.order = order
-        self.source = source
-        self.done = done
-        self.handle = FetchHandle()
-
-    def end(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
+    handle: FetchHandle = field(default_factory=FetchHandle)
 
     def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # the sender may have disconnected
+        self.done.set_exception(error)
+        self.done.exception()  # the sender may have disconnected

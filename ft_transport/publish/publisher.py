@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 # Differs from the builtin one before Python 3.11.
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -25,26 +23,31 @@ from ft_transport.checkpoint.settings import checked_directory_number, checked_r
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import ConfigurationError, PublishError
-from ft_transport.publish.content import Weights
-from ft_transport.publish.engine_lag import EngineLag
+from ft_transport.publish.content import Files, WeightFormat, Weights
 from ft_transport.publish.engines.engine import Engine
-from ft_transport.publish.export import Exporter, ExportRequest
-from ft_transport.publish.files import Files
-from ft_transport.publish.notify import EngineNotifier
-from ft_transport.publish.report import POLICIES, EngineState, Policy, end_record
-from ft_transport.publish.report_store import PublishHandle, ReportStore
-from ft_transport.publish.serving import VersionServer
-from ft_transport.publish.stored_versions import Retention, StoredVersions
-from ft_transport.publish.weight_format import WeightFormat
+from ft_transport.publish.export import ExportJob, ExportMeans
+from ft_transport.publish.notifier import EngineNotifier
+from ft_transport.publish.report import (
+    POLICIES,
+    EngineState,
+    Policy,
+    PublishHandle,
+    PublishReport,
+    ReportStore,
+)
+from ft_transport.publish.versions import StoredVersions
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
-from ft_transport.settings import check_duration, check_number, default_num_threads
-from ft_transport.telemetry.metrics import Metrics, weakly
-from ft_transport.telemetry.recorder import Recorder
+from ft_transport.settings import check_duration, check_number
+from ft_transport.telemetry.metrics import weakly
+from ft_transport.telemetry.record import Transfer
+from ft_transport.telemetry.recorder import Recorder, Recording
 from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
 
+_SILENCE_TIMEOUT: Final = timedelta(seconds=5)
+"""How long rank 0 may go without a heartbeat while engines are notified."""
 _EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Added to the engines' deadline: time to post the report, and to find it."""
@@ -69,22 +72,20 @@ class Publisher:
             counts again once it has confirmed one.
         engine_timeout: Deadline of each engine for each version, from when it is done with the previous one.
         timeout: How long a rank may go without a heartbeat during an export.
-        silence_timeout: How long rank 0 may go without a heartbeat while engines are notified.
-        num_copy_threads: Number of threads that copy the weights.
         transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); only rank 0 uses it. Its
-            metrics cover this publisher. The publisher does not shut it down.
-        deltas: Whether engines that pull get the elements that changed, if they are fewer bytes than the chunks that
-            changed. A delta costs the trainer's host half a second of one core per GB; turn it off if the network is
-            faster.
+            metrics cover this publisher. The publisher does not shut it down. Engines that have an earlier version get
+            the elements that changed, if they are fewer bytes than the chunks that changed.
         keep: Number of newest versions that are never deleted.
         keep_for: How long an adapter is kept after the next version: longer than any request runs, because engines may
             read it during a request, and vLLM exits if it is missing. Weights are read once.
         weight_format: Names, dtype and size of files of every version, if they differ from the trainer's.
         poll_interval: How often each idle engine is polled for its version. An engine that lost the newest version by a
             restart, or was unreachable, gets it again. An engine that is down is polled less often. ``None``: no polls.
-        recorder: Records each publish (``ft_transport.telemetry``); a new recorder by default.
         private: Whether only the owner may read files and directories (0400, 0700), so that only engines of the same
             user read them; else the umask applies.
+
+    Attributes:
+        recorder: Records each publish (``ft_transport.telemetry``).
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
@@ -101,43 +102,30 @@ class Publisher:
         policy: Policy = "all",
         engine_timeout: timedelta = timedelta(seconds=60),
         timeout: timedelta = timedelta(minutes=10),
-        silence_timeout: timedelta = timedelta(seconds=5),
-        num_copy_threads: int | None = None,
         transport: HTTPTransport[Any] | None = None,
-        deltas: bool = True,
         keep: int = 2,
         keep_for: timedelta = timedelta(hours=1),
         weight_format: WeightFormat | None = None,
         poll_interval: timedelta | None = timedelta(seconds=10),
         private: bool = False,
-        recorder: Recorder | None = None,
     ) -> None:
         check_duration("keep_for", keep_for, at_least=timedelta(0))
         if poll_interval is not None:
             check_duration("poll_interval", poll_interval, at_least=timedelta.resolution)
-        retention = Retention(check_number("keep", keep, at_least=1), keep_for.total_seconds())
-        for name, duration in {
-            "engine_timeout": engine_timeout,
-            "timeout": timeout,
-            "silence_timeout": silence_timeout,
-        }.items():
+        keep = check_number("keep", keep, at_least=1)
+        for name, duration in (("engine_timeout", engine_timeout), ("timeout", timeout)):
             check_duration(name, duration, at_least=timedelta.resolution)
         self._root = checked_root(root)
         # An engine may still be loading the previous version.
         self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
         group = RankGroup.of(process_group)
         self._agreement = Agreement(group, "publish", timeout)
-        self._reports = ReportStore(group, silence_timeout)
+        self._reports = ReportStore(group, _SILENCE_TIMEOUT)
         self._directory = NumberedDirectory(self._root, "version", None, is_private=private)
         self._claim = RootClaim(self._root, is_private=private)
-        self.recorder = recorder if recorder is not None else Recorder()
-        self._exporter: Exporter | None = None
+        self.recorder = Recorder()
         self._stop_telling: Callable[[], None] = lambda: None
-        server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
-        self._versions = StoredVersions(self._directory, retention, server)
-        self._format = weight_format if weight_format is not None else WeightFormat()
-        self._under_way: dict[Future[Any], int | None] = {}
-        self._mutex = threading.Lock()
+        self._versions = StoredVersions(self._directory, transport, keep=keep, keep_for_s=keep_for.total_seconds())
         self._end = SafeEnd()
         self._is_closed = False
         self._process_id = os.getpid()
@@ -146,48 +134,42 @@ class Publisher:
             engine_timeout.total_seconds(),
             poll_interval_s=poll_interval.total_seconds() if poll_interval is not None else None,
             reports=self._reports,
-            changed=_unless_gone(self._delete_unused),
+            versions=self._versions,
+        )
+        chosen = weight_format if weight_format is not None else WeightFormat()
+        self._means = ExportMeans(
+            agreement=self._agreement,
+            directory=self._directory,
+            weight_format=chosen,
+            check_features=self._notifier.check_features,
+            is_private=private,
         )
         # If the publisher was dropped without a close, its engines may belong to another publisher by now.
         weakref.finalize(self, self._notifier.stop_polling).atexit = False
-        self._lag = EngineLag(self._notifier.states)
         _publishers.add(self)
 
         def check() -> Mapping[str, object]:
             if policy not in POLICIES:
                 raise ConfigurationError(f"expected one of {POLICIES} as policy, got {policy!r}")
-            number = default_num_threads() if num_copy_threads is None else num_copy_threads
-            threads = check_number("num_copy_threads", number, at_least=1)
             if transport is not None and not isinstance(transport, HTTPTransport):
                 raise ConfigurationError(f"expected an HTTPTransport as transport, got {type(transport).__name__}")
-            if not isinstance(self._format, WeightFormat):
-                raise ConfigurationError(f"expected a WeightFormat as weight_format, got {type(self._format).__name__}")
+            if not isinstance(chosen, WeightFormat):
+                raise ConfigurationError(f"expected a WeightFormat as weight_format, got {type(chosen).__name__}")
             for engine in engines if self._agreement.is_first else ():
                 self._notifier.insert(engine)
-            self._exporter = Exporter(
-                self._agreement,
-                self._directory,
-                weight_format=self._format,
-                num_threads=threads,
-                check_features=self._notifier.check_features,
-                is_private=private,
-            )
-            return {"policy": policy, "engine_timeout": engine_timeout, **self._format.stated()}
+            return {"policy": policy, "engine_timeout": engine_timeout, **chosen.stated()}
 
         try:
             compare_settings(self._agreement, "compare the settings", check)
             self._agreement.on_first("set up the root", self._set_up_root)
             if transport is not None:
-                self._tell(transport.process_status.metrics)
+                transport.process_status.metrics.follow(self.recorder)
+                if self._agreement.is_first:
+                    self._stop_telling = transport.process_status.metrics.collect(weakly(self._notifier.lag.readings))
+                    weakref.finalize(self, self._stop_telling).atexit = False
         except BaseException:
             self.close()
             raise
-
-    def _tell(self, metrics: Metrics) -> None:
-        metrics.follow(self.recorder)
-        if self._agreement.is_first:
-            self._stop_telling = metrics.collect(weakly(self._lag.readings))
-            weakref.finalize(self, self._stop_telling).atexit = False
 
     @property
     def root(self) -> Path:
@@ -223,18 +205,14 @@ class Publisher:
         version = checked_directory_number("version", version)
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
-        assert self._exporter is not None, "it is open"
-        request = ExportRequest(version, weights, files, missing_ok)
         recording = self.recorder.begin("publish", phase="export")
         recording.describe(step=version)
         try:
-            directory = self._exporter.run(request)
+            directory = ExportJob(self._means, version, weights, files, missing_ok).run()
             if self._agreement.is_first:
-                self._lag.published(version)
                 recording.phase("deliver")
                 notifying = self._notifier.notify(self._versions.delivery(version, directory))
-                self._follow(notifying, version)
-                notifying.add_done_callback(lambda notified: end_record(recording, notified))
+                notifying.add_done_callback(lambda notified: self._end_publish(recording, notified))
             else:
                 recording.end()
         except BaseException as error:
@@ -261,11 +239,9 @@ class Publisher:
             ConfigurationError: The object is not an engine, or its URL is already in use.
             PublishError: The publisher is closed.
         """
-        if not self._agreement.is_first:
-            return
-        adding = self._notifier.add(engine)
-        if adding is not None:
-            self._follow(adding, None)
+        if self._agreement.is_first and (adding := self._notifier.add(engine)) is not None:
+            # Keeps this publisher alive until the engine has the version.
+            adding.add_done_callback(lambda _: self.root)
 
     def remove_engine(self, url: str) -> None:
         """Stop notifying an engine. Any thread of rank 0 may call it; on other ranks it does nothing.
@@ -281,9 +257,8 @@ class Publisher:
             ConfigurationError: No engine has this URL.
             PublishError: The publisher is closed.
         """
-        if not self._agreement.is_first:
-            return
-        self._notifier.remove(url)
+        if self._agreement.is_first:
+            self._notifier.remove(url)
 
     def engines(self) -> tuple[EngineState, ...]:
         """Return the state of each engine, without waiting. Any thread of rank 0 may call it; others have none."""
@@ -302,17 +277,10 @@ class Publisher:
 
     def _close(self, deadline_s: float) -> None:
         self._stop_telling()
-        with self._mutex:
-            under_way = list(self._under_way)
-        for telling in under_way:
-            try:
-                telling.exception(max(0.0, deadline_s - time.monotonic()))
-            except FutureTimeoutError:
-                logger.warning("engines that were still being notified are given up")
+        self._notifier.wait(deadline_s)
         self._notifier.close()
         self._agreement.close()
-        if self._exporter is not None:
-            self._exporter.close()
+        self._means.close()
         self._claim.release()
 
     def _close_at_exit(self) -> None:
@@ -332,28 +300,19 @@ class Publisher:
         newest = self._versions.newest()
         if newest is not None:
             self._notifier.begin_with(newest)
-            self._lag.published(newest.version)
 
-    def _follow(self, telling: Future[Any], version: int | None) -> None:
-        """Keep this publisher alive until a notification ends: of all engines, or of an added one."""
-        with self._mutex:
-            self._under_way[telling] = version
-        telling.add_done_callback(self._told)
-
-    def _told(self, telling: Future[Any]) -> None:
-        with self._mutex:
-            version = self._under_way.pop(telling)
-        if version is not None:
-            self._delete_unused()
-
-    def _delete_unused(self) -> None:
-        """Delete versions that no engine uses any more. Runs on the thread that notifies engines."""
-        with self._mutex:
-            pending = {version for version in self._under_way.values() if version is not None}
-        used = self._notifier.versions_in_use()
-        # An engine that never confirmed a version may use any.
-        if used is not None:
-            self._versions.delete_expired(used | pending)
+    def _end_publish(self, recording: Recording, notified: Future[PublishReport]) -> None:
+        """End the record of a publish. The reference to this method keeps the publisher alive until then."""
+        error = notified.exception() if not notified.cancelled() else None
+        if notified.cancelled() or error is not None:
+            recording.end("abandoned", error=error or "")
+            return
+        report = notified.result()
+        for each in report.engines:
+            recording.transfer(Transfer(peer=each.url, role="engine", num_bytes=0, length_s=each.seconds))
+        for failed in report.failed():
+            recording.retry(f"{failed.outcome}: {failed.body}", peer=failed.url)
+        recording.end("failed" if report.failed() else "ok", error="; ".join(each.url for each in report.failed()))
 
 
 _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
@@ -364,15 +323,3 @@ def _close_all() -> None:
     """Let notifications finish when the process exits; a thread that is cut off may abort the process."""
     for publisher in list(_publishers):
         publisher._close_at_exit()
-
-
-def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method while its object exists, without keeping it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            found()
-
-    return call

@@ -1,22 +1,35 @@
-"""An engine's own tensors. A version gets into them as a whole or not at all."""
+"""An engine's own tensors, and the sources from which they may be received.
+
+A version gets into the tensors as a whole or not at all. The receiver connects to the very address that was checked.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Set
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from ft_transport.errors import RestoreError, TransportError
+from ft_transport.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    PeerUnreachableError,
+    RestoreError,
+    TransportError,
+)
 from ft_transport.http.client.fetch_settings import FetchHandle, FetchSettings, FetchTimeout
-from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.peer_address import PeerAddress, look_up
 from ft_transport.keys import Keys
-from ft_transport.publish.deltas import AppliedChanges, OwnChange, changes_of
+from ft_transport.publish.deltas import changes_of, flip
 from ft_transport.settings import TransportSettings
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import overlaps_itself
@@ -26,6 +39,7 @@ from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import TLSFiles
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.sources import FetchPeers
+from ft_transport.wire.delta import TensorChanges
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +48,11 @@ _STALL_TIMEOUT: Final = timedelta(seconds=10)
 _UNREACHABLE_TIMEOUT: Final = timedelta(seconds=10)
 """A publisher orders only versions that it already serves, so no receiver needs to wait for its start."""
 
+_MAX_ADDRESSES: Final = 8
+_LOOK_UP_S: Final = 5.0
+_CONNECT_S: Final = 3.0
+IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Weights: TypeAlias = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 
 
@@ -50,8 +69,10 @@ class ReceivedWeights:
 
     Args:
         weights: See ``WeightReceiver``.
+        allowed: The allowed sources.
         paused: See ``WeightReceiver``.
         keys: The job's keys, if it has any.
+        tls: See ``WeightReceiver``.
         timeout: Timeout for fetching a version.
 
     Attributes:
@@ -63,13 +84,15 @@ class ReceivedWeights:
     def __init__(
         self,
         weights: Weights,
+        allowed: AllowedSources,
         *,
         paused: Callable[[], AbstractContextManager[object]],
         keys: Keys | None,
-        tls: TLSFiles | None = None,
+        tls: TLSFiles | None,
         timeout: timedelta,
     ) -> None:
         self._weights = weights
+        self._allowed = allowed
         self._paused = paused
         self._timeout = timeout
         settings = TransportSettings(stall_timeout=_STALL_TIMEOUT, tls=tls)
@@ -84,21 +107,34 @@ class ReceivedWeights:
         self.version: int | None = None
         self.num_bytes_fetched = 0
 
-    def fetch(self, source: PeerAddress, version: int, handle: FetchHandle) -> None:
+    def fetch(self, address: str, version: int, handle: FetchHandle) -> None:
         """Receive a version.
 
         Args:
-            source: The server of the version.
+            address: URL of the server of the version.
             version: The version.
             handle: Counts bytes, and ends the fetch.
 
         Raises:
+            SourceRefusedError: The receiver may not fetch from this server.
+            DeadlineExceededError: The fetch was ended by the handle.
             WeightsDifferError: The version has other tensors; nothing was received.
             WeightsUnusableError: The engine has an unusable value; nothing was received.
             TransportError: The version did not arrive. With ``destination_touched`` the tensors hold no version any
                 more.
             Exception: An error of the engine's own functions.
         """
+        try:
+            self._fetch(self._allowed.choose(address, is_given_up=lambda: bool(handle.reason)), version, handle)
+        except TransportError as error:
+            if not handle.reason:
+                raise
+            # The fetch was cancelled here, which caused the error.
+            ended = DeadlineExceededError(handle.reason)
+            ended.destination_touched = error.destination_touched
+            raise ended from error
+
+    def _fetch(self, source: PeerAddress, version: int, handle: FetchHandle) -> None:
         own = _own_weights(self._weights() if callable(self._weights) else self._weights)
         into = {"weights": {names[0]: tensor for names, tensor in own}}
 
@@ -107,12 +143,14 @@ class ReceivedWeights:
 
         settings = self._settings(handle)
         changes, num_delta_bytes = self._deltas(source, version, own, settings)
-        applied = AppliedChanges()
+        applied: list[tuple[torch.Tensor, TensorChanges]] = []
         with self._paused():
             # Until the version is complete or undone: the undo may fail as well.
             base, self.version = self.version, None
             try:
-                applied.apply(changes)
+                for change in changes:
+                    flip(*change)
+                    applied.append(change)
                 received = self._client.fetch(
                     FetchRequest(
                         peers=FetchPeers(sources=[source]),
@@ -126,7 +164,8 @@ class ReceivedWeights:
                 )
             except BaseException as error:
                 if not getattr(error, "destination_touched", False):
-                    applied.undo()
+                    for change in reversed(applied):
+                        flip(*change)
                     self.version = base
                 raise
             _refuse_unfilled(received.state["weights"], own)
@@ -139,7 +178,7 @@ class ReceivedWeights:
 
     def _deltas(
         self, source: PeerAddress, version: int, own: _Own, settings: FetchSettings
-    ) -> tuple[list[OwnChange], int]:
+    ) -> tuple[list[tuple[torch.Tensor, TensorChanges]], int]:
         """Return the changes from the current version to another, and their bytes; empty if no delta applies."""
         base = self.version
         if base is None:
@@ -215,3 +254,108 @@ def _refuse_others(incoming: Incoming, own: Set[str]) -> None:
             f"expected the weights that are here; missing: {missing or 'none'}, unexpected: {unexpected or 'none'}, "
             f"differing: {differing or 'none'}; nothing was received"
         )
+
+
+class SourceRefusedError(TransportError):
+    """The receiver may not fetch from this address."""
+
+
+class AllowedSources:
+    """Checks the addresses of sources against a list. Thread-safe.
+
+    Args:
+        sources: Networks (``10.0.0.0/8``), addresses and host names; ``None`` for all.
+        loopback_only: Whether only the loopback is allowed.
+
+    Raises:
+        ConfigurationError: An entry is neither a network, nor an address, nor a host name.
+    """
+
+    def __init__(self, sources: Sequence[str] | None, *, loopback_only: bool) -> None:
+        if isinstance(sources, str) or not all(isinstance(each, str) for each in sources or ()):
+            raise ConfigurationError(f"expected a sequence of networks, addresses and names as sources, got {sources}")
+        self._loopback_only = loopback_only
+        self._networks: list[_Network] | None = None
+        self._names: list[str] = []
+        if sources is None:
+            return
+        self._networks = []
+        for source in sources:
+            try:
+                self._networks.append(ipaddress.ip_network(source, strict=False))
+            except ValueError:
+                if not source or "/" in source or not source.isprintable() or " " in source:
+                    raise ConfigurationError(
+                        f"expected a network, an address or a host name as one of the sources, got {source!r}"
+                    ) from None
+                self._names.append(source)
+
+    def choose(self, url: str, *, is_given_up: Callable[[], bool]) -> PeerAddress:
+        """Return an allowed address of this server that answers, so that no later look-up can lead elsewhere.
+
+        Blocks for seconds at most.
+
+        Raises:
+            ConfigurationError: The URL is not that of a transport.
+            SourceRefusedError: No address of the server is allowed.
+            PeerUnreachableError: No allowed address answers, or the name cannot be resolved.
+        """
+        peer = PeerAddress.from_url(url)
+        found = _addresses_of(peer, is_given_up)
+        by_name = {
+            address
+            for name in self._names
+            for address in addresses_or_none(PeerAddress(host=name, port=peer.port), is_given_up)
+        }
+        allowed = [each for each in found if self._allows(each, by_name)]
+        if not allowed:
+            limits = "the loopback" if self._loopback_only else f"{[*map(str, self._networks or ()), *self._names]}"
+            raise SourceRefusedError(
+                f"expected a source within {limits}, got {[str(each) for each in found]}", peer=str(peer)
+            )
+        if peer.is_tls:
+            # The certificate names the host, and so proves that no later look-up led elsewhere.
+            return peer
+        addresses = [PeerAddress(host=str(each), port=peer.port) for each in allowed]
+        return addresses[0] if len(addresses) == 1 else _first_that_answers(addresses, peer)
+
+    def _allows(self, address: IPAddress, by_name: set[IPAddress]) -> bool:
+        if self._loopback_only and not address.is_loopback:
+            return False
+        if self._networks is None:
+            return True
+        return address in by_name or any(address in network for network in self._networks)
+
+
+def addresses_or_none(peer: PeerAddress, is_given_up: Callable[[], bool] = lambda: False) -> list[IPAddress]:
+    """Return the addresses of a host; none if its name cannot be resolved within seconds."""
+    with contextlib.suppress(PeerUnreachableError):
+        return _addresses_of(peer, is_given_up)
+    return []
+
+
+def _addresses_of(peer: PeerAddress, is_given_up: Callable[[], bool]) -> list[IPAddress]:
+    try:
+        found = look_up(peer, timeout_s=_LOOK_UP_S, is_given_up=is_given_up)
+    except PeerUnreachableError:
+        raise
+    except OSError as error:
+        raise PeerUnreachableError(f"nobody could be asked for {peer.host!r}: {error}", peer=str(peer)) from error
+    addresses: dict[IPAddress, None] = {}
+    for *_, (host, *_rest) in found:
+        address = ipaddress.ip_address(str(host))
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        addresses[mapped or address] = None
+    return list(addresses)[:_MAX_ADDRESSES]
+
+
+def _first_that_answers(addresses: Sequence[PeerAddress], peer: PeerAddress) -> PeerAddress:
+    failures = []
+    for address in addresses:
+        started_s = time.monotonic()
+        try:
+            with socket.create_connection((address.host, address.port), timeout=_CONNECT_S):
+                return address
+        except OSError as error:
+            failures.append(f"{address}: {type(error).__name__} after {time.monotonic() - started_s:.1f} s")
+    raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(peer))

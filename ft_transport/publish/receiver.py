@@ -1,16 +1,22 @@
-"""The receiving end of a publisher, inside an inference engine: the facade of the classes that pull weights."""
+"""The receiving end of a publisher, inside an inference engine: the facade of the classes that pull weights.
+
+The HTTP server has few connections, each closed after one request, and sends no error texts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Final
 
+import msgspec
 import torch
+from aiohttp import web
 
 from ft_transport.errors import (
     ConfigurationError,
@@ -20,22 +26,56 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.bind_address import advertised_url, bound_host, listen
-from ft_transport.http.client.fetch_settings import FetchHandle
-from ft_transport.http.peer_address import socket_address
-from ft_transport.http.server.access import HostCheck
+from ft_transport.http.peer_address import PeerAddress, socket_address
+from ft_transport.http.server.access import REFUSAL, HostCheck
+from ft_transport.http.server.app_server import AppServer, slot_of
+from ft_transport.http.server.connection_slots import ConnectionSlots
+from ft_transport.http.server.logs import PeerLog
 from ft_transport.keys import Keys
-from ft_transport.publish.allowed_sources import AllowedSources, SourceRefusedError, addresses_of_name
-from ft_transport.publish.engines.pull_order import Challenges, Order, Question, Reason, reached_by
+from ft_transport.publish.engines.pulling import (
+    MAX_VERSION_DIGITS,
+    REASONS,
+    ROUTE,
+    Challenges,
+    Order,
+    Question,
+    Reason,
+    reached_by,
+)
 from ft_transport.publish.order_queue import OrderQueue, OrderRefusedError
-from ft_transport.publish.order_server import Caller, OrderServer
-from ft_transport.publish.received_weights import ReceivedWeights, WeightsDifferError, WeightsUnusableError
+from ft_transport.publish.received_weights import (
+    AllowedSources,
+    ReceivedWeights,
+    SourceRefusedError,
+    WeightsDifferError,
+    WeightsUnusableError,
+    addresses_or_none,
+)
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration
 from ft_transport.tls import TLSFiles
 
 logger = logging.getLogger(__name__)
 
-_MAX_TOLD_CHARACTERS: Final = 2000
+_MAX_SHOWN_CHARACTERS: Final = 2000
+_MAX_REQUEST_BYTES: Final = 8 << 10
+_MAX_CONNECTIONS: Final = 64
+_MAX_ORDERS: Final = 32
+_KEEP_ALIVE_S: Final = 10.0
+_PATIENCE_S: Final = 10.0
+"""How long a slow fetch may go on while another order waits."""
+
+_REASONS: Final[Sequence[tuple[type[Exception], Reason]]] = (
+    (ConfigurationError, "malformed"),
+    (SourceRefusedError, "source_refused"),
+    (WeightsDifferError, "weights_differ"),
+    (WeightsUnusableError, "weights_unusable"),
+    (DeadlineExceededError, "too_slow"),
+    (PeerUnreachableError, "source_unreachable"),
+    (TransportError, "source_failed"),
+)
+_body_decoder: Final = msgspec.json.Decoder()
 
 
 class WeightReceiver:
@@ -58,7 +98,6 @@ class WeightReceiver:
         paused: Returns a context in which no forward pass reads the weights, entered on the receiver's own thread.
         host: Address to bind; ``None`` for all, or without a token for the loopback.
         port: Port to bind; 0 for any free one.
-        advertise: See ``TransportSettings``.
         token: The job token. Default: the environment's, as for ``TransportSettings``.
         reached_at: ``host:port`` of URLs by which publishers reach the receiver, besides its own addresses and the
             names that resolve to them here; such as that of a forwarded port.
@@ -66,8 +105,8 @@ class WeightReceiver:
             token, the loopback without one; this list narrows it.
         tls: Certificates for fetching versions, see ``TransportSettings``; the publisher's messages to this receiver do
             not use them.
-        timeout: Timeout for fetching a version.
-        patience: While another order waits, a fetch that receives less than 1 MiB/s over this time is ended.
+        timeout: Timeout for fetching a version. A fetch that receives less than 1 MiB/s over 10 seconds while another
+            order waits is ended earlier.
 
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.
@@ -80,25 +119,22 @@ class WeightReceiver:
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
         host: str | None = None,
         port: int = 0,
-        advertise: str | None = None,
         token: str | None = None,
         reached_at: Sequence[str] = (),
         sources: Sequence[str] | None = None,
         tls: TLSFiles | None = None,
         timeout: timedelta = timedelta(minutes=10),
-        patience: timedelta = timedelta(seconds=10),
     ) -> None:
-        for name, duration in (("timeout", timeout), ("patience", patience)):
-            check_duration(name, duration, at_least=timedelta.resolution)
+        check_duration("timeout", timeout, at_least=timedelta.resolution)
         keys = Keys.of(token) if token is not None else Keys.from_environment()
-        self._received = ReceivedWeights(weights, paused=paused, keys=keys, tls=tls, timeout=timeout)
         allowed = AllowedSources(sources, loopback_only=keys is None)
+        self._received = ReceivedWeights(weights, allowed, paused=paused, keys=keys, tls=tls, timeout=timeout)
         self._end = SafeEnd()
         host = bound_host(host, is_guarded=keys is not None, may_open=False)
         listening = listen(host, port)
         try:
             self.url = advertised_url(
-                advertise,
+                None,
                 bound=host,
                 port=listening.getsockname()[1],
                 # Publishers may use a name of the receiver that resolves to another address there.
@@ -106,10 +142,9 @@ class WeightReceiver:
                 reached_at=reached_at,
             )
             names = frozenset({reached_by(self.url), *(each.lower() for each in reached_at)})
-            orders = _Orders(self._received, allowed, keys, names=names, patience_s=patience.total_seconds())
             # Without a token the receiver listens only on the loopback.
             own_names = HostCheck([host or "", *names]) if keys is None else None
-            self._server = OrderServer(listening, orders, names=own_names)
+            self._server = _OrderServer(listening, self._received, keys, reached_at=names, names=own_names)
         except BaseException:
             listening.close()
             raise
@@ -135,121 +170,173 @@ class WeightReceiver:
         self.close()
 
 
-class _Orders:
-    """Checks the messages to a receiver, and answers them."""
+class _OrderServer:
+    """Answers requests on its own thread and event loop: few connections, each closed after one request.
+
+    Args:
+        listening: The listening socket; the server closes it at the end.
+        received: The engine's weights.
+        keys: The job's keys, if it has any.
+        reached_at: ``host:port`` of URLs by which publishers reach the receiver, besides its own addresses.
+        names: Host names that requests may name; ``None`` for any.
+    """
 
     def __init__(
         self,
+        listening: socket.socket,
         received: ReceivedWeights,
-        allowed: AllowedSources,
         keys: Keys | None,
         *,
-        names: frozenset[str],
-        patience_s: float,
+        reached_at: frozenset[str],
+        names: HostCheck | None,
     ) -> None:
         self._received = received
-        self._allowed = allowed
         self._keys = keys
+        self._reached_at = reached_at
         self._names = names
         self._challenges = Challenges(time.monotonic)
-        self._queue = OrderQueue(self._fetch, patience_s=patience_s)
+        self._queue = OrderQueue(
+            lambda order, handle: received.fetch(order.address, order.version, handle), patience_s=_PATIENCE_S
+        )
+        self._num_orders = 0
+        self._slots = ConnectionSlots(_MAX_CONNECTIONS, time.monotonic)
+        self._trouble = PeerLog(logger, time.monotonic)
+        self._server = AppServer(
+            listening=listening,
+            name="ft-transport-weights",
+            keep_alive_s=_KEEP_ALIVE_S,
+            slots=self._slots,
+            trouble=self._trouble,
+            # No client is a member: only the content of an order proves membership.
+            claims=lambda _address, _sent: False,
+            make_app=self._make_app,
+            end=self._queue.close,
+        )
+        self._server.start()
 
-    async def end(self) -> None:
-        """See `Answering`."""
-        await self._queue.close()
+    def close(self) -> None:
+        """Stop answering. May be called twice."""
+        self._server.stop()
+        self._server.join()
 
-    async def answer_question(self, query: Mapping[str, str], caller: Caller) -> Mapping[str, object] | Reason:
-        """See `Answering`."""
+    def _make_app(self) -> web.Application:
+        app = web.Application(middlewares=[_close_after, self._guard], client_max_size=_MAX_REQUEST_BYTES)
+        order_route = rf"{ROUTE}/{{version:\d{{1,{MAX_VERSION_DIGITS}}}}}"
+        app.add_routes([web.get(ROUTE, self._answer_question), web.post(order_route, self._answer_order)])
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self._names is not None and not self._names.has(request.headers.get("Host")):
+            self._trouble.note(logging.WARNING, slot_of(request).address, f"an order was refused: {REFUSAL}")
+            raise web.HTTPMisdirectedRequest(text=REFUSAL)
+        return await handler(request)
+
+    async def _answer_question(self, request: web.Request) -> web.Response:
         if self._keys is None:
-            return {"version": self._received.version}
-        question = Question.proved(self._keys, query)
+            return web.json_response({"version": self._received.version})
+        question = Question.proved(self._keys, request.query)
         if question is None:
-            return "unproved"
-        if not await self._is_own(question.reached, caller):
-            return "reached_elsewhere"
-        return question.answer(self._keys, self._received.version, self._challenges.issue())
+            return self._refusal("unproved", request)
+        if not await self._is_own(question.reached, request):
+            return self._refusal("reached_elsewhere", request)
+        return web.json_response(question.answer(self._keys, self._received.version, self._challenges.issue()))
 
-    async def answer_order(
-        self, version: int, body: object, caller: Caller
-    ) -> tuple[Mapping[str, object], Reason | None]:
-        """See `Answering`."""
-        read = Order.read(version, body)
+    async def _answer_order(self, request: web.Request) -> web.Response:
+        # A page in a browser may send any other type to another origin without a preflight (Fetch standard, 4.10).
+        if request.content_type != "application/json":
+            return self._refusal("malformed", request)
+        try:
+            # A slow client loses its slot.
+            body: object = _body_decoder.decode(await request.read())
+        except (*DECODE_ERRORS, web.HTTPRequestEntityTooLarge):
+            return self._refusal("malformed", request)
+        read = Order.read(int(request.match_info["version"]), body)
         if read is None:
-            return {"version": None, "reason": "malformed"}, "malformed"
-        order, signature = read
-        reason = await self._disbelief(order, signature, caller)
-        if reason is not None:
-            return {"version": None, "reason": reason}, reason
+            return self._refusal("malformed", request)
+        if self._num_orders >= _MAX_ORDERS:
+            return self._refusal("busy", request)
+        self._num_orders += 1
+        slot = slot_of(request)
+        try:
+            # The request waits for its turn, and for the weights.
+            self._slots.authenticated(slot)
+            with self._slots.serving(slot):
+                return await self._carry_out(*read, request)
+        finally:
+            self._num_orders -= 1
+
+    async def _carry_out(self, order: Order, signature: str, request: web.Request) -> web.Response:
+        if self._keys is not None:
+            if not order.is_proved(self._keys, signature):
+                return self._refusal("unproved", request)
+            if not await self._is_own(order.reached, request):
+                return self._refusal("reached_elsewhere", request)
+            if not self._challenges.use(order.challenge):
+                return self._refusal("unproved", request)
+        reason: Reason | None = None
         try:
             await self._queue.carry_out(order)
         except Exception as error:
             reason = _reason_of(error)
             is_own = reason in ("engine_failed", "weights_unusable") and not isinstance(error, TransportError)
-            logger.warning("version %d could not be received: %s", version, _told(error), exc_info=is_own)
-        return order.outcome(self._keys, version=self._received.version, reason=reason), reason
+            logger.warning("version %d could not be received: %s", order.version, _shown(error), exc_info=is_own)
+            if reason in ("malformed", "source_refused"):
+                self._log(reason, request)
+        outcome = order.outcome(self._keys, version=self._received.version, reason=reason)
+        return web.json_response(outcome, status=REASONS[reason][0] if reason is not None else 200)
 
-    async def _disbelief(self, order: Order, signature: str, caller: Caller) -> Reason | None:
-        if self._keys is None:
-            return None
-        if not order.is_proved(self._keys, signature):
-            return "unproved"
-        if not await self._is_own(order.reached, caller):
-            return "reached_elsewhere"
-        return None if self._challenges.use(order.challenge) else "unproved"
+    def _refusal(self, reason: Reason, request: web.Request) -> web.Response:
+        self._log(reason, request)
+        return web.json_response({"version": None, "reason": reason}, status=REASONS[reason][0])
 
-    async def _is_own(self, reached: str, caller: Caller) -> bool:
+    def _log(self, reason: Reason, request: web.Request) -> None:
+        remote = request.remote or "a peer that has gone"
+        self._trouble.note(logging.WARNING, remote, f"an order was refused: {REASONS[reason][1]}")
+
+    async def _is_own(self, reached: str, request: web.Request) -> bool:
         """Return whether this receiver has the address that a sender with the token used."""
-        if reached in self._names:
+        if reached in self._reached_at:
             return True
-        if not caller.reached:
+        transport = request.transport
+        sockname = transport.get_extra_info("sockname") if transport is not None else None
+        if not sockname:
             return False
-        own = socket_address(caller.reached)
+        own = socket_address(sockname)
         if reached == own:
             return True
         host, _, port = reached.rpartition(":")
         if not host or port != own.rpartition(":")[2] or host.startswith("["):
             return False
-        addresses = await asyncio.to_thread(addresses_of_name, host, int(port))
+        addresses = await asyncio.to_thread(addresses_or_none, PeerAddress(host=host, port=int(port)))
         return any(socket_address((str(each), port)) == own for each in addresses)
 
-    def _fetch(self, order: Order, handle: FetchHandle) -> None:
-        try:
-            source = self._allowed.choose(order.address, is_given_up=lambda: bool(handle.reason))
-            self._received.fetch(source, order.version, handle)
-        except TransportError as error:
-            if not handle.reason:
-                raise
-            # The fetch was cancelled here, which caused the error.
-            ended = DeadlineExceededError(handle.reason)
-            ended.destination_touched = error.destination_touched
-            raise ended from error
+
+@web.middleware
+async def _close_after(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Close the connection after each response, errors included, so that the limits count every request of a client."""
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        error.force_close()
+        raise
+    response.force_close()
+    return response
 
 
 def _reason_of(error: Exception) -> Reason:
-    match error:
-        case OrderRefusedError():
-            return error.reason
-        case ConfigurationError():
-            return "malformed"
-        case SourceRefusedError():
-            return "source_refused"
-        case WeightsDifferError():
-            return "weights_differ"
-        case WeightsUnusableError():
-            return "weights_unusable"
-        case DeadlineExceededError():
-            return "too_slow"
-        case FetchFailedError() if error.failures and isinstance(error.failures[-1], PeerUnreachableError):
-            return "source_unreachable"
-        case PeerUnreachableError():
-            return "source_unreachable"
-        case TransportError():
-            return "source_failed"
-        case _:
-            return "engine_failed"
+    if isinstance(error, OrderRefusedError):
+        return error.reason
+    if isinstance(error, FetchFailedError) and error.failures:
+        error = error.failures[-1] if isinstance(error.failures[-1], PeerUnreachableError) else error
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "engine_failed")
 
 
-def _told(error: Exception) -> str:
+def _shown(error: Exception) -> str:
     """Return an error as one printable line: it may contain text from a peer."""
-    text = f"{type(error).__name__}: {error}"[:_MAX_TOLD_CHARACTERS]
+    text = f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS]
     return "".join(each if each.isprintable() else " " for each in text)

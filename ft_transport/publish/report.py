@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+import msgspec
 from msgspec import Struct
 
-from ft_transport.telemetry.record import Transfer
-from ft_transport.telemetry.recorder import Recording
+from ft_transport.coordination.plain_values import from_json
+from ft_transport.coordination.ranks import RankGroup
+from ft_transport.coordination.store_channel import AT_ONCE, Pacing
+from ft_transport.errors import DeadlineExceededError, PublishError, RankGoneError
+from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.telemetry.metrics import Reading
 
 Outcome: TypeAlias = Literal[
     "pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed", "removed"
@@ -19,8 +30,14 @@ Outcome: TypeAlias = Literal[
 publisher was closed. ``removed``: the engine was removed meanwhile, and the policy ignores it."""
 Policy: TypeAlias = Literal["all", "quorum", "best_effort"]
 Verdict: TypeAlias = Literal["open", "good", "bad"]
-
 POLICIES: Final = ("all", "quorum", "best_effort")
+_LONGEST_PAUSE_S: Final = 0.25
+"""A thousand ranks may wait, and one process serves the store."""
+_NUM_REPORTS: Final = 256
+"""Number of versions whose reports are available; older reports are deleted."""
+_NUM_PUBLISHED: Final = 1000
+_MAX_ENGINES: Final = 100
+_CREDENTIALS: Final = re.compile(r"//[^/]*@")
 
 
 class EngineReport(Struct, frozen=True, kw_only=True):
@@ -129,15 +146,173 @@ def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     return "good" if num_confirmed >= num_needed else "open"
 
 
-def end_record(recording: Recording, notified: Future[PublishReport]) -> None:
-    """End the record of a publish: no engine is pending any more, or the publisher has given up."""
-    error = notified.exception() if not notified.cancelled() else None
-    if notified.cancelled() or error is not None:
-        recording.end("abandoned", error=error or "")
-        return
-    report = notified.result()
-    for each in report.engines:
-        recording.transfer(Transfer(peer=each.url, role="engine", num_bytes=0, length_s=each.seconds))
-    for failed in report.failed():
-        recording.retry(f"{failed.outcome}: {failed.body}", peer=failed.url)
-    recording.end("failed" if report.failed() else "ok", error="; ".join(each.url for each in report.failed()))
+_report_decoder: Final = msgspec.json.Decoder(PublishReport)
+
+
+class ReportStore:
+    """Reports by version. Only rank 0 posts; any thread of any rank may wait.
+
+    Args:
+        group: The ranks.
+        silence: Longest time without a heartbeat of rank 0 before a wait fails.
+    """
+
+    def __init__(self, group: RankGroup, silence: timedelta) -> None:
+        self._is_first = group.rank == 0
+        self._messages = group.messages("publish/reports", silence)
+        self._silence = silence
+        self._here: dict[int, PublishReport] = {}
+        self._changed = SafeCondition()
+
+    def post(self, report: PublishReport) -> None:
+        """Publish the report of a version that has a verdict; a later report of the version replaces it."""
+        with self._changed:
+            self._here[report.version] = report
+            old = list(self._here)[:-_NUM_REPORTS]
+            for version in old:
+                del self._here[version]
+            self._changed.notify_all()
+        if self._messages is not None:
+            for key in _keys(report.version)[: 1 + report.is_final]:
+                self._messages.post(key, msgspec.json.encode(report))
+            for key in [key for version in old for key in _keys(version)]:
+                self._messages.channel.remove(key, self._silence)
+
+    def tick(self) -> None:
+        """Post a heartbeat of rank 0."""
+        if self._messages is not None:
+            self._messages.beat()
+
+    def wait(self, version: int, timeout_s: float, *, is_final: bool) -> PublishReport:
+        """Wait for the report of a version.
+
+        Args:
+            version: The version.
+            timeout_s: How long to wait, in seconds.
+            is_final: Whether to wait until no engine is pending any more, and not only for the verdict.
+
+        Raises:
+            DeadlineExceededError: No report arrived within ``timeout_s``.
+            RankGoneError: Rank 0 posts no heartbeat, or the store does not answer.
+        """
+        if self._messages is None or self._is_first:
+            with self._changed:
+                if not self._changed.wait_for(
+                    lambda: version in self._here and self._here[version].is_final >= is_final, timeout=timeout_s
+                ):
+                    raise _late(version, timeout_s, self._here.get(version))
+                return self._here[version]
+        messages, key = self._messages, _keys(version)[is_final]
+        deadline_s = time.monotonic() + timeout_s
+        (found,) = messages.wait({0: key}, deadline_s=deadline_s, pacing=Pacing(_LONGEST_PAUSE_S))
+        if found is not None:
+            return from_json(messages.opened(key, found), _report_decoder)
+        if time.monotonic() <= deadline_s:
+            raise RankGoneError(
+                f"expected rank 0, which tells the engines of version {version}, to show that it is alive; it has not "
+                f"for {self._silence.total_seconds():g} s",
+                ranks=(0,),
+            )
+        key = _keys(version)[0]
+        known = messages.channel.get([key], AT_ONCE)
+        raise _late(
+            version,
+            timeout_s,
+            from_json(messages.opened(key, known[0]), _report_decoder) if known is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PublishHandle:
+    """A version on disk, of which engines are being notified. Any thread of any rank may wait for the outcome.
+
+    Attributes:
+        version: Its number.
+        directory: Directory of the version.
+    """
+
+    version: int
+    directory: Path
+    _reports: ReportStore
+    _timeout_s: float
+
+    def result(self, timeout: timedelta | None = None) -> PublishReport:
+        """Wait until the policy is met, or no longer can be; slower engines may still be pending then.
+
+        Args:
+            timeout: How long to wait. Default: a little longer than the engines' deadline.
+
+        Raises:
+            PublishError: The policy cannot be met; names the engines, with status and body of a refusal. ``report`` has
+                all.
+            DeadlineExceededError: No verdict arrived in time.
+            RankGoneError: Rank 0, which notifies the engines, exited.
+        """
+        report = self._reports.wait(self.version, self._seconds(timeout), is_final=False)
+        if report.verdict == "bad":
+            error = PublishError(f"expected engines to use version {report.version}; {report}")
+            error.report = report
+            raise error
+        return report
+
+    def report(self, timeout: timedelta | None = None) -> PublishReport:
+        """Wait until no engine is pending any more; raises as `result`, but no PublishError."""
+        return self._reports.wait(self.version, self._seconds(timeout), is_final=True)
+
+    def _seconds(self, timeout: timedelta | None) -> float:
+        return self._timeout_s if timeout is None else timeout.total_seconds()
+
+
+def _keys(version: int) -> tuple[str, str]:
+    """Return the keys of the report with the verdict, and of the final report."""
+    return f"report/{version}/decided", f"report/{version}/final"
+
+
+def _late(version: int, timeout_s: float, report: PublishReport | None) -> DeadlineExceededError:
+    known = f"; so far: {report}" if report is not None else ""
+    return DeadlineExceededError(f"expected to hear of version {version} within {timeout_s:g} s{known}")
+
+
+class EngineLag:
+    """Compares the engines' versions with the published ones. Thread-safe.
+
+    Args:
+        states: Returns the states of the engines.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, states: Callable[[], Sequence[EngineState]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._states = states
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._published: deque[tuple[int, float]] = deque(maxlen=_NUM_PUBLISHED)
+
+    def published(self, version: int) -> None:
+        """Record a published version, greater than every earlier one."""
+        with self._mutex:
+            self._published.append((version, self._clock()))
+
+    def readings(self) -> Iterator[Reading]:
+        """See ``telemetry.metrics.Source``. Only the first hundred engines have readings of their own."""
+        states, now_s = self._states(), self._clock()
+        with self._mutex:
+            published = tuple(self._published)
+        yield Reading("engines", len(states))
+        yield Reading("published_version", published[-1][0] if published else None)
+        if not states:
+            for name in ("engine_version", "engine_lag_versions", "engine_lag_seconds"):
+                yield Reading(name, None)
+        for state in states[:_MAX_ENGINES]:
+            version = state.version if state.version is not None else -1
+            missing = [since_s for number, since_s in published if number > version]
+            labels = (_shown(state.url),)
+            yield Reading("engine_version", version, labels)
+            yield Reading("engine_lag_versions", len(missing), labels)
+            yield Reading("engine_lag_seconds", now_s - missing[0] if missing else 0.0, labels)
+
+
+def _shown(url: str) -> str:
+    """Return a URL without its user part, which may contain a password."""
+    return _CREDENTIALS.sub("//", url, count=1)

@@ -119,8 +119,8 @@ import sys, threading, torch
 from datetime import timedelta
 from pathlib import Path
 from ft_transport import DeltaDirectory, Publisher, PublishError
-from ft_transport.publish import daemon_threads, delta_directory
-daemon_threads._EXIT_S = 0.2
+from ft_transport.publish import delta_directory
+delta_directory._EXIT_S = 0.2
 delta_directory.copy_file = lambda *_args, **_more: threading.Event().wait()
 root = Path(sys.argv[1])
 publisher = Publisher([DeltaDirectory(root / "bucket")], root / "versions", engine_timeout=timedelta(seconds=0.3))

@@ -35,7 +35,8 @@ from ft_transport import (
 from ft_transport.http.bind_address import can_bind
 from ft_transport.http.server import connection_slots
 from ft_transport.keys import Keys
-from ft_transport.publish.engines.pull_order import Order, Question, reached_by
+from ft_transport.publish import receiver as receiver_module
+from ft_transport.publish.engines.pulling import Order, Question, reached_by
 
 SOON = timedelta(seconds=30)
 TOKEN = "a-secret-of-this-job"
@@ -72,7 +73,7 @@ def signed_order(receiver: WeightReceiver, version: int, address: str) -> tuple[
     assert status == 200
     known = question.accepted(keys, said)
     assert known is not None
-    made = Order(version=version, address=address, reached=question.reached, challenge=known.challenge)
+    made = Order(version=version, address=address, reached=question.reached, challenge=known[1])
     return f"{receiver.url}/weights/{version}", made.body(keys)
 
 
@@ -308,7 +309,7 @@ class TestWhoHoldsUp:
             assert torch.equal(own["layer"], weights(1.0)["layer"])
 
     @pytest.mark.parametrize("how", ["silent", "trickling head", "trickling data"])
-    def test_a_source_that_stalls_gives_way_to_another(self, how: str) -> None:
+    def test_a_source_that_stalls_gives_way_to_another(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         own = weights()
         with ExitStack() as stack:
             source = stack.enter_context(transport(1, 1.0))
@@ -329,9 +330,8 @@ class TestWhoHoldsUp:
 
                 port = stack.enter_context(scripted(stall))
                 stalling, is_under_way = f"http://127.0.0.1:{port}/checkpoint/", asked.is_set
-            receiver = stack.enter_context(
-                WeightReceiver(own, host="127.0.0.1", patience=timedelta(seconds=0.5), timeout=SOON)
-            )
+            monkeypatch.setattr(receiver_module, "_PATIENCE_S", 0.5)
+            receiver = stack.enter_context(WeightReceiver(own, host="127.0.0.1", timeout=SOON))
             outcomes: list[Answer] = []
             ordering = threading.Thread(target=lambda: outcomes.append(order(receiver, 7, stalling)))
             ordering.start()
@@ -343,15 +343,14 @@ class TestWhoHoldsUp:
             assert outcomes == [(500, {"version": None, "reason": "too_slow"})]
             assert torch.equal(own["layer"], weights(1.0)["layer"])
 
-    def test_weights_of_which_a_part_had_landed_are_no_version(self) -> None:
+    def test_weights_of_which_a_part_had_landed_are_no_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         own = weights()
         with ExitStack() as stack:
             source = stack.enter_context(transport(1, 1.0))
             slow = stack.enter_context(transport(7, 7.0, chunk_bytes=64 << 10))
             proxy = stack.enter_context(proxied(urlsplit(slow.metadata()).port or 0))
-            receiver = stack.enter_context(
-                WeightReceiver(own, host="127.0.0.1", patience=timedelta(seconds=0.5), timeout=SOON)
-            )
+            monkeypatch.setattr(receiver_module, "_PATIENCE_S", 0.5)
+            receiver = stack.enter_context(WeightReceiver(own, host="127.0.0.1", timeout=SOON))
             assert order(receiver, 1, source.metadata()) == (200, {"version": 1})
             proxy.inject(trickle(160 << 10, pause_s=0.02), on="/full", times=99)
             ordering = threading.Thread(target=lambda: order(receiver, 7, proxy.url))

@@ -18,8 +18,8 @@ from typing import Final
 from safetensors import SafetensorError
 
 from ft_transport.errors import EngineRefusedError
+from ft_transport.publish.adapter import MODULE_FEATURES, features_in
 from ft_transport.publish.engines.engine import Delivery, Engine, EngineConnection
-from ft_transport.publish.peft_config import MODULE_FEATURES, features_in
 
 _DIRECTORY: Final = re.compile(r"version-(0|[1-9][0-9]*)")
 
@@ -106,23 +106,6 @@ async def adapters_served(connection: EngineConnection) -> dict[str, str]:
     return served
 
 
-def adapter_confirmed(served: Mapping[str, str], name: str, delivery: Delivery, url: str) -> int:
-    """Return the version that an engine serves under a name.
-
-    Raises:
-        EngineRefusedError: The engine serves no adapter under the name, or one that was not published.
-    """
-    root = served.get(name, "")
-    version = version_in(root)
-    if version is None or Path(root).parent != delivery.directory.parent:
-        raise EngineRefusedError(
-            f"expected the adapter {name!r}, loaded from {delivery.directory}, among those that the engine serves; it "
-            f"serves {served or 'none'}",
-            peer=url,
-        )
-    return version
-
-
 async def adapter_served(connection: EngineConnection, template: str, newest: Delivery) -> int | None:
     """Return the newest version among the adapters that an engine serves under their names, ``None`` without any.
 
@@ -168,12 +151,19 @@ async def deliver_adapter(
         await load(name, name in served)
     # The earlier list is outdated: the engine may have loaded an adapter whose delivery was late and given up.
     served = await adapters_served(connection)
-    version = adapter_confirmed(served, name, delivery, connection.url)
-    if unload is None:
-        return version
-    older = {old: served[old] for old in older_names(template, served, version)}
-    replaced = _replaced_before(older, delivery, unload_after)
-    connection.afterwards(_unload(connection, {old: version_in(older[old]) for old in replaced}, unload))
+    root = served.get(name, "")
+    version = version_in(root)
+    if version is None or Path(root).parent != delivery.directory.parent:
+        raise EngineRefusedError(
+            f"expected the adapter {name!r}, loaded from {delivery.directory}, among those that the engine serves; it "
+            f"serves {served or 'none'}",
+            peer=connection.url,
+        )
+
+    if unload is not None:
+        older = {old: served[old] for old in older_names(template, served, version)}
+        replaced = _replaced_before(older, delivery, unload_after)
+        connection.afterwards(_unload(connection, {old: version_in(older[old]) for old in replaced}, unload))
     return version
 
 
@@ -198,4 +188,5 @@ async def _unload(
     for name, version in older.items():
         with suppress(EngineRefusedError):  # Costs the engine memory; the next version retries it.
             await unload(name)
-            connection.unloaded(version)
+            if version is not None:
+                connection.serving.discard(version)

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -18,7 +18,6 @@ import aiohttp
 from ft_transport.errors import ConfigurationError, EngineRefusedError, EngineUnreachableError, escape_peer_text
 
 logger = logging.getLogger(__name__)
-
 _MAX_BODY_BYTES: Final = 1 << 20
 _MAX_SHOWN_CHARACTERS: Final = 2000
 _RESUME_TIMEOUT_S: Final = 30.0
@@ -26,13 +25,14 @@ _RESUME_PAUSE_S: Final = 0.2
 _REFUSAL_BODY_S: Final = 2.0
 NO_ROUTE: Final = (404, 405)
 """Statuses of a route that an engine does not have."""
-
 Kind = Literal["adapter", "weights"]
-
 LEFT_PAUSED: Final = (
     "the engine stays paused, because its weights may be half replaced: the next version that arrives whole resumes "
     "it, or is refused as well, and the engine has to be restarted"
 )
+_afterwards: Final[set[asyncio.Task[None]]] = set()
+"""The loop itself refers to a task only weakly."""
+_MAX_DIGITS: Final = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +89,51 @@ class Answer:
         )
 
 
+@dataclass(slots=True, eq=False)
+class Link:
+    """State of an engine that survives its removal from a publisher.
+
+    Attributes:
+        mutex: Serialises deliveries and polls.
+        asking: The poll that holds the mutex; a delivery ends it.
+        unfinished: Tasks besides the attempts, such as resuming the engine.
+        is_left_paused: Whether the engine was left paused, because its weights may be half replaced.
+        is_in_doubt: Whether an update of its weights has begun since it last confirmed a version.
+    """
+
+    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asking: asyncio.Future[Any] | None = None
+    unfinished: set[asyncio.Task[None]] = field(default_factory=set)
+    is_left_paused: bool = False
+    is_in_doubt: bool = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a delivery, a poll or another task uses the engine."""
+        return self.mutex.locked() or bool(self.unfinished)
+
+
 class EngineConnection:
     """HTTP with one engine. Used on one event loop.
 
     Args:
         session: A session without timeouts: every wait has its own deadline.
-        url: Base URL of the engine.
-        headers: Sent with each request.
+        engine: The engine; provides the base URL, and the headers of each request.
+        link: The engine's state that survives its removal.
+        serving: Versions that the engine has reported to serve; changed here.
 
     Attributes:
         url: Base URL of the engine.
-        unfinished: Tasks besides the attempts, such as resuming.
+        link: The engine's state that survives its removal.
         serving: Versions that the engine has reported to serve.
-        is_left_paused: Whether the engine was left paused, because its weights may be half replaced.
-        is_in_doubt: Whether an update of its weights has begun since it last confirmed a version.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
-        self.url = url
+    def __init__(self, session: aiohttp.ClientSession, engine: Engine, link: Link, serving: set[int]) -> None:
+        self.url = engine.url
+        self.link = link
+        self.serving = serving
         self._session = session
-        self._headers = dict(headers)
-        self.unfinished: set[asyncio.Task[None]] = set()
-        self.serving: set[int] = set()
-        self.is_left_paused = False
-        self.is_in_doubt = False
+        self._headers = dict(engine.headers)
 
     async def get(self, path: str, **params: str) -> Answer:
         """Send a GET request.
@@ -159,24 +180,19 @@ class EngineConnection:
         try:
             yield
             await resume()
-            self.is_left_paused = False
+            self.link.is_left_paused = False
         except _NotPausedError:
             raise
         except BaseException as error:
-            if self.is_left_paused:
+            if self.link.is_left_paused:
                 if isinstance(error, EngineRefusedError):
                     error.body = f"{error.body}; {LEFT_PAUSED}"
                 raise
             # A task of its own: only the next attempt waits for it, not the caller that waits for the outcome.
             task = asyncio.get_running_loop().create_task(self._resume_late(resume))
-            self.unfinished.add(task)
-            task.add_done_callback(self.unfinished.discard)
+            self.link.unfinished.add(task)
+            task.add_done_callback(self.link.unfinished.discard)
             raise
-
-    def unloaded(self, version: int | None) -> None:
-        """Record that the engine no longer serves a version."""
-        if version is not None:
-            self.serving.discard(version)
 
     def afterwards(self, work: Coroutine[Any, Any, None]) -> None:
         """Start background work; it is cancelled when the publisher is closed."""
@@ -200,10 +216,10 @@ class EngineConnection:
                 meanwhile: the first request after a resume would crash the engine
                 (vllm/model_executor/model_loader/reload/layerwise.py).
         """
-        self.is_in_doubt = True
-        self.is_left_paused = stays_paused
+        self.link.is_in_doubt = True
+        self.link.is_left_paused = stays_paused
         yield
-        self.is_left_paused = False
+        self.link.is_left_paused = False
 
     async def _resume_late(self, resume: Callable[[], Awaitable[object]]) -> None:
         deadline_s = time.monotonic() + _RESUME_TIMEOUT_S
@@ -244,10 +260,6 @@ class EngineConnection:
         if answer.status >= 300:
             raise answer.refusal("expected the engine to do it")
         return answer
-
-
-_afterwards: Final[set[asyncio.Task[None]]] = set()
-"""The loop itself refers to a task only weakly."""
 
 
 class _NotPausedError(EngineRefusedError):
@@ -321,3 +333,28 @@ def checked_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigurationError(f"expected the base URL of an engine, http://host:port, got {url!r}")
     return url.rstrip("/")
+
+
+def weight_version(answer: Answer) -> int | None:
+    """Return the version in an answer, ``None`` if it is not a published one, as before the first.
+
+    Raises:
+        EngineRefusedError: The answer is not JSON.
+    """
+    fields = answer.json()
+    version = fields.get("weight_version") if isinstance(fields, dict) else None
+    if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
+        return None
+    return int(version)
+
+
+def confirmed_weight_version(answer: Answer, expected: int) -> int:
+    """Return the version in an answer.
+
+    Raises:
+        EngineRefusedError: The answer has no published version.
+    """
+    version = weight_version(answer)
+    if version is None:
+        raise answer.refusal(f"expected weight_version {expected}")
+    return version

@@ -1,21 +1,73 @@
 """An engine that pulls weights over HTTP from the publisher's own transport, without a shared disk.
 
 The publisher sends it the address of a version (``POST /weights/{version}``); the engine's ``WeightReceiver`` fetches
-the changes and answers with the version that it then uses. ``GET /weights`` returns the current version. ``pull_order``
-defines the messages.
+the changes and answers with the version that it then uses. ``GET /weights`` returns the current version.
+
+The publisher asks for the receiver's version, and gets a challenge with the answer. The order to fetch a version
+repeats the challenge, so that the order counts once; the outcome names it as well. Each of the four messages is signed
+with the job's key over its whole content and over the address at which the publisher reaches the receiver: a message
+that is forwarded to another receiver, or replayed, proves nothing. The token itself is never sent. A job without a
+token sends the same messages without signatures and challenges.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, Final, TypeAlias
+from urllib.parse import urlsplit
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError
+from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE, Keys
-from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection, checked_url
-from ft_transport.publish.engines.pull_order import MEANING, ROUTE, Order, Outcome, Question, Reason, Status
+from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
+from ft_transport.wire.signing import Key, is_equal
+
+ROUTE: Final = "/weights"
+MAX_VERSION_DIGITS: Final = 18
+Reason: TypeAlias = str
+"""A key of `REASONS`."""
+REASONS: Final[Mapping[Reason, tuple[int, str]]] = {
+    "malformed": (400, "expected an order of this package's publisher"),
+    "unproved": (
+        401,
+        "expected a proof of the job token (FT_TRANSPORT_TOKEN): the publisher has none or another one, or the order "
+        "was changed, too old or sent twice",
+    ),
+    "reached_elsewhere": (
+        403,
+        "the order was made for another address than the receiver's own; where an address is translated on the way, "
+        "name it in WeightReceiver.reached_at",
+    ),
+    "stale": (409, "the receiver has a later version of the same source, or has begun one"),
+    "superseded": (409, "a later order of the same source came before its turn"),
+    "busy": (503, "orders of too many sources wait for their turn"),
+    "source_refused": (
+        403,
+        "the receiver may not fetch from the publisher's address: without a job token from the loopback alone, else "
+        "from WeightReceiver.sources",
+    ),
+    "source_unreachable": (500, "the receiver cannot reach the publisher's transport"),
+    "source_failed": (500, "the publisher's transport did not deliver the version whole and proved"),
+    "too_slow": (500, "the weights did not come in time, or so slowly that another order went first"),
+    "weights_differ": (500, "the engine has other weights (names, shapes, dtypes or ties) than the version"),
+    "weights_unusable": (500, "the engine has weights that cannot be received into"),
+    "engine_failed": (500, "the engine's own code or its device failed"),
+    "closing": (503, "the receiver is being closed"),
+}
+"""Why a receiver does not have a version: the HTTP status of the answer, and the meaning. It reports nothing else about
+an error: the sender of an order could otherwise read data that only the receiver can reach."""
+CHALLENGE_S: Final = 30.0
+_MAX_USED: Final = 4096
+_NONCE_BYTES: Final = 16
+_NONCE: Final = re.compile(f"[0-9a-f]{{{2 * _NONCE_BYTES}}}", re.ASCII)
+_CHALLENGE: Final = re.compile(f"([0-9a-f]{{1,16}})-([0-9a-f]{{{2 * _NONCE_BYTES}}})-([0-9a-f]{{64}})", re.ASCII)
+_MAX_TEXT: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +97,8 @@ class PullingEngine:
             raise EngineRefusedError("expected a publisher that serves versions, pass it a transport", peer=self.url)
         address = await delivery.address()
         question = Question.of(self.url)
-        status = await self._status(connection, question)
-        order = Order(version=delivery.version, address=address, reached=question.reached, challenge=status.challenge)
+        _, challenge = await self._status(connection, question)
+        order = Order(version=delivery.version, address=address, reached=question.reached, challenge=challenge)
         with connection.replacing(stays_paused=False):
             try:
                 answer = await connection.post(f"{ROUTE}/{delivery.version}", order.body(self._keys))
@@ -65,15 +117,18 @@ class PullingEngine:
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
         """See `PolledEngine`."""
         del newest
-        return (await self._status(connection, Question.of(self.url))).version
+        version, _ = await self._status(connection, Question.of(self.url))
+        return version
 
-    async def _status(self, connection: EngineConnection, question: Question) -> Status:
+    async def _status(self, connection: EngineConnection, question: Question) -> tuple[int | None, str]:
+        """Return the receiver's version, and the challenge for one order."""
         try:
             answer = await connection.get(ROUTE, **question.query(self._keys))
         except EngineRefusedError as error:
             raise self._refusal(error, None) from error
         if self._keys is None:
-            return Status(version=_version(answer), challenge="")
+            version = _fields(answer.json()).get("version")
+            return version if isinstance(version, int) else None, ""
         status = question.accepted(self._keys, answer.json())
         if status is None:
             text = f"expected the job token: the receiver has not proved that it knows it ({TOKEN_VARIABLE})"
@@ -90,17 +145,208 @@ class PullingEngine:
         if outcome is None or outcome.reason is None:
             return error
         known = f"; it has version {outcome.version}" if outcome.version is not None else ""
-        meaning = f"{MEANING[outcome.reason]} ({outcome.reason}{known}); the log of the receiver says more"
+        meaning = f"{REASONS[outcome.reason][1]} ({outcome.reason}{known}); the log of the receiver says more"
         return EngineRefusedError(meaning, status=error.status, body=meaning, request=error.request, peer=self.url)
 
 
 def _claimed(said: object) -> Outcome | None:
     """Parse a refusal without a proof, such as any refusal before the token was proved."""
-    reason: Reason | None = said.get("reason") if isinstance(said, dict) else None
-    return Outcome(version=None, reason=reason) if reason in get_args(Reason) else None
+    reason = _text(_fields(said).get("reason"))
+    return Outcome(version=None, reason=reason) if reason in REASONS else None
 
 
-def _version(answer: Answer) -> int | None:
-    fields = answer.json()
-    version = fields.get("version") if isinstance(fields, dict) else None
-    return version if isinstance(version, int) else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Asks which version the receiver has.
+
+    Attributes:
+        nonce: Random, hexadecimal.
+        reached: ``host:port`` at which the publisher reaches the receiver.
+    """
+
+    nonce: str
+    reached: str
+
+    @classmethod
+    def of(cls, url: str) -> Question:
+        """Return a question with a new nonce, for the receiver at this URL."""
+        return cls(nonce=secrets.token_hex(_NONCE_BYTES), reached=reached_by(url))
+
+    def query(self, keys: Keys | None) -> dict[str, str]:
+        """Return the parameters of the request; none without a key."""
+        if keys is None:
+            return {}
+        signature = keys.sign("weights question", *_bytes(self.nonce, self.reached))
+        return {"nonce": self.nonce, "reached": self.reached, "signature": signature}
+
+    @classmethod
+    def proved(cls, keys: Keys, query: Mapping[str, str]) -> Question | None:
+        """Parse the output of `query` with one of these keys; return ``None`` for anything else."""
+        nonce, reached = query.get("nonce", ""), query.get("reached", "")
+        if not _NONCE.fullmatch(nonce) or len(reached) > _MAX_TEXT:
+            return None
+        is_proved = keys.verifies(query.get("signature"), "weights question", *_bytes(nonce, reached))
+        return cls(nonce=nonce, reached=reached) if is_proved else None
+
+    def answer(self, keys: Keys, version: int | None, challenge: str) -> dict[str, object]:
+        """Return the receiver's answer."""
+        signature = keys.sign("weights answer", *_bytes(self.nonce, self.reached, version, challenge))
+        return {"version": version, "challenge": challenge, "proof": signature}
+
+    def accepted(self, keys: Keys, answer: object) -> tuple[int | None, str] | None:
+        """Return version and challenge in the output of `answer`; ``None`` if the receiver has not proved the key."""
+        fields = _fields(answer)
+        version, challenge = fields.get("version"), fields.get("challenge")
+        if not _is_version(version) or not isinstance(challenge, str):
+            return None
+        parts = _bytes(self.nonce, self.reached, version, challenge)
+        if not keys.verifies(_text(fields.get("proof")), "weights answer", *parts):
+            return None
+        return version, challenge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Orders a receiver to fetch a version.
+
+    Attributes:
+        version: The version.
+        address: URL of the transport that serves the version.
+        reached: As in `Question`.
+        challenge: The receiver's challenge; empty without a key.
+    """
+
+    version: int
+    address: str
+    reached: str = ""
+    challenge: str = ""
+
+    def body(self, keys: Keys | None) -> dict[str, object]:
+        """Return the JSON body of the request; the path carries the version."""
+        if keys is None:
+            return {"address": self.address}
+        return {
+            "address": self.address,
+            "reached": self.reached,
+            "challenge": self.challenge,
+            "signature": keys.sign("weights order", *self._signed()),
+        }
+
+    @classmethod
+    def read(cls, version: int, body: object) -> tuple[Order, str] | None:
+        """Parse the output of `body` into the order and its signature, for `is_proved`; return ``None`` otherwise."""
+        fields = _fields(body)
+        texts = [_text(fields.get(name, "")) for name in ("address", "reached", "challenge", "signature")]
+        if None in texts or not texts[0]:
+            return None
+        address, reached, challenge, signature = (text or "" for text in texts)
+        return cls(version=version, address=address, reached=reached, challenge=challenge), signature
+
+    def is_proved(self, keys: Keys, signature: str) -> bool:
+        """Return whether the signature was made with one of these keys."""
+        return keys.verifies(signature, "weights order", *self._signed())
+
+    def outcome(self, keys: Keys | None, *, version: int | None, reason: Reason | None) -> dict[str, object]:
+        """Return the JSON body of the answer.
+
+        Args:
+            keys: The job's keys.
+            version: The version that the receiver has now.
+            reason: Why that is not the ordered version.
+        """
+        said: dict[str, object] = {"version": version} | ({"reason": reason} if reason is not None else {})
+        if keys is not None and self.challenge:
+            said["proof"] = keys.sign("weights outcome", *self._signed(), *_bytes(version, reason))
+        return said
+
+    def accepted(self, keys: Keys | None, answer: object) -> Outcome | None:
+        """Parse the output of `outcome`; return ``None`` for anything else, and without a valid proof."""
+        fields = _fields(answer)
+        version, reason = fields.get("version"), fields.get("reason")
+        if not _is_version(version) or not (reason is None or _text(reason) in REASONS):
+            return None
+        if keys is not None:
+            parts = (*self._signed(), *_bytes(version, reason))
+            if not keys.verifies(_text(fields.get("proof")), "weights outcome", *parts):
+                return None
+        return Outcome(version=version, reason=reason)
+
+    def _signed(self) -> tuple[bytes, ...]:
+        return _bytes(self.challenge, self.reached, self.version, self.address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The outcome of an order.
+
+    Attributes:
+        version: The version that the receiver has now, if any.
+        reason: Why that is not the ordered version.
+    """
+
+    version: int | None
+    reason: Reason | None
+
+
+class Challenges:
+    """The challenges that a receiver issued. Each is valid once, for `CHALLENGE_S`. Used on one thread.
+
+    Remembers used challenges, not issued ones, so endless requests take no memory.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._key = Key.of(secrets.token_bytes(32))
+        self._used: dict[str, int] = {}
+
+    def issue(self) -> str:
+        """Return a new challenge."""
+        until_ms, nonce = int((self._clock() + CHALLENGE_S) * 1000), secrets.token_hex(_NONCE_BYTES)
+        return f"{until_ms:x}-{nonce}-{self._mac(until_ms, nonce)}"
+
+    def use(self, challenge: str) -> bool:
+        """Return whether a challenge is from here, not expired and not used before. Called for signed orders."""
+        found = _CHALLENGE.fullmatch(challenge)
+        if found is None:
+            return False
+        until_ms, nonce = int(found[1], 16), found[2]
+        now_ms = int(self._clock() * 1000)
+        if not is_equal(found[3], self._mac(until_ms, nonce)) or until_ms <= now_ms:
+            return False
+        self._used = {each: end_ms for each, end_ms in self._used.items() if end_ms > now_ms}
+        if nonce in self._used or len(self._used) >= _MAX_USED:
+            return False
+        self._used[nonce] = until_ms
+        return True
+
+    def _mac(self, until_ms: int, nonce: str) -> str:
+        return self._key.mac("challenge", *_bytes(until_ms, nonce)).hex()
+
+
+def reached_by(url: str) -> str:
+    """Return the ``host:port`` of a URL, in one form for each address."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").lower()
+    port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
+    with contextlib.suppress(ValueError):
+        host = str(ipaddress.ip_address(host))
+    return str(PeerAddress(host=host, port=port))
+
+
+def _fields(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_version(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and len(value) <= _MAX_TEXT else None
+
+
+def _bytes(*parts: object) -> tuple[bytes, ...]:
+    return tuple(str(part).encode("utf-8", "surrogateescape") for part in parts)

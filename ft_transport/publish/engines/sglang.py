@@ -13,10 +13,17 @@ from datetime import timedelta
 from typing import ClassVar, Final, Literal
 
 from ft_transport.errors import EngineRefusedError
+from ft_transport.publish.adapter import MODULE_FEATURES
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
-from ft_transport.publish.engines.engine import NO_ROUTE, Answer, Delivery, EngineConnection, checked_url
-from ft_transport.publish.engines.weight_version import confirmed_weight_version, weight_version
-from ft_transport.publish.peft_config import MODULE_FEATURES
+from ft_transport.publish.engines.engine import (
+    NO_ROUTE,
+    Answer,
+    Delivery,
+    EngineConnection,
+    checked_url,
+    confirmed_weight_version,
+    weight_version,
+)
 from ft_transport.settings import check_duration
 
 _MODEL_INFO: Final = ("/model_info", "/get_model_info")

@@ -15,16 +15,20 @@ from typing import ClassVar, Final, Literal, TypeAlias
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
-from ft_transport.publish.engines.engine import NO_ROUTE, Delivery, EngineConnection, checked_url
-from ft_transport.publish.engines.weight_version import confirmed_weight_version, weight_version
+from ft_transport.publish.engines.engine import (
+    NO_ROUTE,
+    Delivery,
+    EngineConnection,
+    checked_url,
+    confirmed_weight_version,
+    weight_version,
+)
 
 _ADVICE: Final = (
     "vLLM takes all weights only where it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a "
     "LoRAAdapter"
 )
-
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
-
 _RESTART: Final = (
     "vLLM keeps of a refused update what it has read, and has refused the one after it as well: restart this engine"
 )
@@ -62,6 +66,10 @@ class VLLMEngine:
         """See `Engine`."""
         if delivery.kind == "weights":
             return await self._update(connection, delivery)
+        return await self._load(connection, delivery)
+
+    async def _load(self, connection: EngineConnection, delivery: Delivery) -> int:
+        """Load an adapter."""
         path = str(delivery.directory)
         return await deliver_adapter(
             connection,
@@ -78,16 +86,16 @@ class VLLMEngine:
         if newest.kind == "adapter":
             return await adapter_served(connection, self.lora_name, newest)
         version = weight_version(await connection.get("/weight_info"))
-        if connection.is_left_paused:
+        if connection.link.is_left_paused:
             # A restarted process is not paused.
-            connection.is_left_paused = await self._is_paused(connection)
+            connection.link.is_left_paused = await self._is_paused(connection)
         return version
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         if await self._is_paused(connection):
             # A trainer that exited may have left the engine paused in the middle of an update.
-            connection.is_left_paused = True
-        was_left_paused = connection.is_left_paused
+            connection.link.is_left_paused = True
+        was_left_paused = connection.link.is_left_paused
         async with connection.resuming(lambda: connection.post("/resume")):
             await connection.pause("/pause", advice=_ADVICE, mode=self.pause, clear_cache="true")
             with connection.replacing(stays_paused=True):
@@ -167,3 +175,29 @@ class VLLMEngine:
             if is_repeated:
                 error.body = f"{error.body}; {_RESTART}"
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class SkyRLEngine(VLLMEngine):
+    """An inference server of SkyRL: vLLM with a route that loads an adapter in place.
+
+    ``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py, 0.3.0)
+    replaces the adapter that is loaded under the name; https://github.com/NovaSky-AI/SkyRL. The server's other routes
+    are vLLM's. SkyRL itself sends weights by NCCL and CUDA IPC, and since 0.3.0, in no release, as checkpoint deltas
+    (``/fetch_weights``): dense patches on top of the server's initial model, without an anchor.
+
+    Attributes:
+        lora_name: Name by which requests select the adapter.
+    """
+
+    lora_name: str = "skyrl-lora"
+
+    async def _load(self, connection: EngineConnection, delivery: Delivery) -> int:
+        async def load(name: str, _is_taken: bool) -> None:
+            body = {"lora_name": name, "lora_path": str(delivery.directory)}
+            answer = await connection.post("/skyrl/v1/load_lora_adapter", body)
+            fields = answer.json()
+            if not isinstance(fields, dict) or fields.get("status") != "ok":
+                raise answer.refusal("expected the status ok")
+
+        return await deliver_adapter(connection, delivery, self.lora_name, load)

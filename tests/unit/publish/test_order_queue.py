@@ -11,7 +11,7 @@ import pytest
 
 from ft_transport.errors import TransportError
 from ft_transport.http.client.fetch_settings import FetchHandle
-from ft_transport.publish.engines.pull_order import Order
+from ft_transport.publish.engines.pulling import Order
 from ft_transport.publish.order_queue import OrderQueue, OrderRefusedError
 
 

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+
+# Differs from the builtin one before Python 3.11.
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 
 from ft_transport.errors import ConfigurationError, PublishError, TransportError
-from ft_transport.publish.delivery import EngineDelivery, KnownEngine, Link
+from ft_transport.publish.delivery import EngineDelivery, EngineRecord, poll
 from ft_transport.publish.engines.adapters import refusal
-from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, PolledEngine
-from ft_transport.publish.polling import EnginePoller
-from ft_transport.publish.report import EngineReport, EngineState, Policy, PublishReport, judge
-from ft_transport.publish.report_store import ReportStore
+from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, Link, PolledEngine
+from ft_transport.publish.report import EngineLag, EngineReport, EngineState, Policy, PublishReport, ReportStore, judge
+from ft_transport.publish.versions import StoredVersions
 from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
 
 logger = logging.getLogger(__name__)
 
+_MAX_BACKOFF: Final = 6
+"""Largest factor by which the poll interval grows for an engine that is down, or loses versions again and again."""
+_own_random: Final = random.Random()
+"""Separate from the process's generator: the trainer's random numbers must not depend on the number of polls."""
 _TICK_S: Final = 0.25
 _CLOSING_S: Final = 15.0
 
@@ -38,7 +46,10 @@ class EngineNotifier:
         poll_interval_s: How often engines are polled for their version, in seconds; ``None`` for never.
         reports: Gets two reports of each version: one when the policy has decided, and one when no engine is pending
             any more.
-        changed: Called on the notifier's thread when the engines' versions may have changed outside a publish.
+        versions: Deletes versions that no engine uses any more, on the notifier's thread.
+
+    Attributes:
+        lag: How far the engines are behind.
     """
 
     def __init__(
@@ -48,15 +59,15 @@ class EngineNotifier:
         *,
         poll_interval_s: float | None,
         reports: ReportStore,
-        changed: Callable[[], None],
+        versions: StoredVersions,
     ) -> None:
         self._policy: Policy = policy
         self._timeout_s = timeout_s
         self._reports = reports
-        self._changed = changed
+        self._versions = versions
         self._mutex = threading.Lock()
         # Replaced as a whole, so that each reader sees one consistent state.
-        self._engines: dict[str, KnownEngine] = {}
+        self._engines: dict[str, EngineRecord] = {}
         self._left: dict[str, Link] = {}
         self._newest: Delivery | None = None
         self._is_polling = True
@@ -64,15 +75,16 @@ class EngineNotifier:
         self._thread = LazyThread(self._run, "ft-transport-publish")
         self._session: aiohttp.ClientSession | None = None
         self._under_way: set[asyncio.Task[Any]] = set()
-        self._poller: EnginePoller | None = None
-        if poll_interval_s is not None:
-            self._poller = EnginePoller(poll_interval_s, self._newest_to_poll, self._tell)
+        self._unfinished: dict[Future[Any], int | None] = {}
+        self._poll_interval_s = poll_interval_s
+        self.lag = EngineLag(self.states)
         self._loop = asyncio.new_event_loop()
 
     def begin_with(self, newest: Delivery) -> None:
         """Record the version for engines that are added before the next publish."""
         with self._mutex:
             self._newest = newest
+        self.lag.published(newest.version)
 
     def notify(self, delivery: Delivery) -> Future[PublishReport]:
         """Begin to notify all engines of a version.
@@ -86,9 +98,10 @@ class EngineNotifier:
         with self._mutex:
             self._refuse_if_closed()
             self._newest = delivery
+            self.lag.published(delivery.version)
             self._thread.start()
             engines = tuple(self._engines.values())
-            return self._submit(lambda: self._notify_all(delivery, engines))
+            return self._submit(lambda: self._notify_all(delivery, engines), delivery.version)
 
     def add(self, engine: Engine) -> Future[None] | None:
         """Add an engine, and begin to notify it of the newest version, if any.
@@ -102,12 +115,12 @@ class EngineNotifier:
         """
         with self._mutex:
             self._refuse_if_closed()
-            known = self.insert(engine)
+            record = self.insert(engine)
             if self._newest is None:
                 return None
             self._thread.start()
             newest = self._newest
-            return self._submit(lambda: self._tell(known, newest))
+            return self._submit(lambda: self._tell(record, newest))
 
     def remove(self, url: str) -> None:
         """Remove an engine, and cancel a running delivery to it.
@@ -118,16 +131,16 @@ class EngineNotifier:
         """
         with self._mutex:
             self._refuse_if_closed()
-            known = self._engines.get(url) or self._engines.get(url.rstrip("/"))
-            if known is None:
+            record = self._engines.get(url) or self._engines.get(url.rstrip("/"))
+            if record is None:
                 raise ConfigurationError(f"expected the URL of an engine, one of {sorted(self._engines)}, got {url!r}")
-            known.is_removed = True
-            self._engines = {each: other for each, other in self._engines.items() if other is not known}
+            record.is_removed = True
+            self._engines = {each: other for each, other in self._engines.items() if other is not record}
             # The engine may be added again while a task still resumes it.
             self._left = {each: link for each, link in self._left.items() if link.is_busy or link.is_left_paused}
-            self._left[known.url] = known.link
+            self._left[record.url] = record.link
             if self._thread.is_begun:
-                self._loop.call_soon_threadsafe(self._give_up, known)
+                self._loop.call_soon_threadsafe(self._give_up, record)
 
     def check_features(self, features: Mapping[str, object]) -> None:
         """Refuse an adapter that an engine would apply differently from the trainer.
@@ -138,23 +151,34 @@ class EngineNotifier:
         Raises:
             PublishError: Names the engine, and the feature that it does not apply.
         """
-        for known in self._engines.values():
-            if reason := refusal(known.engine, features):
+        for record in self._engines.values():
+            if reason := refusal(record.engine, features):
                 raise PublishError(reason)
 
     def states(self) -> tuple[EngineState, ...]:
         """Return the state of each engine."""
-        return tuple(known.state() for known in self._engines.values())
+        return tuple(record.state() for record in self._engines.values())
 
-    def versions_in_use(self) -> set[int] | None:
-        """Return the versions that engines may be using; ``None`` if an engine never reported one."""
-        versions: set[int] = set()
-        for known in self._engines.values():
-            used = known.versions_in_use()
+    def _delete_unused(self) -> None:
+        """Delete versions that engines neither may be using nor are to get."""
+        with self._mutex:
+            versions = {version for version in self._unfinished.values() if version is not None}
+        for record in self._engines.values():
+            used = record.versions_in_use()
             if used is None:
-                return None
+                return  # An engine that never reported a version may use any.
             versions |= used
-        return versions
+        self._versions.delete_expired(versions)
+
+    def wait(self, deadline_s: float) -> None:
+        """Wait for running notifications, at most until ``deadline_s``, in monotonic seconds."""
+        with self._mutex:
+            unfinished = list(self._unfinished)
+        for telling in unfinished:
+            try:
+                telling.exception(max(0.0, deadline_s - time.monotonic()))
+            except FutureTimeoutError:
+                logger.warning("engines that were still being notified are given up")
 
     def stop_polling(self) -> None:
         """Stop polling. The garbage collector may call it."""
@@ -166,7 +190,8 @@ class EngineNotifier:
             is_first, self._is_closed = not self._is_closed, True
         if self._thread.is_alive():
             if is_first:
-                self._submit(self._end)
+                with self._mutex:
+                    self._submit(self._end)
             self._thread.join(3 * _CLOSING_S)
             if self._thread.is_alive():
                 logger.warning("an engine's deliver does not give way: its thread is left behind")
@@ -177,7 +202,7 @@ class EngineNotifier:
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
 
-    def insert(self, engine: Engine) -> KnownEngine:
+    def insert(self, engine: Engine) -> EngineRecord:
         """Add an engine without a notification before the next publish.
 
         Raises:
@@ -187,13 +212,14 @@ class EngineNotifier:
             raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
         if engine.url in self._engines:
             raise ConfigurationError(f"expected each engine once, got another one of {engine.url}")
-        known = KnownEngine(engine, self._left[engine.url] if engine.url in self._left else Link())
-        self._engines = {**self._engines, engine.url: known}
-        return known
+        record = EngineRecord(engine, self._left[engine.url] if engine.url in self._left else Link())
+        self._engines = {**self._engines, engine.url: record}
+        return record
 
-    def _submit(self, start: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+    def _submit(self, start: Callable[[], Coroutine[Any, Any, T]], version: int | None = None) -> Future[T]:
         """Work as ``asyncio.run_coroutine_threadsafe``, whose future a signal handler can leave locked for the loop."""
         future: Future[T] = SafeFuture()
+        self._unfinished[future] = version
 
         def begin() -> None:
             task = self._loop.create_task(start())
@@ -202,6 +228,10 @@ class EngineNotifier:
 
         def settle(task: asyncio.Task[T]) -> None:
             self._under_way.discard(task)
+            with self._mutex:
+                del self._unfinished[future]
+            if version is not None:
+                self._delete_unused()
             if task.cancelled():
                 future.cancel()
                 future.set_running_or_notify_cancel()
@@ -219,7 +249,7 @@ class EngineNotifier:
 
     async def _end(self) -> None:
         self._is_polling = False
-        watching = {known.watching for known in self._engines.values() if known.watching is not None}
+        watching = {record.watching for record in self._engines.values() if record.watching is not None}
         given_up = (self._under_way | watching) - {asyncio.current_task()}
         for task in given_up:
             task.cancel()
@@ -230,7 +260,7 @@ class EngineNotifier:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
                 await asyncio.wait(others, timeout=_CLOSING_S)
-        for url, link in {**self._left, **{known.url: known.link for known in self._engines.values()}}.items():
+        for url, link in {**self._left, **{record.url: record.link for record in self._engines.values()}}.items():
             if link.is_left_paused:
                 logger.warning("%s: %s", url, LEFT_PAUSED)
         if self._session is not None:
@@ -246,51 +276,64 @@ class EngineNotifier:
             )
         return self._session
 
-    def _begin(self, known: KnownEngine, delivery: Delivery) -> asyncio.Task[EngineReport]:
+    def _begin(self, record: EngineRecord, delivery: Delivery) -> asyncio.Task[EngineReport]:
         """Begin to notify one engine. To give the delivery up, cancel the task."""
         session = self._open_session()
-        known.newest = max(known.newest, delivery.version)
-        task = asyncio.get_running_loop().create_task(EngineDelivery(known, delivery, self._timeout_s).run(session))
-        known.tasks.add(task)
-        task.add_done_callback(known.tasks.discard)
-        if self._poller is not None and known.watching is None and isinstance(known.engine, PolledEngine):
-            known.watching = asyncio.get_running_loop().create_task(self._poller.watch(known, session))
+        record.newest = max(record.newest, delivery.version)
+        task = asyncio.get_running_loop().create_task(EngineDelivery(record, delivery, self._timeout_s).run(session))
+        record.tasks.add(task)
+        task.add_done_callback(record.tasks.discard)
+        interval_s = self._poll_interval_s
+        if interval_s is not None and record.watching is None and isinstance(record.engine, PolledEngine):
+            record.watching = asyncio.get_running_loop().create_task(self._watch(record, session, interval_s))
         return task
 
-    def _give_up(self, known: KnownEngine) -> None:
+    def _give_up(self, record: EngineRecord) -> None:
         """Cancel the deliveries and the polls of a removed engine."""
-        for task in (*known.tasks, known.watching):
+        for task in (*record.tasks, record.watching):
             if task is not None:
                 task.cancel()
-        self._changed()
+        self._delete_unused()
 
-    def _newest_to_poll(self) -> Delivery | None:
-        return self._newest if self._is_polling else None
+    async def _watch(self, record: EngineRecord, session: aiohttp.ClientSession, interval_s: float) -> None:
+        """Poll one engine until this is cancelled; an engine that lost the newest version gets it again."""
+        pause_s = interval_s
+        while True:
+            # Spreads the polls: all engines were notified at the same time.
+            await asyncio.sleep(pause_s * _own_random.uniform(0.8, 1.0))
+            newest = self._newest
+            if not self._is_polling or newest is None or record.outcome is None or record.link.is_busy:
+                continue
+            finding = await poll(record, newest, session)
+            if finding == "lost" and newest is self._newest and self._is_polling:
+                await self._tell(record, newest)
+            is_in_order = finding in ("good", "busy")
+            pause_s = interval_s if is_in_order else min(2 * pause_s, _MAX_BACKOFF * interval_s)
 
-    async def _tell(self, known: KnownEngine, delivery: Delivery) -> None:
+    async def _tell(self, record: EngineRecord, delivery: Delivery) -> None:
         """Deliver the newest version to one engine, outside a publish."""
-        if known.is_removed:
+        if record.is_removed:
             return
-        telling = self._begin(known, delivery)
+        telling = self._begin(record, delivery)
         try:
             await asyncio.wait({telling})
         finally:
             telling.cancel()
-        self._changed()
+        self._delete_unused()
 
-    async def _notify_all(self, delivery: Delivery, engines: Sequence[KnownEngine]) -> PublishReport:
+    async def _notify_all(self, delivery: Delivery, engines: Sequence[EngineRecord]) -> PublishReport:
         reports = [
-            EngineReport(url=known.url, outcome="pending", is_counted=known.is_counted, version=known.used)
-            for known in engines
+            EngineReport(url=record.url, outcome="pending", is_counted=record.is_counted, version=record.used)
+            for record in engines
         ]
         is_posted = False
         ticking = asyncio.ensure_future(self._keep_ticking())
         telling: dict[asyncio.Task[EngineReport], int] = {}
-        for number, known in enumerate(engines):
-            if known.is_removed:
+        for number, record in enumerate(engines):
+            if record.is_removed:
                 reports[number] = _removed(reports[number])
             else:
-                telling[self._begin(known, delivery)] = number
+                telling[self._begin(record, delivery)] = number
         try:
             pending = set(telling)
             while pending:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ft_transport import VLLMEngine
-from ft_transport.publish.delivery import KnownEngine, Link
-from ft_transport.publish.polling import needs_delivery
+from ft_transport.publish.delivery import EngineRecord, needs_delivery
+from ft_transport.publish.engines.engine import Link
 from ft_transport.publish.report import Outcome
 
 NEWEST = 5
@@ -32,8 +32,8 @@ NEWEST = 5
     ],
 )
 def test_one_that_answers(outcome: Outcome, confirmed: int | None, served: int | None, expected: bool) -> None:
-    known = KnownEngine(VLLMEngine("http://host"), Link(), version=confirmed, outcome=outcome)
-    assert needs_delivery(known, NEWEST, served, says=True, was_resumed=False) is expected
+    record = EngineRecord(VLLMEngine("http://host"), Link(), version=confirmed, outcome=outcome)
+    assert needs_delivery(record, NEWEST, served, says=True, was_resumed=False) is expected
 
 
 @pytest.mark.parametrize(
@@ -48,5 +48,5 @@ def test_one_that_answers(outcome: Outcome, confirmed: int | None, served: int |
     ],
 )
 def test_one_that_cannot_say(outcome: Outcome, was_down: bool, was_resumed: bool, expected: bool) -> None:
-    known = KnownEngine(VLLMEngine("http://host"), Link(), version=4, outcome=outcome, was_down=was_down)
-    assert needs_delivery(known, NEWEST, None, says=False, was_resumed=was_resumed) is expected
+    record = EngineRecord(VLLMEngine("http://host"), Link(), version=4, outcome=outcome, was_down=was_down)
+    assert needs_delivery(record, NEWEST, None, says=False, was_resumed=was_resumed) is expected

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ft_transport.keys import Keys
-from ft_transport.publish.engines import pull_order
-from ft_transport.publish.engines.pull_order import CHALLENGE_S, Challenges, Order, Question, reached_by
+from ft_transport.publish.engines import pulling as module
+from ft_transport.publish.engines.pulling import CHALLENGE_S, Challenges, Order, Question, reached_by
 
 KEYS, OTHERS = Keys.of("one-secret"), Keys.of("another-secret")
 URL = "http://engine:9000"
@@ -21,8 +21,7 @@ def test_a_question_and_its_answer() -> None:
     assert Question.proved(KEYS, question.query(KEYS)) == question
     answer = question.answer(KEYS, 3, "challenge")
     status = question.accepted(KEYS, answer)
-    assert status is not None
-    assert (status.version, status.challenge) == (3, "challenge")
+    assert status == (3, "challenge")
     assert question.query(None) == {}
 
 
@@ -96,7 +95,7 @@ def test_a_challenge_counts_once_and_not_for_long() -> None:
 
 
 def test_those_that_were_used_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull_order, "_MAX_USED", 3)
+    monkeypatch.setattr(module, "_MAX_USED", 3)
     now_s = 0.0
     challenges = Challenges(lambda: now_s)
     assert [challenges.use(challenges.issue()) for _ in range(5)] == [True] * 3 + [False] * 2

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.publish.peft_config import CONFIG_NAME
-from ft_transport.publish.stored_versions import Retention, StoredVersion, StoredVersions
-
-KEEP_TWO = Retention(2, 100.0)
+from ft_transport.publish.adapter import CONFIG_NAME
+from ft_transport.publish.versions import StoredVersion, StoredVersions, expired
 
 
 @pytest.fixture
@@ -27,15 +25,19 @@ def write(directory: NumberedDirectory, number: int, *, is_adapter: bool, writte
     return directory.commit(number)
 
 
+def stored_in(directory: NumberedDirectory) -> StoredVersions:
+    return StoredVersions(directory, None, keep=2, keep_for_s=100.0)
+
+
 def test_of_no_version_nobody_is_told(directory: NumberedDirectory) -> None:
-    assert StoredVersions(directory, KEEP_TWO, None).newest() is None
+    assert stored_in(directory).newest() is None
 
 
 @pytest.mark.parametrize(("is_adapter", "kind"), [(True, "adapter"), (False, "weights")])
 def test_engines_are_told_of_the_newest(directory: NumberedDirectory, is_adapter: bool, kind: str) -> None:
     write(directory, 1, is_adapter=not is_adapter)
     path = write(directory, 2, is_adapter=is_adapter)
-    newest = StoredVersions(directory, KEEP_TWO, None).newest()
+    newest = stored_in(directory).newest()
     assert newest is not None
     assert (newest.version, newest.kind, newest.directory, newest.address) == (2, kind, path, None)
 
@@ -43,14 +45,14 @@ def test_engines_are_told_of_the_newest(directory: NumberedDirectory, is_adapter
 def test_weights_go_that_no_engine_uses(directory: NumberedDirectory) -> None:
     for number in range(1, 6):
         write(directory, number, is_adapter=False)
-    StoredVersions(directory, KEEP_TWO, None).delete_expired({2})
+    stored_in(directory).delete_expired({2})
     assert directory.numbers() == [2, 4, 5]
 
 
 def test_an_adapter_stays_for_as_long_as_a_request_runs(directory: NumberedDirectory) -> None:
     for number in range(1, 6):
         write(directory, number, is_adapter=True, written_s=60.0 * number)
-    StoredVersions(directory, KEEP_TWO, None).delete_expired(set())
+    stored_in(directory).delete_expired(set())
     assert directory.numbers() == [3, 4, 5], "version 3 was replaced 60 seconds before the newest came"
 
 
@@ -64,7 +66,7 @@ def test_a_disk_that_cannot_be_written_is_logged(
         raise PermissionError("expected a disk that can be written")
 
     monkeypatch.setattr(directory, "retire", refuse)
-    StoredVersions(directory, KEEP_TWO, None).delete_expired(set())
+    stored_in(directory).delete_expired(set())
     assert "old versions could not be deleted: expected a disk" in caplog.text
     assert directory.numbers() == [1, 2, 3]
 
@@ -75,22 +77,22 @@ def stored(is_adapter: bool) -> list[StoredVersion]:
 
 
 @pytest.mark.parametrize(
-    ("is_adapter", "retention", "used", "expected"),
+    ("is_adapter", "kept", "used", "expected"),
     [
-        (True, Retention(1, 0.0), set(), [1, 2, 3, 4]),
-        (True, Retention(3, 0.0), set(), [1, 2]),
-        (True, Retention(5, 0.0), set(), []),
-        (True, Retention(9, 0.0), set(), []),
-        (True, Retention(1, 0.0), {2, 4}, [1, 3]),
-        (True, Retention(1, 15.0), set(), [1, 2]),  # 3 was replaced 10 s before the newest came
-        (True, Retention(1, 1000.0), set(), []),
-        (False, Retention(1, 1000.0), set(), [1, 2, 3, 4]),  # weights are not read again
-        (False, Retention(2, 0.0), {1}, [2, 3]),
+        (True, (1, 0.0), set(), [1, 2, 3, 4]),
+        (True, (3, 0.0), set(), [1, 2]),
+        (True, (5, 0.0), set(), []),
+        (True, (9, 0.0), set(), []),
+        (True, (1, 0.0), {2, 4}, [1, 3]),
+        (True, (1, 15.0), set(), [1, 2]),  # 3 was replaced 10 s before the newest came
+        (True, (1, 1000.0), set(), []),
+        (False, (1, 1000.0), set(), [1, 2, 3, 4]),  # weights are not read again
+        (False, (2, 0.0), {1}, [2, 3]),
     ],
 )
-def test_what_expires(is_adapter: bool, retention: Retention, used: set[int], expected: list[int]) -> None:
-    assert retention.expired(stored(is_adapter), used) == expected
+def test_what_expires(is_adapter: bool, kept: tuple[int, float], used: set[int], expected: list[int]) -> None:
+    assert expired(stored(is_adapter), used, keep=kept[0], keep_for_s=kept[1]) == expected
 
 
 def test_nothing_expires_where_there_is_nothing() -> None:
-    assert Retention(1, 0.0).expired([], set()) == []
+    assert expired([], set(), keep=1, keep_for_s=0.0) == []

@@ -1,0 +1,181 @@
+"""The versions of one publisher on disk: their deliveries to engines, and their deletion.
+
+Engines that pull get a version from the publisher's transport. The first such engine's request stages the version
+there, with the delta from the version that engines have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.publish.adapter import CONFIG_NAME
+from ft_transport.publish.deltas import delta_between
+from ft_transport.publish.engines.engine import Delivery
+from ft_transport.transport import HTTPTransport
+
+logger = logging.getLogger(__name__)
+
+_STAGING_PAUSE_S: Final = 0.1
+_STAGING_TIMEOUT: Final = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version on disk.
+
+    Attributes:
+        number: Its number.
+        is_adapter: Whether the version is an adapter. A request may read an adapter for as long as it runs: vLLM up to
+            0.32 reloads an adapter that was replaced in place at each step, and any vLLM reloads one that it evicted
+            from memory. Weights are read while they are loaded, and never again.
+        written_s: When the version was complete, in seconds since the epoch, by the clock of the file system.
+    """
+
+    number: int
+    is_adapter: bool
+    written_s: float
+
+
+def expired(versions: Sequence[StoredVersion], used: Set[int], *, keep: int, keep_for_s: float) -> list[int]:
+    """Return the numbers of the versions that may be deleted.
+
+    Args:
+        versions: All versions on disk, oldest first.
+        used: Numbers of versions that engines use, or may be about to load.
+        keep: Number of the newest versions that are always kept.
+        keep_for_s: How long an adapter is kept after the next version was written, in seconds.
+    """
+    numbers = []
+    # Never the newest: the next version must be greater.
+    for version, following in pairwise(versions[: max(0, len(versions) - keep + 1)]):
+        # The newest version's time stands for now, on the file system's clock.
+        age_s = versions[-1].written_s - following.written_s
+        if version.number not in used and not (version.is_adapter and age_s < keep_for_s):
+            numbers.append(version.number)
+    return numbers
+
+
+class StoredVersions:
+    """The versions in a publisher's directory, on rank 0. Thread-safe.
+
+    Args:
+        directory: The directory of the versions.
+        transport: Serves versions to engines that pull; ``None`` if no engine does.
+        keep: See `expired`.
+        keep_for_s: See `expired`.
+    """
+
+    def __init__(
+        self, directory: NumberedDirectory, transport: HTTPTransport[Any] | None, *, keep: int, keep_for_s: float
+    ) -> None:
+        self._directory = directory
+        self._transport = transport
+        self._keep = keep
+        self._keep_for_s = keep_for_s
+        self._newest_served: int | None = None
+
+    def newest(self) -> Delivery | None:
+        """Return the delivery of the newest version; ``None`` if there is none."""
+        numbers = self._directory.numbers()
+        found = self._directory.find(numbers[-1]) if numbers else None
+        return self.delivery(numbers[-1], found) if found is not None else None
+
+    def delivery(self, version: int, directory: Path) -> Delivery:
+        """Return the delivery of a version."""
+        address = self._serving(self._transport, version, directory) if self._transport is not None else None
+        return Delivery(version, "adapter" if _is_adapter(directory) else "weights", directory, address)
+
+    def delete_expired(self, used: Set[int]) -> None:
+        """Delete the versions that need not be kept; log a failure.
+
+        Args:
+            used: Numbers of versions that engines use, or may be about to load.
+        """
+        try:
+            stored = [
+                StoredVersion(number, _is_adapter(found), found.stat().st_mtime)
+                for number in self._directory.numbers()
+                if (found := self._directory.find(number))
+            ]
+            for older in expired(stored, used, keep=self._keep, keep_for_s=self._keep_for_s):
+                self._directory.delete(self._directory.retire(older))
+                logger.debug("version %d is not used any more and was deleted", older)
+        except OSError as error:
+            logger.warning("old versions could not be deleted: %s", error)
+
+    def _serving(self, transport: HTTPTransport[Any], version: int, directory: Path) -> Callable[[], Awaitable[str]]:
+        """Return a function that returns a version's address, and stages the version unless the transport serves it."""
+        staging: asyncio.Task[None] | None = None
+
+        async def address() -> str:
+            nonlocal staging
+            if staging is None or (staging.done() and not _is_served(transport, version)):
+                staging = asyncio.get_running_loop().create_task(self._stage(transport, version, directory))
+            # An engine whose deadline expires ends only its own wait.
+            await asyncio.shield(staging)
+            return transport.metadata()
+
+        return address
+
+    async def _stage(self, transport: HTTPTransport[Any], version: int, directory: Path) -> None:
+        weights = await asyncio.to_thread(self._prepare, transport, version, directory)
+        deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
+        while True:
+            try:
+                await asyncio.to_thread(transport.send_checkpoint, [], version, {"weights": weights}, _STAGING_TIMEOUT)
+                break
+            except SnapshotLimitError:
+                # Slow engines still read earlier versions. The wait must not hold a thread: other engines need them.
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_STAGING_PAUSE_S)
+        self._newest_served = max(version, self._newest_served or 0)
+
+    def _prepare(self, transport: HTTPTransport[Any], version: int, directory: Path) -> dict[str, torch.Tensor]:
+        """Return the weights; make the delta from the version that engines have, if that is still on disk."""
+        weights = weights_in(directory)
+        try:
+            # Engines have no version that was published but not served.
+            older = [each for each in self._directory.numbers() if each < version]
+            base = self._newest_served if self._newest_served is not None else max(older, default=None)
+            found = self._directory.find(base) if base in older and base is not None else None
+            if base is not None and found is not None:
+                delta = delta_between(version, weights, base, weights_in(found))
+                if delta is not None:
+                    transport.keep_delta(base, delta)
+                    logger.debug("version %d: %d bytes lead there from version %d", version, len(delta), base)
+        except (OSError, SafetensorError) as error:
+            logger.warning("version %d: no delta could be made: %s", version, error)
+        return weights
+
+
+def _is_adapter(directory: Path) -> bool:
+    return (directory / CONFIG_NAME).exists()
+
+
+def _is_served(transport: HTTPTransport[Any], version: int) -> bool:
+    try:
+        transport.server.lease(version).release()
+    except SnapshotError:
+        return False
+    return True
+
+
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a version, in memory that is mapped from its files."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
