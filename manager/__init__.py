@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from manager.quorum.decision import WorldSizeMode as WorldSizeMode
     from manager.quorum.lighthouse import embedded_lighthouse as embedded_lighthouse
     from manager.recovery.values import Recovery as Recovery
+    from manager.state.data_order import RandomState as RandomState
     from manager.state.optimizer_guard import OptimizerAttachment as OptimizerAttachment
-    from manager.state.random_state import RandomState as RandomState
     from manager.state_manager import StateManager as StateManager
 
 import_on_use(globals())

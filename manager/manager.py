@@ -23,10 +23,10 @@ from manager.collectives.managed_work import ManagedWork, never_failing
 from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig, TorchftKeywords, named_arguments
 from manager.errors import ManagerError, ReportedError
+from manager.lifecycle import ends_what_it_owns
 from manager.quorum.loop import QuorumLoop
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.telemetry import spanned
-from manager.state.ownership import ends_what_it_owns
 from manager.state_manager import StateManager
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from ft_transport.runtime.handler_safety import SafeEnd
 from manager.errors import ManagerError
+from manager.lifecycle import Unclosed, Usability, ends_what_it_owns, interrupts_own_call
 from manager.recovery.checkpoints import ResumeKeys
 from manager.recovery.replica import Replica
 from manager.recovery.values import PeerOptions, Recovery
 from manager.state.optimizer_guard import OptimizerAttachment
-from manager.state.ownership import Unclosed, Usability, ends_what_it_owns, interrupts_own_call
 from manager.state.registry import Scope
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from manager.errors import ManagerError
 from manager.snapshots.scheduler import SnapshotScheduler
-from manager.state.guard_marks import GUARD_MARK, mark_seldom
-from manager.state.optimizer_guard import OptimizerAttachment
+from manager.state.optimizer_guard import GUARD_FLAG, OptimizerAttachment, flag_seldom
 from manager.state_manager import StateManager
 
 _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_parameters")
@@ -62,8 +61,8 @@ def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
         manager.replace_state_dict_fn(
             f"StreamingDiLoCoFragment_{fragment._fragment_id}", functools.partial(_live_state, fragment), is_stable=True
         )
-    setattr(diloco, GUARD_MARK, "guard_diloco")
-    mark_seldom(outer_optimizers.values())
+    setattr(diloco, GUARD_FLAG, "guard_diloco")
+    flag_seldom(outer_optimizers.values())
     attachment: OptimizerAttachment = manager.attach(*outer_optimizers.values())
     return attachment
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ft_transport.state.dtensors import is_dtensor
 from manager.errors import ManagerError
-from manager.state.guard_marks import GUARD_MARK
+from manager.state.optimizer_guard import GUARD_FLAG
 from manager.state_manager import StateManager
 
 
@@ -42,4 +42,4 @@ def guard_local_sgd(manager: StateManager, local_sgd: Any) -> None:
                 (data.to_local() if is_dtensor(data) else data).copy_(average)
 
     local_sgd._perform_sync = perform_sync
-    setattr(local_sgd, GUARD_MARK, "guard_local_sgd")
+    setattr(local_sgd, GUARD_FLAG, "guard_local_sgd")

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from ft_transport import TransportError
 from ft_transport.state.state_digest import TensorDigests
 from manager.errors import LockTimeoutError, ManagerError
+from manager.lifecycle import OwnedExecutor
 from manager.quorum.reports import Claim
 from manager.quorum.round import QuorumRound
 from manager.snapshots.boundary_copy import BoundaryCopier
 from manager.snapshots.requests import BOUNDARY_TIMEOUT
-from manager.state.guarded_memory import belongs_to, memory_at, parameters_of
 from manager.state.lock import Section, StateLock
-from manager.state.ownership import OwnedExecutor
+from manager.state.optimizer_states import belongs_to, memory_at, parameters_of
 
 logger = logging.getLogger(__name__)
 

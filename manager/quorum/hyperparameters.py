@@ -22,7 +22,7 @@ from manager.errors import HyperparametersDivergedError
 from manager.quorum.decision import Decision
 from manager.quorum.reports import Claim
 from manager.quorum.round import Participant
-from manager.state.hyperparameters import WITHOUT_EFFECT, leaves, named_optimizers, plain
+from manager.state.compatibility import WITHOUT_EFFECT, leaves, named_optimizers, plain
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from manager.errors import (
     ReportedError,
     UnfinishedReductionError,
 )
+from manager.lifecycle import OwnedExecutor
 from manager.quorum import telemetry
 from manager.quorum.committed_steps import CommittedSteps
 from manager.quorum.comparison import StateComparison
@@ -45,10 +46,9 @@ from manager.quorum.telling import told_loop
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
-from manager.state.guard_marks import warn_of_unguarded
-from manager.state.guarded_memory import parameters_of
-from manager.state.ownership import OwnedExecutor
-from manager.state.telling import telling
+from manager.state.optimizer_guard import warn_of_unguarded
+from manager.state.optimizer_states import parameters_of
+from manager.state.replica_state import status_report
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class QuorumLoop:
         self._num_refused_commits = 0
         self._own_errors = OwnErrors()
         self._errors = transport.process_status.errors
-        transport.process_status.set_part("manager", telling(self._participant, told_loop))
+        transport.process_status.set_part("manager", status_report(self._participant, told_loop))
         transport.process_status.set_part("changes", changes.recent())
         self._state.add_observer(CommittedSteps(self._participant, self._comparison))
 

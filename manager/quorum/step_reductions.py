@@ -18,7 +18,7 @@ from manager.quorum.round import Participant, QuorumRound
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span
-from manager.state.guarded_memory import parameters_of
+from manager.state.optimizer_states import parameters_of
 
 logger = logging.getLogger(__name__)
 

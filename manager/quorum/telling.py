@@ -10,7 +10,6 @@ from ft_transport.telemetry.process_state import Activity, ManagerStatus, Member
 from manager.quorum.decision import DoesNotFit, StandsBy
 from manager.quorum.held_process_group import group_number
 from manager.quorum.round import Participant
-from manager.state.telling import told_state
 
 _QUICK_S: Final = 1.0
 """A quorum that forms during ``forward`` counts as waiting only after this long."""
@@ -22,7 +21,7 @@ def told_loop(participant: Participant) -> ManagerStatus:
     decision, said = current.decision if current is not None else None, membership.said
     activity = _activity(participant)
     return replace(
-        told_state(state),
+        state.status(),
         replica_id=membership.replica_id,
         group_rank=membership.group_rank,
         activity=activity,

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manager.errors import RegistryError
-from manager.state.registry import StateEntry, StateRegistry, without_wrappers
+from manager.state.parameter_order import parameter_names, without_wrappers
+from manager.state.registry import StateEntry, StateRegistry
 
 if TYPE_CHECKING:
     from ft_transport import DCPCheckpoint
@@ -214,7 +215,7 @@ def _plan_optimizer(
 
 
 def _full_names(key: str, registry: StateRegistry, num_parameters: int) -> list[str]:
-    names = [name for group in registry.parameter_names().get(key, []) for name in group]
+    names = [name for group in parameter_names(registry).get(key, []) for name in group]
     return names or [""] * num_parameters
 
 

@@ -19,7 +19,7 @@ from manager.quorum.decision import Decision, Heals
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.values import PeerOptions
-from manager.state.overflows import nonfinite_parameters
+from manager.state.registration_check import nonfinite_parameters
 from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateM
 from manager.recovery.rank_agreement import RecoveringRanks
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
-from manager.state.guarded_memory import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
+from manager.state.optimizer_states import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
 from manager.state.parameter_order import TAKEN_OVER, OrderTakenOverError, incoming_names
 from manager.state.replica_state import ReplicaState, checked_step
 

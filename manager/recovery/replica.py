@@ -18,8 +18,7 @@ from manager.recovery.values import PeerOptions, Recovery
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.registration_check import EncodingCheck
 from manager.state.registry import Scope
-from manager.state.replica_state import ReplicaState, checked_step
-from manager.state.telling import telling, told_state
+from manager.state.replica_state import ReplicaState, checked_step, status_report
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -81,7 +80,7 @@ class Replica:
         if transport is not None:
             snapshots = SnapshotScheduler(state, transport, prefault=prefault)
             peers = PeerRecovery(state, transport)
-            transport.process_status.set_part("manager", telling(state, told_state))
+            transport.process_status.set_part("manager", status_report(state, ReplicaState.status))
             if store is not None:
                 transport.process_status.set_recorders([transport.recorder, store.recorder])
         if store is not None:

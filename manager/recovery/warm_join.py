@@ -36,7 +36,7 @@ from manager.quorum.stall_watch import StallWatch
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.values import PeerOptions
 from manager.snapshots.boundary_copy import BoundaryCopier
-from manager.state.guarded_memory import Memory, memory_at, memory_of_optimizers, tensors_in
+from manager.state.optimizer_states import Memory, memory_at, memory_of_optimizers, tensors_in
 from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ these, notes the values in parameter groups, and calls the functions whose resul
 checked only when a request comes: a tensor that then turns out to be neither guarded nor copied refuses the snapshot.
 
 So a boundary costs the same whatever the number of parameters, but for 0.1 to 0.5 µs a parameter for its version
-(`manager.state.guarded_memory.VersionWatch`). If steps replace the tensors of optimizer states, a boundary also takes
+(`manager.state.optimizer_states.VersionWatch`). If steps replace the tensors of optimizer states, a boundary also takes
 references to them: 0.2 µs a parameter.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -36,8 +37,8 @@ from manager.snapshots.state_parts import (
     names_of,
     renormalised_memory,
 )
-from manager.state.guard_marks import often_stepping
-from manager.state.guarded_memory import (
+from manager.state.optimizer_guard import often_stepping
+from manager.state.optimizer_states import (
     Memory,
     VersionWatch,
     belongs_to,
@@ -208,7 +209,7 @@ class BoundaryCopier:
             if moved:
                 self._moving |= memory_of(moved)
                 self.forget()
-                names = names_of(self.registry.entries("replicated"), moved)
+                names = names_of(self.registry.holders(nn.Module), moved)
                 raise StateMovedError(
                     "expected tensors that only an optimizer's step or a write section changes, and "
                     f"{names} changed in place since the step boundary (a forward with max_norm, a "
@@ -353,7 +354,7 @@ class BoundaryCopier:
         )
 
     def _unguarded(self) -> set[Memory]:
-        return self._moving | renormalised_memory(self.registry.entries("replicated"))
+        return self._moving | renormalised_memory(self.registry.holders(nn.Module).values())
 
     def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
         """Return the cheap inputs of a plan; other changes are found when the state is taken."""

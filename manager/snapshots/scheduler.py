@@ -33,8 +33,8 @@ from manager.snapshots.requests import (
     is_final,
     weak_request,
 )
-from manager.state.guarded_memory import storages_of_optimizers
 from manager.state.lock import Section
+from manager.state.optimizer_states import storages_of_optimizers
 from manager.state.replica_state import ReplicaState, StateObserver
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manager.state.guarded_memory import (
+from manager.state.optimizer_states import (
     Memory,
     memory_at,
     memory_of,
@@ -24,7 +24,7 @@ from manager.state.guarded_memory import (
     storage_of,
     tensors_in,
 )
-from manager.state.registry import StateEntry
+from manager.state.registry import StateEntry, listed
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ MAX_COPIED_BYTES: Final = 16 << 20
 """Maximum bytes copied at every boundary for a snapshot that may never be needed: about 2 ms."""
 _MAX_CALLED_TENSORS: Final = 64
 """Maximum tensors that a function may return which is called at every boundary."""
-_MAX_SHOWN: Final = 5
 _NUM_LOSSES: Final = 2
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 
@@ -207,31 +206,28 @@ def _tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tens
     ]
 
 
-def renormalised_memory(entries: Iterable[StateEntry]) -> set[Memory]:
+def renormalised_memory(modules: Iterable[nn.Module]) -> set[Memory]:
     """Return the memory of weights that torch's own modules change in ``forward``."""
     weights = [
         module.weight
-        for entry in entries
-        if isinstance(holder := entry.holder, nn.Module)
+        for holder in modules
         for module in holder.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ]
     return memory_of(weights)
 
 
-def names_of(entries: Iterable[StateEntry], tensors: Sequence[torch.Tensor]) -> str:
+def names_of(modules: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> str:
     """Name tensors by their places in registered modules, for a message."""
     wanted = {id(tensor) for tensor in tensors}
     names = [
-        f"{entry.key}.{name}"
-        for entry in entries
-        if isinstance(holder := entry.holder, nn.Module)
-        for name, tensor in [*holder.named_parameters(), *holder.named_buffers()]
+        f"{key}.{name}"
+        for key, module in modules.items()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
         if id(tensor) in wanted
     ]
     unnamed = len(tensors) - len(names)
-    shown = names[:_MAX_SHOWN] + ([f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else [])
-    return ", ".join(shown + ([f"{unnamed} without a name"] if unnamed > 0 else []))
+    return listed(names + ([f"{unnamed} without a name"] if unnamed > 0 else []))
 
 
 def _check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""Checks that a peer's state fits this replica, before its first byte overwrites the replica's tensors."""
+"""Checks that a peer's state fits this replica before its first byte, and warns if it replaces hyperparameters."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -14,11 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ft_transport.state.matching import Incoming
 from manager.errors import RegistryError
 from manager.state.parameter_order import MANAGER_KEY, USER_KEY
-from manager.state.registry import StateEntry, StateRegistry
+from manager.state.registry import StateEntry, StateRegistry, listed
 
 logger = logging.getLogger(__name__)
-
-_MAX_SHOWN: Final = 5
 
 
 def check_fit(
@@ -186,8 +184,8 @@ def _check_names(incoming: Incoming, entry: StateEntry, is_free: Callable[[str],
     unexpected = [name for name in received if name not in own and not is_free(name)]
     if missing or unexpected:
         raise RegistryError(
-            f"expected the state of the same module under {entry.key!r}; missing: {_some(missing)}, unexpected: "
-            f"{_some(unexpected)}; nothing was received",
+            f"expected the state of the same module under {entry.key!r}; missing: {listed(missing)}, unexpected: "
+            f"{listed(unexpected)}; nothing was received",
             keys=(entry.key,),
         )
 
@@ -213,7 +211,7 @@ def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collect
     missing = [name for name in own if name not in (received or ())]
     if missing:
         raise RegistryError(
-            f"expected the state of the same class under {entry.key!r}, what comes has no {_some(missing)}; nothing "
+            f"expected the state of the same class under {entry.key!r}, what comes has no {listed(missing)}; nothing "
             "was received",
             keys=(entry.key,),
         )
@@ -229,12 +227,91 @@ def _check_tensors(incoming: Incoming, entry: StateEntry, is_free: Callable[[str
     ]
     if differing:
         raise RegistryError(
-            f"expected tensors of the same dtypes, shapes and parts under {entry.key!r}; {_some(differing)}; nothing "
+            f"expected tensors of the same dtypes, shapes and parts under {entry.key!r}; {listed(differing)}; nothing "
             f"was received{f' ({note})' if note else ''}",
             keys=(entry.key,),
         )
 
 
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
-    return (", ".join(texts[:_MAX_SHOWN]) or "none") + more
+WITHOUT_EFFECT: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Not compared: each replica chooses its kernels, and the structure of the state covers names."""
+_SCHEDULED: Final = frozenset({"lr", "momentum", "betas"})
+"""Values that torch's schedulers change in a group; ``initial_lr``, which schedulers add, keeps the configured one."""
+_MAX_VALUE: Final = 60
+
+
+class ConfiguredHyperparameters:
+    """Warns if the first state that a process loads has other hyperparameters than the process's configuration.
+
+    A replica restarted with another learning rate continues with the old one, as the other replicas do. Later loads are
+    not compared: by then the loop itself has changed the values.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[str, str] | None = None
+
+    def note(self, registry: StateRegistry, attached: Sequence[Optimizer], *, has_trained: bool) -> None:
+        """Remember the present values before the first load; later calls do nothing.
+
+        Args:
+            registry: The registered optimizers.
+            attached: The attached optimizers.
+            has_trained: Whether a step was committed, so that the values may no longer be the configured ones.
+        """
+        if self._own is None:
+            self._own = {} if has_trained else dict(_hyperparameters_of(named_optimizers(registry, attached)))
+
+    def warn_of_replaced(self, registry: StateRegistry, attached: Sequence[Optimizer], step: int) -> None:
+        """Log the values that the state of ``step`` has replaced; only after the first load."""
+        own, self._own = self._own, {}
+        if not own:
+            return
+        loaded = dict(_hyperparameters_of(named_optimizers(registry, attached)))
+        replaced = [
+            f"{name} {told[:_MAX_VALUE]} by {loaded[name][:_MAX_VALUE]}"
+            for name, told in own.items()
+            if loaded.get(name, told) != told
+        ]
+        if replaced:
+            logger.warning(
+                "the state of step %d replaces hyperparameters that this process was started with: %s; where no "
+                "schedule of the loop has changed them, set them on all replicas at one step, after the state is "
+                "loaded (docs/changing-a-job.md)",
+                step,
+                listed(replaced),
+            )
+
+
+def plain(value: object) -> object:
+    """Return a one-element CPU tensor's value, for encoders of plain values; ``None`` for other objects."""
+    # Reading a device tensor would make the training thread wait for the device.
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        return value.item()
+    return None
+
+
+def leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each printable hyperparameter of a parameter group."""
+    for name, value in group.items():
+        told = plain(value) if isinstance(value, torch.Tensor) else value
+        # The text of other objects may contain their address.
+        if name not in WITHOUT_EFFECT and isinstance(told, (bool, int, float, str, tuple, list, type(None))):
+            yield name, repr(told)
+
+
+def named_optimizers(registry: StateRegistry, attached: Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:
+    """Return the optimizers registered as replicated state, then those only attached, with names."""
+    registered = registry.holders(Optimizer)
+    known = set(map(id, registry.holders(Optimizer, None).values()))
+    others = [(f"attached optimizer {index}", each) for index, each in enumerate(dict.fromkeys(attached))]
+    return [*registered.items(), *(each for each in others if id(each[1]) not in known)]
+
+
+def _hyperparameters_of(optimizers: list[tuple[str, Optimizer]]) -> Iterator[tuple[str, str]]:
+    for key, optimizer in optimizers:
+        # A wrapper may be an optimizer by its class alone.
+        for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+            scheduled = _SCHEDULED if "initial_lr" in group else ()
+            yield from (
+                (f"{key}.param_groups.{index}.{name}", told) for name, told in leaves(group) if name not in scheduled
+            )

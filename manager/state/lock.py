@@ -38,8 +38,7 @@ from manager.errors import Kind, LockHolder, LockNotHeldError, LockOrderError, L
 
 _logger = logging.getLogger(__name__)
 
-# Long enough for idle waits, short enough that nobody notices a missed wake-up.
-_SLICE_S: Final = 0.05
+_SLICE_S: Final = 0.05  # long enough for idle waits, short enough that nobody notices a missed wake-up
 
 
 @dataclass(slots=True, eq=False)
@@ -59,14 +58,13 @@ class _Entry:
     kind: Kind
     what: str
     is_detached: bool
-    stepping: object = None
+    stepping: object
     asked_s: float = 0.0
     # Not an identifier: the system reuses identifiers of threads that ended.
     thread: threading.Thread = field(default_factory=threading.current_thread)  # noqa: TID251 # any thread, started long ago
     hold: _Hold | None = None  # None while the thread waits
     opened_s: float = 0.0
-    # Locked once the waiting thread has seen the latest change.
-    change: threading.Lock = field(default_factory=threading.Lock)
+    change: threading.Lock = field(default_factory=threading.Lock)  # locked: the waiting thread saw the latest change
 
 
 @dataclass(slots=True, eq=False)
@@ -129,10 +127,9 @@ class StateLock:
     section. Any thread may call any method. The lock can be neither copied nor pickled. A forked child keeps the
     sections of the thread that forked; the sections of other threads are closed in it.
 
-    Methods that open a section take its purpose (``what``), which the errors of waiting threads name, and the longest
-    wait, by default the lock's ``timeout``. They raise `LockTimeoutError` if other threads hold the lock until the
-    deadline, `LockOrderError` if the section would wait for the calling thread itself, and ``ValueError`` if the
-    timeout is negative. After an error nothing has changed.
+    Methods that open a section take its purpose (``what``), for errors, and the longest wait, by default the lock's
+    ``timeout``. They raise `LockTimeoutError` if other threads hold the lock until the deadline, `LockOrderError` if
+    the section would wait for the calling thread, and ``ValueError`` for a negative timeout. Then nothing has changed.
 
     Attributes:
         costs: Metrics of its waits, holds and timeouts, written under the lock's own mutex.
@@ -144,9 +141,8 @@ class StateLock:
 
         Args:
             timeout: Default deadline of waits.
-            before_change: Called on the writing thread after each write section opens, nested ones included, and before
-                the writer goes on. Its argument says whether the section serves an optimizer's step alone. If it
-                raises, the section closes again.
+            before_change: Called on the writing thread as each write section opens, nested ones included. Its argument
+                says whether the section serves an optimizer's step alone. If it raises, the section closes again.
         """
         self._timeout_s = _seconds(timeout)
         self._before_change = before_change
@@ -169,26 +165,10 @@ class StateLock:
             "hold those of the original; make a new StateLock for the new state"
         )
 
-    def acquire_write(
-        self,
-        what: str,
-        timeout: timedelta | None = None,
-        *,
-        is_optimizer_step: bool = False,
-        stepping: object = None,
-    ) -> Section:
-        """Open a write section, which no other thread's section overlaps.
-
-        Args:
-            what: Its purpose.
-            timeout: The longest wait.
-            is_optimizer_step: Whether the section serves an optimizer's step alone; passed to ``before_change``.
-            stepping: The optimizer that steps; see `stepping`.
-        """
+    def acquire_write(self, what: str, timeout: timedelta | None = None, *, stepping: object = None) -> Section:
+        """Open a write section, which no other thread's section overlaps; for a step of the optimizer ``stepping``."""
         # Not in a variable: if a handler raises here, the section loses its last reference.
-        return self._open(
-            Section(self, "write", what, timeout, False, stepping=stepping), is_optimizer_step=is_optimizer_step
-        )
+        return self._open(Section(self, "write", what, timeout, False, stepping=stepping))
 
     def acquire_read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
         """Open a read section, which overlaps no other thread's write section.
@@ -212,9 +192,8 @@ class StateLock:
         Returns at once if a ban is in force, whichever thread began it; otherwise waits for the lock.
         """
         if self.is_read_allowed:
-            # torchft calls this around optimizers' steps.
             section = Section(self, "write", "disallow_state_dict_read", None, False)
-            self._open(section, is_optimizer_step=True, disallows=True)
+            self._open(section, disallows=True)
 
     def allow(self) -> None:
         """Let readers in again, from any thread; does nothing without a ban."""
@@ -245,19 +224,14 @@ class StateLock:
         return frozenset(self._own())
 
     def close_sections_opened_since(self, mark: frozenset[object]) -> None:
-        """Close the sections that the calling thread has opened since the mark, also that of a `disallow`.
-
-        Detached sections stay open: they belong to no thread.
-        """
+        """Close the calling thread's sections since the mark, also that of a `disallow`, but no detached ones."""
         for entry in self._own():
             if entry not in mark:
                 self._close(entry)
 
     def _wait_to_open(self, entry: _Entry, timeout_s: float, *, disallows: bool) -> bool:
-        """Wait until the section is open; return false if another thread has disallowed reads meanwhile.
-
-        A function of its own, like `_wake_waiting`: ``runtime.handler_safety`` explains why for loops.
-        """
+        """Wait until the section is open; return false if another thread has disallowed reads meanwhile."""
+        # A function of its own, like `_wake_waiting`: ``runtime.handler_safety`` explains why for loops.
         has_waited = False
         while not self._try_open(entry):
             if disallows and not self.is_read_allowed:
@@ -274,7 +248,7 @@ class StateLock:
             self.contended.note(time.monotonic() - entry.asked_s)
         return True
 
-    def _open(self, section: Section, *, is_optimizer_step: bool = False, disallows: bool = False) -> Section:
+    def _open(self, section: Section, *, disallows: bool = False) -> Section:
         timeout_s = self._timeout_s if section._timeout is None else _seconds(section._timeout)
         entry = section._entry
         entry.hold = None
@@ -284,7 +258,8 @@ class StateLock:
                 self._close(entry)
                 return section
             if entry.kind == "write" and self._before_change is not None:
-                self._before_change(is_optimizer_step)
+                # torchft disallows reads around the steps of optimizers.
+                self._before_change(disallows or entry.stepping is not None)
             if disallows:
                 self._disallowed = section
         except BaseException:

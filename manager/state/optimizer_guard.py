@@ -3,18 +3,19 @@
 ``Optimizer.step`` runs hooks before and after the update, but the later ones only if the update succeeds. So the hooks
 open and release a write section, and a guard around the instance's ``step`` cleans up when ``step`` fails: it closes
 every section that the thread has opened since ``step`` began, including a `StateLock.disallow` of another pre-step hook
-(torchft's LocalSGD or DiLoCo).
+(torchft's LocalSGD or DiLoCo). Flags tell guarded LocalSGD and DiLoCo objects from unguarded ones.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -25,6 +26,22 @@ from manager.state.lock import Section, StateLock
 
 # Enough for percentiles over a window of steps, and a bound for a run of a year.
 _MAX_WAITS = 10_000
+
+
+class StepObserver:
+    """Receives the steps of attached optimizers, on the stepping thread. The methods here do nothing."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before the optimizer takes the lock; may raise to refuse the step."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Called after a successful update, inside the section. If it raises, ``step()`` raises the same error."""
+
+    def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
+        """Called after an error inside the section: the update may be partial."""
+
+    def other_gradients(self, optimizer: Optimizer) -> None:
+        """Called after a step whose closure changed the gradients."""
 
 
 class OptimizerAttachment:
@@ -76,13 +93,7 @@ class OptimizerAttachment:
 
 
 def attach_optimizers(
-    lock: StateLock,
-    optimizers: Iterable[Optimizer],
-    *,
-    before_step: Callable[[Optimizer], None] | None = None,
-    on_step_end: Callable[[Optimizer], None] | None = None,
-    on_step_failed: Callable[[Optimizer, BaseException], None] | None = None,
-    on_other_gradients: Callable[[Optimizer], None] | None = None,
+    lock: StateLock, optimizers: Iterable[Optimizer], observer: StepObserver | None = None
 ) -> OptimizerAttachment:
     """Make every ``step()`` of the optimizers a write section of the lock.
 
@@ -92,12 +103,7 @@ def attach_optimizers(
     Args:
         lock: The lock around the state; its default deadline applies, and ``step()`` raises its errors.
         optimizers: The optimizers; the attachment refers to them until they are detached.
-        before_step: Called on the stepping thread before it takes the lock. If it raises, the optimizer does not step.
-        on_step_end: Called on the stepping thread after a successful update, inside the section, e.g. to record a
-            device event for readers. If it raises, ``step()`` raises the same error and the section closes.
-        on_step_failed: Called on the stepping thread with an error that ``step()`` raised inside its section: the
-            update may be partial. Earlier errors, such as a timeout of the lock, have changed nothing.
-        on_other_gradients: Called on the stepping thread after a ``step(closure)`` whose closure changed the gradients.
+        observer: Receives the steps; by default nobody does.
 
     Returns:
         The attachment. The optimizers stay attached without a reference to it.
@@ -116,18 +122,7 @@ def attach_optimizers(
                 "optimizer inside it, before or after it is wrapped: manager.attach(wrapper.optim)"
             )
     waits_s: deque[float] = deque(maxlen=_MAX_WAITS)
-    guards = [
-        _Guard(
-            lock,
-            optimizer,
-            before_step=before_step,
-            on_step_end=on_step_end,
-            on_step_failed=on_step_failed,
-            on_other_gradients=on_other_gradients,
-            waits_s=waits_s,
-        )
-        for optimizer in attached
-    ]
+    guards = [_Guard(lock, optimizer, observer or StepObserver(), waits_s) for optimizer in attached]
     return OptimizerAttachment(lock, guards, waits_s)
 
 
@@ -141,23 +136,10 @@ class _PerThread(threading.local):
 class _Guard:
     """One attachment of one optimizer."""
 
-    def __init__(
-        self,
-        lock: StateLock,
-        optimizer: Optimizer,
-        *,
-        before_step: Callable[[Optimizer], None] | None,
-        on_step_end: Callable[[Optimizer], None] | None,
-        on_step_failed: Callable[[Optimizer, BaseException], None] | None,
-        on_other_gradients: Callable[[Optimizer], None] | None,
-        waits_s: deque[float],
-    ) -> None:
+    def __init__(self, lock: StateLock, optimizer: Optimizer, observer: StepObserver, waits_s: deque[float]) -> None:
         self._lock = lock
         self.optimizer = optimizer
-        self._before_step = before_step
-        self._on_step_end = on_step_end
-        self._on_step_failed = on_step_failed
-        self._on_other_gradients = on_other_gradients
+        self._observer = observer
         self._waits_s = waits_s
         self._what = f"optimizer step of {type(optimizer).__name__}"
         self._per_thread = _PerThread()
@@ -203,17 +185,17 @@ class _Guard:
             mark = lock.mark()
             num_begun = self._per_thread.num_begun
             num_inside = self._per_thread.num_inside
-            has_closure = bool(args or kwargs.get("closure")) and self._on_other_gradients is not None
+            has_closure = bool(args or kwargs.get("closure"))
             gradients = _gradients_of(stepping) if has_closure else ()
             try:
                 self._per_thread.num_inside = num_inside + 1
                 result = self._step_unguarded(stepping, args, kwargs)
-                if has_closure and self._on_other_gradients is not None and _have_changed(gradients, stepping):
-                    self._on_other_gradients(stepping)
+                if has_closure and _have_changed(gradients, stepping):
+                    self._observer.other_gradients(stepping)
                 return result
             except BaseException as error:
-                if self._on_step_failed is not None and self._per_thread.num_begun > num_begun:
-                    self._on_step_failed(stepping, error)
+                if self._per_thread.num_begun > num_begun:
+                    self._observer.step_failed(stepping, error)
                 try:
                     lock.close_sections_opened_since(mark)
                 except BaseException:
@@ -234,19 +216,16 @@ class _Guard:
         return type(optimizer).step(optimizer, *args, **kwargs)
 
     def _open_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
-        if self._before_step is not None:
-            self._before_step(optimizer)
+        self._observer.before_step(optimizer)
         start_s = time.monotonic()
-        self._per_thread.sections.append(
-            self._lock.acquire_write(self._what, is_optimizer_step=True, stepping=optimizer)
-        )
+        self._per_thread.sections.append(self._lock.acquire_write(self._what, stepping=optimizer))
         self._per_thread.num_begun += 1
         self._waits_s.append(time.monotonic() - start_s)
 
     def _close_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
         # If the optimizer's ``step`` calls its superclass's ``step``, torch runs the hooks for both.
-        if self._on_step_end is not None and len(self._per_thread.sections) == 1:
-            self._on_step_end(optimizer)
+        if len(self._per_thread.sections) == 1:
+            self._observer.stepped(optimizer)
         self._per_thread.sections.pop().release()
 
     def _forget_closed_sections(self) -> None:
@@ -264,3 +243,47 @@ def _have_changed(gradients: tuple[tuple[torch.Tensor | None, int], ...], optimi
         new is not old or new_version != old_version
         for (old, old_version), (new, new_version) in zip(gradients, now, strict=True)
     )
+
+
+logger = logging.getLogger(__name__)
+
+_LOCAL_UPDATES: Final = "torchft.local_sgd"
+GUARD_FLAG: Final = "_ft_transport_guard"
+"""Attribute of a guarded LocalSGD or DiLoCo of torchft."""
+_SELDOM_FLAG: Final = "_ft_transport_steps_seldom"
+
+
+def flag_seldom(optimizers: Iterable[Optimizer]) -> None:
+    """Flag optimizers that step only at rare synchronisations: their tensors stay unchanged in between."""
+    for optimizer in optimizers:
+        setattr(optimizer, _SELDOM_FLAG, True)
+
+
+def often_stepping(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that step in every training step."""
+    return [optimizer for optimizer in optimizers if not hasattr(optimizer, _SELDOM_FLAG)]
+
+
+def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield torchft's LocalSGD and DiLoCo objects that count the optimizer's steps, which need not follow commits."""
+    # A wrapper may be an optimizer by its class alone.
+    for hook in getattr(optimizer, "_optimizer_step_post_hooks", {}).values():
+        owner = getattr(hook, "__self__", None)
+        if type(owner).__module__ == _LOCAL_UPDATES:
+            yield owner
+
+
+def warn_of_unguarded(optimizers: Iterable[Optimizer]) -> None:
+    """Warn once of each LocalSGD or DiLoCo of torchft that steps an attached optimizer without a guard."""
+    for optimizer in optimizers:
+        for owner in local_updates_of(optimizer):
+            if hasattr(owner, GUARD_FLAG):
+                continue
+            kind = type(owner).__name__
+            logger.warning(
+                "torchft's %s changes the model outside the lock when it synchronizes, and a snapshot that is taken "
+                "meanwhile may mix two steps; after making it, call manager.%s(manager, ...)",
+                kind,
+                "guard_local_sgd" if kind == "LocalSGD" else "guard_diloco",
+            )
+            setattr(owner, GUARD_FLAG, "none, and that has been said")

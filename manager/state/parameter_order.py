@@ -8,7 +8,8 @@ states are refused, with names. The order of the groups stays: a training loop a
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
@@ -17,20 +18,21 @@ from torch.optim import Optimizer
 
 from ft_transport.state.matching import Incoming
 from manager.errors import RegistryError
-from manager.state.exact_loading import trained_by
-from manager.state.registry import StateRegistry, names_of
+from manager.state.optimizer_states import trained_by
+from manager.state.registry import StateRegistry, listed
 
 logger = logging.getLogger(__name__)
 
 USER_KEY: Final = "user"
 MANAGER_KEY: Final = "manager"
 NAMES_KEY: Final = "parameter_names"
-"""Key of the result of `StateRegistry.parameter_names` in the manager's part of a state."""
+"""Key of the result of `parameter_names` in the manager's part of a state."""
 _FOUND: Final = " (found)"
 """Suffix of keys whose names do not come from registered modules; such names count only if both sides have them."""
 _PARAM_NAMES: Final = "param_names"
 """Torch's key for names in the groups of an optimizer made from ``named_parameters()``."""
-_MAX_SHOWN: Final = 5
+_WRAPPERS: Final = re.compile(r"\b(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
+"""Activation checkpointing, FSDP and ``torch.compile`` insert these into parameter names, but not into state dicts."""
 _MAX_DEPTH: Final = 4
 
 Groups: TypeAlias = Sequence[Sequence[str]]
@@ -48,9 +50,41 @@ TAKEN_OVER: Final = "the parameters of optimizers have been arranged in the orde
 """Start of the message of an `OrderTakenOverError`. Ranks exchange errors as text."""
 
 
+def parameter_names(registry: StateRegistry) -> dict[str, list[list[str]]]:
+    """Return the names that registered modules give to the parameters of each registered optimizer, by group.
+
+    Returns:
+        Names by key, in the optimizer's order; an empty str for a parameter that no registered module has. Optimizers
+        without any name are left out.
+    """
+    return _names_of(registry.holders(torch.nn.Module).items(), registry.holders(Optimizer))
+
+
+def _names_of(
+    modules: Iterable[tuple[str, torch.nn.Module]], optimizers: Mapping[str, Optimizer]
+) -> dict[str, list[list[str]]]:
+    """See `parameter_names`; each module comes with the key that prefixes its names."""
+    names: dict[int, str] = {}
+    for key, module in modules:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            full_name = f"{key}.{without_wrappers(name)}"
+            # A shared parameter gets the first of its names in the alphabet: the order of submodules may differ.
+            names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
+    named = {
+        key: [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+        for key, optimizer in optimizers.items()
+    }
+    return {key: groups for key, groups in named.items() if any(map(any, groups))}
+
+
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name as state dicts have it."""
+    return _WRAPPERS.sub("", name)
+
+
 def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:
     """Return the manager's own part of a replica's state: counters, and names of optimizers' parameters."""
-    named = registry.parameter_names()
+    named = parameter_names(registry)
     _, found = _found_names(registry, named)
     names = {**named, **{f"{key}{_FOUND}": groups for key, groups in found.items()}}
     return {**counters, NAMES_KEY: names} if names else dict(counters)
@@ -75,7 +109,7 @@ def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Gro
         key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
         for key in incoming.keys(*path) or ()
     }
-    for key, _ in _optimizers(registry):
+    for key in registry.holders(Optimizer):
         groups = (USER_KEY, key, "param_groups")
         numbers = range(incoming.num_items(*groups) or 0)
         names.setdefault(f"{key}{_FOUND}", [incoming.texts(*groups, number, _PARAM_NAMES) for number in numbers])
@@ -100,7 +134,7 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
     Raises:
         RegistryError: An order differs and cannot be taken over. Nothing has changed.
     """
-    named, registered = registry.parameter_names(), dict(_optimizers(registry))
+    named, registered = parameter_names(registry), registry.holders(Optimizer)
     loaded, found = _found_names(registry, named)
     changed: list[str] = []
     arranged: list[tuple[dict[str, Any], list[int]]] = []
@@ -124,11 +158,12 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
             continue
         if hindrance:
             group, position = at
+            ours, others = mine[group][position:], theirs[group][position:]
             raise RegistryError(
                 f"expected the parameters of the optimizer {key!r} in the same order; from position {position} of "
-                f"group {group} on they are {_some(mine[group][position:])} here and {_some(theirs[group][position:])} "
-                f"there, and this replica cannot take over that order: {hindrance}; give the optimizers of all "
-                "replicas their parameters in one order, for example sorted by name; nothing was received",
+                f"group {group} on they are {listed(ours)} here and {listed(others)} there, and this replica "
+                f"cannot take over that order: {hindrance}; give the optimizers of all replicas their parameters in "
+                "one order, for example sorted by name; nothing was received",
                 keys=(key,),
             )
         changed.append(key)
@@ -152,15 +187,10 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
 
 def orders_of(registry: StateRegistry) -> Iterator[tuple[str, Groups, bool]]:
     """Yield each registered optimizer's key, the names of its parameters, and whether their order may change."""
-    names = registry.parameter_names()
-    for key, optimizer in _optimizers(registry):
+    names = parameter_names(registry)
+    for key, optimizer in registry.holders(Optimizer).items():
         groups = names.get(key, ())
         yield key, groups, not _hindrance(optimizer, groups, groups)
-
-
-def _optimizers(registry: StateRegistry) -> list[tuple[str, Optimizer]]:
-    entries = registry.entries("replicated")
-    return [(entry.key, entry.holder) for entry in entries if isinstance(entry.holder, Optimizer)]
 
 
 def _param_names(optimizer: Optimizer) -> Groups:
@@ -182,7 +212,7 @@ def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[
     """
     modules: list[tuple[str, torch.nn.Module]] = []
     loaded: dict[str, Optimizer] = {}
-    optimizers = dict(_optimizers(registry))
+    optimizers = registry.holders(Optimizer)
     known = {id(each) for each in optimizers.values()}
     for entry in registry.entries("replicated"):
         if entry.key in optimizers:
@@ -194,7 +224,7 @@ def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[
         if len(others) == 1:
             loaded[entry.key] = others[0]
     nameless = {key: each for key, each in {**optimizers, **loaded}.items() if key not in named}
-    names: dict[str, Groups] = {**names_of(modules, nameless)} if nameless else {}
+    names: dict[str, Groups] = {**_names_of(modules, nameless)} if nameless else {}
     return loaded, names
 
 
@@ -228,7 +258,7 @@ def _hindrance(optimizer: Optimizer, mine: Groups, theirs: Groups) -> str:
     for number, (ours, others) in enumerate(zip(mine, theirs, strict=True)):
         alone, missing = [sorted(set(one) - set(two)) for one, two in ((ours, others), (others, ours))]
         if alone or missing:
-            return f"group {number} has {_some(alone)} here alone and {_some(missing)} there alone"
+            return f"group {number} has {listed(alone)} here alone and {listed(missing)} there alone"
         if not len(set(ours)) == len(ours) == len(others) or "" in ours:
             return f"group {number} has parameters without a name, or two of one name"
     return ""
@@ -247,8 +277,3 @@ def _is_plain(value: object, depth: int) -> bool:
             return False
         case _:
             return callable(value)
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
-    return (", ".join(texts[:_MAX_SHOWN]) or "none") + more

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from ft_transport.state.collectives import refusing_collectives
 from manager.errors import RegistryError
-from manager.state.exact_loading import exact_loading
-from manager.state.loader_order import LoaderOrder
+from manager.state.data_order import LoaderOrder
+from manager.state.optimizer_states import exact_loading, parameters_of
+
+T = TypeVar("T")
 
 Scope = Literal["replicated", "local"]
 _SCOPES = ("replicated", "local")
 _ORDER: Final = "the order of the arguments is key, load_state_dict, state_dict"
-_WRAPPERS: Final = re.compile(r"\b(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
-"""Activation checkpointing, FSDP and ``torch.compile`` insert these into parameter names, but not into state dicts."""
+_MAX_LISTED: Final = 5
 _NUM_GUARDED_CALLS: Final = 2
 """Twice: the first call may find an optimizer that has not stepped yet. A guarded call takes longer."""
 
@@ -183,6 +183,10 @@ class StateRegistry:
         """Return the entries of one scope, or of both, in the order of registration."""
         return tuple(entry for entry in self._entries.values() if scope is None or entry.scope == scope)
 
+    def holders(self, kind: type[T], scope: Scope | None = "replicated") -> dict[str, T]:
+        """Return the registered objects of a class by key, in the order of registration."""
+        return {entry.key: holder for entry in self.entries(scope) if isinstance(holder := entry.holder, kind)}
+
     def state_dict(self, scope: Scope = "replicated") -> dict[str, object]:
         """Call the state functions of one scope.
 
@@ -236,11 +240,7 @@ class StateRegistry:
             A function of a path in a replica's state. For ``("user", key, "state", index, name)`` it returns the
             parameter, even before the optimizer's first step; for other paths ``None``.
         """
-        parameters: dict[str, list[torch.Tensor]] = {}
-        for entry in self.entries("replicated"):
-            holder = entry.holder
-            if isinstance(holder, Optimizer):
-                parameters[entry.key] = [each for group in holder.param_groups for each in group["params"]]
+        parameters = {key: parameters_of([each]) for key, each in self.holders(Optimizer).items()}
 
         def find(path: tuple[str | int, ...]) -> torch.Tensor | None:
             match path:
@@ -251,27 +251,11 @@ class StateRegistry:
 
         return find
 
-    def parameter_names(self) -> dict[str, list[list[str]]]:
-        """Return the names that registered modules give to the parameters of each registered optimizer, by group.
-
-        Returns:
-            Names by key, in the optimizer's order; an empty str for a parameter that no registered module has.
-            Optimizers without any name are left out.
-        """
-        entries = self.entries("replicated")
-        modules = [(entry.key, entry.holder) for entry in entries if isinstance(entry.holder, torch.nn.Module)]
-        optimizers = {entry.key: entry.holder for entry in entries if isinstance(entry.holder, Optimizer)}
-        return names_of(modules, optimizers)
-
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of registered modules and optimizers; a parameter may appear several times."""
-        for entry in self.entries():
-            holder = getattr(entry.load_state_dict, "__self__", None)
-            if isinstance(holder, torch.nn.Module):
-                yield from holder.parameters()
-            elif isinstance(holder, Optimizer):
-                for group in holder.param_groups:
-                    yield from group["params"]
+        for module in self.holders(torch.nn.Module, None).values():
+            yield from module.parameters()
+        yield from parameters_of(self.holders(Optimizer, None).values())
 
     def registered_keys(self, scope: Scope = "replicated") -> list[str]:
         """Return the registered keys of one scope, in the order of registration."""
@@ -348,31 +332,10 @@ class StateRegistry:
             self._calling.discard(thread)
 
 
-def names_of(
-    modules: Sequence[tuple[str, torch.nn.Module]], optimizers: Mapping[str, Optimizer]
-) -> dict[str, list[list[str]]]:
-    """Return the names that modules give to the parameters of optimizers; see `StateRegistry.parameter_names`.
-
-    Args:
-        modules: Modules with their keys, which prefix the names of parameters.
-        optimizers: Optimizers by key.
-    """
-    names: dict[int, str] = {}
-    for key, module in modules:
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            full_name = f"{key}.{without_wrappers(name)}"
-            # A shared parameter gets the first of its names in the alphabet: the order of submodules may differ.
-            names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
-    named = {
-        key: [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
-        for key, optimizer in optimizers.items()
-    }
-    return {key: groups for key, groups in named.items() if any(map(any, groups))}
-
-
-def without_wrappers(name: str) -> str:
-    """Return a parameter's name as state dicts have it."""
-    return _WRAPPERS.sub("", name)
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Return the first few texts and the number of the others, for a message."""
+    more = f" and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
+    return (separator.join(texts[:_MAX_LISTED]) or "none") + more
 
 
 def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], object]) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from itertools import chain
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch.optim import Optimizer
 
 from ft_transport.telemetry.metrics import Reading
+from ft_transport.telemetry.process_state import HolderStatus, LockStatus, ManagerStatus
 from manager.errors import ManagerError, RegistryError, StateTornError
-from manager.state.hyperparameters import ConfiguredHyperparameters
+from manager.state.compatibility import ConfiguredHyperparameters
 from manager.state.lock import StateLock
-from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
-from manager.state.overflows import Scalers
+from manager.state.optimizer_guard import OptimizerAttachment, StepObserver, attach_optimizers
+from manager.state.optimizer_states import parameters_of
 from manager.state.parameter_order import (
     MANAGER_KEY,
     NAMES_KEY,
@@ -26,12 +29,14 @@ from manager.state.parameter_order import (
     own_part,
     take_over_order,
 )
+from manager.state.registration_check import Scalers
 from manager.state.registry import StateRegistry
-from manager.state.step_ledger import StepLedger
-from manager.state.step_log import StepLog
+from manager.state.step_log import StepLedger, StepLog
+
+T = TypeVar("T")
 
 
-class StateObserver:
+class StateObserver(StepObserver):
     """Receives the changes of a `ReplicaState`, on the thread that makes them. The methods here do nothing."""
 
     def before_change(self, is_optimizer_step: bool) -> None:
@@ -40,17 +45,8 @@ class StateObserver:
     def replaced(self) -> None:
         """Called before a load replaces the state."""
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called before an attached optimizer takes the lock; may raise to refuse the step."""
 
-    def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """Called after a failed step that may have changed the state."""
-
-    def other_gradients(self, optimizer: Optimizer) -> None:
-        """Called after a step whose closure changed the gradients."""
-
-
-class ReplicaState:
+class ReplicaState(StepObserver):
     """A replica's state behind its lock, and the step that it shows.
 
     Any thread may use the lock; only the training thread may use the rest.
@@ -98,14 +94,7 @@ class ReplicaState:
 
     def attach(self, optimizers: tuple[Optimizer, ...], *, every_commit: bool) -> OptimizerAttachment:
         """See `StateManager.attach`."""
-        attachment = attach_optimizers(
-            self.lock,
-            optimizers,
-            before_step=self._before_step,
-            on_step_end=self._note_step,
-            on_step_failed=self._note_failed_step,
-            on_other_gradients=self._note_other_gradients,
-        )
+        attachment = attach_optimizers(self.lock, optimizers, self)
         if not every_commit:
             self.ledger.let_step_freely(optimizers)
         # A snapshot may share their tensors as memory that no optimizer step changes.
@@ -188,6 +177,30 @@ class ReplicaState:
         yield Reading("batches_committed", self.batches_committed)
         yield Reading("state_is_partial", int(self.partial is not None))
 
+    def status(self) -> ManagerStatus:
+        """Return the state of a manager without a quorum. Any thread may call it."""
+        partial, waits = self.partial, self.lock.contended
+        is_training = self.training_thread is not None
+        return ManagerStatus(
+            activity="training" if is_training else "idle",
+            activity_s=time.monotonic() - self.steps.began_s if is_training else 0.0,
+            step=self.step,
+            batches=self.batches_committed,
+            partial=partial.reason if partial is not None else "",
+            lock=LockStatus(
+                holders=tuple(
+                    HolderStatus(kind=holder.kind, what=holder.what, age_s=holder.age_s)
+                    for holder in self.lock.holders()
+                ),
+                num_waits=waits.num,
+                waited_s=waits.total_s,
+                longest_wait_s=waits.longest_s,
+            ),
+            steps=self.steps.recent(),
+            num_committed=self.steps.num_committed,
+            num_refused=self.steps.num_refused,
+        )
+
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Set the counters; all but ``step`` are optional.
 
@@ -264,13 +277,7 @@ class ReplicaState:
 
     def forget_gradients(self) -> None:
         """Zero all gradients in place: they belong to a replaced state, and the loop may be about to reduce them."""
-        attached = (
-            parameter
-            for optimizer in self.optimizers()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-        for parameter in chain(self.registry.parameters(), attached):
+        for parameter in chain(self.registry.parameters(), parameters_of(self.optimizers())):
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()
 
@@ -315,24 +322,38 @@ class ReplicaState:
         for observer in self._observers:
             observer.before_change(is_optimizer_step)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse the step if the state is partial or an observer refuses it."""
         self.refuse_partial()
         for observer in self._observers:
             observer.before_step(optimizer)
 
-    def _note_step(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         """Count a step; called inside its write section after a successful update."""
         if not self.registry.is_calling():
             self.is_past_step = True
             self.ledger.stepped(optimizer)
 
-    def _note_other_gradients(self, optimizer: Optimizer) -> None:
+    def other_gradients(self, optimizer: Optimizer) -> None:
+        """Notify the observers."""
         for observer in self._observers:
             observer.other_gradients(optimizer)
 
-    def _note_failed_step(self, optimizer: Optimizer, error: BaseException) -> None:
+    def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
+        """Notify the observers."""
         for observer in self._observers:
             observer.step_failed(optimizer, error)
+
+
+def status_report(owner: T, describe: Callable[[T], ManagerStatus]) -> Callable[[], ManagerStatus | None]:
+    """Return a function that describes ``owner`` as long as it exists, and keeps no manager alive."""
+    reference = weakref.ref(owner)
+
+    def report() -> ManagerStatus | None:
+        present = reference()
+        return describe(present) if present is not None else None
+
+    return report
 
 
 def checked_step(step: object) -> int:

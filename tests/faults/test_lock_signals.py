@@ -202,7 +202,7 @@ def _give_up(lock: StateLock) -> None:
 
 def _close_since_mark(lock: StateLock) -> None:
     mark = lock.mark()
-    lock.acquire_write("signalled", is_optimizer_step=True)
+    lock.acquire_write("signalled", stepping=object())
     lock.close_sections_opened_since(mark)
 
 

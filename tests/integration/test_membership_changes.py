@@ -128,7 +128,7 @@ def test_each_survivor_says_once_who_left_and_for_how_long_all_stood_still(
         assert drill.metrics[name]["recovery_seconds_total"] == 0
     (healed,) = [line for line in lines if line.startswith("replica c:")]
     assert re.search(r"^replica c:\S+ step \d+: healed to step \d+ in \d+\.\d s, from [ab]:", healed)
-    (changed,) = [record.getMessage() for record in caplog.records if record.name == "manager.state.hyperparameters"]
+    (changed,) = [record.getMessage() for record in caplog.records if record.name == "manager.state.compatibility"]
     assert (
         "replaces hyperparameters that this process was started with: optimizer.param_groups.0.lr 0.05 by 0.1;"
         in changed

@@ -17,6 +17,7 @@ from state_equality import exact
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, RegistryError, StateManager, StateMismatchError
+from manager.state.parameter_order import parameter_names
 from manager.state.registry import StateRegistry
 
 _TIMEOUT = timedelta(seconds=20)
@@ -236,7 +237,7 @@ def test_a_checkpoint_without_names_is_loaded(
     first = replica(named("a", "b", "c"), store=CheckpointStore(tmp_path))
     first.train(2)
     with monkeypatch.context() as earlier:
-        earlier.setattr("manager.state.registry.StateRegistry.parameter_names", lambda _registry: {})
+        earlier.setattr("manager.state.parameter_order.parameter_names", lambda _registry: {})
         first.manager.save(wait=True)
     again = replica(named("a", "b", "c"), store=CheckpointStore(tmp_path, read_only=True))
     assert again.manager.resume() is not None
@@ -327,10 +328,10 @@ def test_what_wraps_submodules_changes_no_order() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     registry.register_object("model", model)
     registry.register_object("optimizer", optimizer)
-    plain = registry.parameter_names()
+    plain = parameter_names(registry)
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, torch.nn.Linear))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
-    assert registry.parameter_names() == plain
+    assert parameter_names(registry) == plain
 
 
 def join(parameters: Names, *, num_steps: int = 5) -> tuple[list[bool], Any, Any]:

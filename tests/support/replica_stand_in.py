@@ -13,9 +13,9 @@ import torch
 
 from ft_transport.state.snapshot import Taking
 from manager.snapshots.scheduler import SnapshotScheduler
-from manager.state.guarded_memory import MIN_DEFERRED_BYTES
 from manager.state.lock import StateLock
 from manager.state.optimizer_guard import OptimizerAttachment
+from manager.state.optimizer_states import MIN_DEFERRED_BYTES
 from manager.state.replica_state import ReplicaState
 
 LONG_S = 20.0

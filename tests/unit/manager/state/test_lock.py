@@ -506,7 +506,7 @@ def test_who_opens_a_write_section_is_announced_before_he_changes_anything() -> 
     )
     with lock.write("outer"), lock.write("inner"):
         pass
-    lock.acquire_write("step", is_optimizer_step=True).release()
+    lock.acquire_write("step", stepping=object()).release()
     lock.disallow()
     lock.disallow()
     lock.allow()

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from manager.errors import LockOrderError, LockTimeoutError, ManagerError, StateTornError
 from manager.state.lock import StateLock
-from manager.state.optimizer_guard import attach_optimizers
+from manager.state.optimizer_guard import StepObserver, attach_optimizers
 
 
 @pytest.fixture
@@ -145,12 +145,13 @@ def test_check_before_the_step_runs_without_the_lock_and_can_refuse(lock: StateL
     optimizer = _optimizer()
     held: list[bool] = []
 
-    def check(_optimizer: torch.optim.Optimizer) -> None:
-        held.append(lock.write_owned())
-        if len(held) == 2:
-            raise StateTornError(step=3, reason="the source died")
+    class Observer(StepObserver):
+        def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+            held.append(lock.write_owned())
+            if len(held) == 2:
+                raise StateTornError(step=3, reason="the source died")
 
-    attach_optimizers(lock, [optimizer], before_step=check)
+    attach_optimizers(lock, [optimizer], Observer())
     optimizer.step()
     value = _value(optimizer)
     with pytest.raises(StateTornError):
@@ -163,7 +164,12 @@ def test_check_before_the_step_runs_without_the_lock_and_can_refuse(lock: StateL
 def test_end_of_the_step_is_told_while_the_section_is_open(lock: StateLock) -> None:
     optimizer = _optimizer()
     seen: list[tuple[bool, float]] = []
-    attach_optimizers(lock, [optimizer], on_step_end=lambda _: seen.append((lock.write_owned(), _value(optimizer))))
+
+    class Observer(StepObserver):
+        def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+            seen.append((lock.write_owned(), _value(optimizer)))
+
+    attach_optimizers(lock, [optimizer], Observer())
     optimizer.step()
     with pytest.raises(RuntimeError):
         optimizer.step(_fail)
@@ -173,10 +179,11 @@ def test_end_of_the_step_is_told_while_the_section_is_open(lock: StateLock) -> N
 def test_error_at_the_end_of_the_step_releases(lock: StateLock) -> None:
     optimizer = _optimizer()
 
-    def fail(_optimizer: torch.optim.Optimizer) -> None:
-        raise RuntimeError("event")
+    class Observer(StepObserver):
+        def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+            raise RuntimeError("event")
 
-    attach_optimizers(lock, [optimizer], on_step_end=fail)
+    attach_optimizers(lock, [optimizer], Observer())
     with pytest.raises(RuntimeError, match="event"):
         optimizer.step()
     assert _is_free(lock)

@@ -1,4 +1,4 @@
-"""How often the states are looked at for what cannot be encoded."""
+"""States without an encoding are found at few boundaries, and unregistered gradients without reading those in use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manager.errors import RegistryError
-from manager.state.registration_check import EncodingCheck
+from manager.state.registration_check import EncodingCheck, check_averaged
 from manager.state.registry import StateRegistry
 
 
@@ -37,3 +37,20 @@ def test_an_optimizer_that_keeps_a_lock_in_its_first_state_is_refused() -> None:
     optimizer.state[parameter]["lock"] = threading.Lock()
     with pytest.raises(RegistryError, match=r"optimizer\.state\.0\.lock"):
         check.check()
+
+
+class _Unreadable(torch.nn.Parameter):
+    """A parameter whose gradient another thread may be replacing."""
+
+    @property
+    def grad(self) -> torch.Tensor:  # type: ignore[override]
+        raise AssertionError("expected the gradient not to be read")
+
+
+def test_no_gradient_is_read_that_another_thread_may_be_replacing() -> None:
+    other, module = StateRegistry(), torch.nn.Module()
+    module.register_parameter("weight", _Unreadable(torch.zeros(3)))
+    other.register_object("of another replica", module)
+    alive = [_Unreadable(torch.zeros(4)), torch.nn.UninitializedParameter()]
+    check_averaged(StateRegistry(), [], [torch.zeros(3)])
+    assert len(alive) == 2

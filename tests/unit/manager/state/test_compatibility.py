@@ -41,7 +41,7 @@ def _loaded(own: torch.optim.Optimizer, other: torch.optim.Optimizer, caplog: py
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record for record in caplog.records if record.name == "manager.state.hyperparameters"]
+    found = [record for record in caplog.records if record.name == "manager.state.compatibility"]
     assert all(record.levelno == logging.WARNING for record in found)
     return [record.getMessage() for record in found]
 

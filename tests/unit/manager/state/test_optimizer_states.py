@@ -108,5 +108,5 @@ def test_after_an_interrupted_load_torch_loads_as_ever() -> None:
         assert next(iter(optimizer.state.values()))["momentum_buffer"].dtype == torch.bfloat16
         optimizers.append(optimizer_of())
 
-    modules = ("manager.state.exact_loading", "contextlib")
+    modules = ("manager.state.optimizer_states", "contextlib")
     at_every_place(load, check, at_least=50, modules=modules, errors=(HandlerError, RegistryError))

@@ -1,4 +1,4 @@
-"""Checks that a loop draws its batches after the step boundary, and from the loader's loaded position.
+"""Keeps the order of data: the position of loaders, and the random number generators.
 
 A loader's state counts the batches that it has yielded. At the boundary this number matches the committed step, unless
 the loop draws a batch first, as `for batch in loader` does with the boundary in its body: then the state is one batch
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType, GeneratorType
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -295,3 +297,31 @@ def _is_handed_out(loader: object) -> bool:
     """Return whether a loop may hold the newest iterator; a loader also makes one for its own state dict."""
     own = "_iter_for_state_dict" if _is_of_nodes(loader) else "_initial_iter_for_state_dict"
     return _iterator_of(loader) is not None and not getattr(loader, own, False)
+
+
+class RandomState:
+    """The global generators of Python, numpy (if it is imported) and torch, on the CPU and on CUDA devices.
+
+    Register it like a module. As ``local`` state it lets a replica resume its own random numbers; as ``replicated``
+    state it lets a recovered replica draw the same numbers as its peer.
+    """
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the generators' states; tensors in it are copies, uint8 on the CPU."""
+        state: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the generators that the state has; others stay unchanged."""
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            numpy.random.set_state(state["numpy"])
+        if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
