@@ -11,6 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.fetch_settings import FetchTimeout, paced
+from ft_transport.http.client.manifests import fetch_deltas
 from ft_transport.http.client.rate_probe import ask_state, connecting
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
@@ -26,8 +27,7 @@ from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.known import Known, Received
 from ft_transport.transfer.server import StateServer
-from ft_transport.transfer.sharded import ShardedRequest, common_step
-from ft_transport.transfer.sources import FetchPeers
+from ft_transport.transfer.sources import FetchPeers, common_step
 from ft_transport.wire.delta import Delta
 from ft_transport.wire.routes import LATEST, StepSelector
 
@@ -290,9 +290,7 @@ class HTTPTransport(Generic[T]):
             TransportError: The peer cannot be reached or refuses, or its answer is no delta.
         """
         settings = self._client.fetch_settings(timeout)
-        return self._client.fetch_deltas(
-            PeerAddress.from_url(metadata), base, step, max_bytes=max_bytes, settings=settings
-        )
+        return fetch_deltas(PeerAddress.from_url(metadata), base, step, max_bytes=max_bytes, settings=settings)
 
     def fetch_sharded(
         self,
@@ -343,8 +341,8 @@ class HTTPTransport(Generic[T]):
         peers = peer_addresses(sources)
         first = group_rank % len(peers)
         return self._client.fetch_sharded(
-            ShardedRequest(
-                sources=peers[first:] + peers[:first],
+            FetchRequest(
+                peers=FetchPeers(sources=peers[first:] + peers[:first]),
                 step=_checked_step(step),
                 settings=self._client.group_fetch_settings(timeout),
                 into=into,

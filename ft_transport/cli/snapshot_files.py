@@ -5,23 +5,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final
 
 from ft_transport.errors import DeadlineExceededError, SnapshotReplacedError, StepNotServedError
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
-from ft_transport.http.client.manifests import fetch_digests, fetch_manifest
+from ft_transport.http.client.manifests import fetch_manifest, with_digests
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.settings import FetchProgress, TransportSettings
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.file_client import FetchedFile, FilePlan, fetch_to_file
+from ft_transport.transfer.sources import asking
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import LATEST, StepSelector
 
@@ -222,38 +220,38 @@ def asked_for_one_step(
     Raises:
         TransportError: A replica is unreachable, or does not serve the required step.
     """
-    with _Asking(peers, settings_for) as asking:
+    with _Replicas(peers, settings_for) as replicas:
         if step is not None:
-            yield asking.ask(step, timeout_s)
+            yield replicas.ask(step, timeout_s)
             return
         began_s = time.monotonic()
-        manifests = asking.ask(LATEST, timeout_s)
+        manifests = replicas.ask(LATEST, timeout_s)
         if manifests[0].step != manifests[1].step:
             took_s = time.monotonic() - began_s
             patience_s = min(timeout_s, max(_LEAST_PATIENCE_S, _MORE_PATIENCE * took_s))
             steps = [manifest.step for manifest in manifests]
             manifests = (
-                _of_the_one_behind(asking, steps)
-                or _of_a_step_to_come(asking, steps, patience_s)
-                or asking.ask(LATEST, timeout_s)
+                _of_the_one_behind(replicas, steps)
+                or _of_a_step_to_come(replicas, steps, patience_s)
+                or replicas.ask(LATEST, timeout_s)
             )
         yield manifests
 
 
-def _of_the_one_behind(asking: _Asking, steps: list[int]) -> Manifests | None:
+def _of_the_one_behind(replicas: _Replicas, steps: list[int]) -> Manifests | None:
     """Return both manifests of the first replica's step, if the other one still serves that step."""
     try:
-        return asking.ask(min(steps), _LEAST_PATIENCE_S)
+        return replicas.ask(min(steps), _LEAST_PATIENCE_S)
     except (StepNotServedError, DeadlineExceededError):
         return None
 
 
-def _of_a_step_to_come(asking: _Asking, steps: list[int], patience_s: float) -> Manifests | None:
+def _of_a_step_to_come(replicas: _Replicas, steps: list[int], patience_s: float) -> Manifests | None:
     """Ask for steps further and further ahead, until neither replica has passed one; ``None`` if they stand still."""
     newest, until_s, lead = max(steps), time.monotonic() + patience_s, 1
     while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:
         try:
-            return asking.ask(newest + lead, left_s)
+            return replicas.ask(newest + lead, left_s)
         except DeadlineExceededError:
             return None
         except StepNotServedError as error:
@@ -262,7 +260,7 @@ def _of_a_step_to_come(asking: _Asking, steps: list[int], patience_s: float) -> 
     return None
 
 
-class _Asking:
+class _Replicas:
     """Asks both replicas; a context manager that closes its connections."""
 
     def __init__(self, peers: tuple[PeerAddress, PeerAddress], settings_for: SettingsFor) -> None:
@@ -270,7 +268,7 @@ class _Asking:
         self._settings_for = settings_for
         self._held = ExitStack()
 
-    def __enter__(self) -> _Asking:
+    def __enter__(self) -> _Replicas:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
@@ -289,21 +287,9 @@ class _Asking:
 
         def ask(connection: Connection) -> Manifest:
             manifest = fetch_manifest(connection, step, settings)
-            if manifest.digests is not None:
-                return manifest
-            return replace(manifest, digests=fetch_digests(connection, manifest, max_failures=settings.max_failures))
+            return with_digests(connection, manifest, max_failures=settings.max_failures)
 
-        answered: SimpleQueue[Future[Manifest]] = SimpleQueue()
-        with SafeExecutor(2, "ft-transport-ask") as pool:
-            try:
-                asked = [pool.submit(ask, connection) for connection in connections]
-                for each in asked:
-                    each.add_done_callback(answered.put)
-                for _ in asked:
-                    answered.get().result()
-            except BaseException:
-                # The other answer is not awaited; the pool ends with it.
-                for connection in connections:
-                    connection.interrupt()
-                raise
+        with asking(connections, ask, at_once=2) as (asked, answered):
+            for _ in asked:
+                answered.get().result()
         return asked[0].result(), asked[1].result()

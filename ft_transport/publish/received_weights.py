@@ -27,6 +27,7 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.client.fetch_settings import FetchHandle, FetchSettings, FetchTimeout
+from ft_transport.http.client.manifests import fetch_deltas
 from ft_transport.http.peer_address import PeerAddress, look_up
 from ft_transport.keys import Keys
 from ft_transport.publish.deltas import changes_of, flip
@@ -185,7 +186,7 @@ class ReceivedWeights:
             return [], 0
         max_bytes = sum(each.nbytes for _, each in own)
         try:
-            deltas = self._client.fetch_deltas(source, base, version, max_bytes=max_bytes, settings=settings)
+            deltas = fetch_deltas(source, base, version, max_bytes=max_bytes, settings=settings)
             changes = changes_of(deltas, {name: tensor for names, tensor in own for name in names})
         except TransportError as error:
             logger.info("version %d: the deltas from version %d are of no use: %s", version, base, error)

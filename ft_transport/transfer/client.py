@@ -16,23 +16,22 @@ from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.client.chunks import Receivers, fetch_data
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
-from ft_transport.http.client.manifests import digest_chunks, fetch_delta, fetch_server_id, find_damaged
+from ft_transport.http.client.manifests import digest_chunks, fetch_server_id, find_damaged
 from ft_transport.http.client.same_host import fetch_from_memory
-from ft_transport.http.client.slices import Source, fetch_ranges
+from ft_transport.http.client.slices import Source, fetch_ranges, fetch_slices
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay, Relays
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.matching import Incoming
+from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore
 from ft_transport.state.spare_memory import SpareMemory
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.tls import Certificates
 from ft_transport.transfer.known import Known, PartialState, Plan, Received
-from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
-from ft_transport.transfer.sources import AgreedSources, FetchPeers, ask_sources, with_restarts
-from ft_transport.wire.delta import Delta, decode_delta
+from ft_transport.transfer.sources import AgreedSources, FetchPeers, ask_group, ask_sources, with_restarts
 from ft_transport.wire.routes import StepSelector
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ _MAX_SHOWN_PATHS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
-    """The parameters of a fetch from peers with the same state; ``HTTPTransport.fetch`` explains them.
+    """The parameters of a fetch; ``HTTPTransport.fetch`` and ``HTTPTransport.fetch_sharded`` explain them.
 
     Attributes:
         peers: The peers that have the state, and its receivers.
@@ -55,6 +54,7 @@ class FetchRequest:
         check: Called with the manifest's data before any data comes.
         is_comparable: Whether the caller compares the state, so that late digests need no comparison here.
         known: Data that need not be fetched.
+        like: For a fetch in another layout: see `reshard`.
     """
 
     peers: FetchPeers
@@ -64,6 +64,7 @@ class FetchRequest:
     check: Callable[[Incoming], None] | None
     is_comparable: bool = False
     known: Known = None
+    like: LikeFunction | None = None
 
 
 class StateClient(Generic[T]):
@@ -166,27 +167,7 @@ class StateClient(Generic[T]):
                 part.failed(error, is_kept=part is known)
                 raise
 
-    def fetch_deltas(
-        self, source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
-    ) -> list[Delta]:
-        """Receive the deltas between two versions; see ``HTTPTransport.fetch_deltas``."""
-        deltas: list[Delta] = []
-        max_memory_bytes = max_bytes
-        with Connection.of(source, settings) as connection:
-            while base < version:
-                encoded = fetch_delta(connection, base, max_bytes=max_bytes)
-                if encoded is None:
-                    return []
-                max_bytes -= len(encoded)
-                delta = decode_delta(encoded, max_bytes=max_memory_bytes)
-                max_memory_bytes -= delta.memory_bytes
-                if delta.base != base or not base < delta.version <= version:
-                    return []
-                deltas.append(delta)
-                base = delta.version
-        return deltas
-
-    def fetch_sharded(self, request: ShardedRequest) -> Received[T]:
+    def fetch_sharded(self, request: FetchRequest) -> Received[T]:
         """Receive this rank's part of a state; see ``HTTPTransport.fetch_sharded``."""
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
             return with_restarts(request.settings, lambda: self._receive_sharded(request))
@@ -340,18 +321,39 @@ class StateClient(Generic[T]):
             more,
         )
 
-    def _receive_sharded(self, request: ShardedRequest) -> Received[T]:
-        manifest, restore = receive_sharded(
-            request, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes
-        )
-        self._warn_of_new_tensors(restore.incoming, ", ".join(map(str, request.sources)))
+    def _receive_sharded(self, request: FetchRequest) -> Received[T]:
+        settings, check_time = request.settings, request.settings.timeouts.check_deadline
+        restore: Restore | None = None
         try:
+            with ask_group(request.peers.sources, request.step, settings) as (sources, unreachable):
+                try:
+                    manifests = [source.manifest for source in sources]
+                    names = [str(source.peer) for source in sources]
+                    resharding = reshard(manifests, request.into, like=request.like, names=names, check_time=check_time)
+                    manifest = resharding.manifest
+                    restore = Restore(
+                        manifest,
+                        into=request.into,
+                        meshes=self._settings.meshes,
+                        max_bytes=self._settings.max_receive_bytes,
+                        check_time=check_time,
+                    )
+                    if request.check is not None:
+                        request.check(restore.incoming)
+                    fetch_slices(sources, resharding.wanted, restore, settings)
+                except TransportError as error:
+                    error.step = error.step if error.step is not None else manifests[0].step
+                    if unreachable:
+                        error.message += f"; out of reach: {', '.join(map(str, unreachable))}"
+                    raise
+            self._warn_of_new_tensors(restore.incoming, ", ".join(map(str, request.peers.sources)))
             if request.is_comparable:
                 digests = digest_chunks(manifest, restore.present, num_threads=default_num_threads())
                 manifest = dataclasses.replace(manifest, digests=tuple(digests))
             return Received(step=manifest.step, state=cast(T, restore.finish()), _manifest=manifest)
         except BaseException as error:
-            poison(restore, error)
+            if restore is not None:
+                _poison(restore, error)
             raise
 
 
@@ -364,3 +366,15 @@ def _pass_on(
     relay = Relay(agreed.content, step=manifest.step, chunks=manifest.chunks, views=restore.present, missing=missing)
     relays.begin(relay)
     return Receivers(peers=peers.receivers, own=peers.own, relay=relay)
+
+
+def _poison(restore: Restore, error: BaseException) -> None:
+    """Overwrite the data that landed before ``error``, so that no trainer uses it."""
+    if restore.destination_touched:
+        # Errors of other packages, such as those of a device, need these attributes as well.
+        error.destination_touched = True  # type: ignore[attr-defined]
+        try:
+            restore.poison()
+        except BaseException as another:
+            another.destination_touched = True  # type: ignore[attr-defined]
+            raise

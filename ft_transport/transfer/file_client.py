@@ -88,15 +88,15 @@ def fetch_to_file(
                 )
                 phase("load")
                 part.finish(manifest)
-            except OSError as error:
+            except (OSError, TransportError) as error:
                 failed = part.error if isinstance(error, TransportError) else error
                 if failed is None:
                     raise
-                raise _not_written(part, failed) from error
-            except TransportError as error:
-                if part.error is None:
-                    raise
-                raise _not_written(part, part.error) from error
+                raise FileWriteError(
+                    f"expected to write what is received, {failed.strerror or failed}; mend that, and what has come is "
+                    "still there",
+                    path=str(part.part),
+                ) from error
         record = recorder.recent()[-1]
     return FetchedFile(manifest=manifest, plan=plan, record=record)
 
@@ -164,13 +164,6 @@ def _receive(
             settings.timeouts.note_progress()
             fetch_data(agreed.files, manifest, part, settings, chunks=damaged, on_landed=part.write)
         return manifest, plan
-
-
-def _not_written(part: PartFile, error: OSError) -> FileWriteError:
-    return FileWriteError(
-        f"expected to write what is received, {error.strerror or error}; mend that, and what has come is still there",
-        path=str(part.part),
-    )
 
 
 def _check(peer: PeerAddress, settings: FetchSettings) -> Manifest:

@@ -4,43 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 from ft_transport.errors import (
     ConfigurationError,
+    DeadlineExceededError,
     FetchFailedError,
     MessageDamagedError,
+    PeerError,
     PeerUnreachableError,
+    RestoreError,
     SnapshotReplacedError,
+    StepNotServedError,
     TransportError,
 )
 from ft_transport.http.client.chunks import SourceFile
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
-from ft_transport.http.client.manifests import fetch_digests, fetch_manifest
+from ft_transport.http.client.manifests import fetch_manifest, fetch_server_id, with_digests
 from ft_transport.http.client.same_host import is_on_this_host
+from ft_transport.http.client.slices import Source
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
-from ft_transport.runtime.handler_safety import SafeThread
-from ft_transport.runtime.threads import start
+from ft_transport.runtime.handler_safety import SafeExecutor, ThreadRefusedError
 from ft_transport.telemetry.recorder import current
 from ft_transport.wire.manifest import ContentId, Manifest, content_id
-from ft_transport.wire.routes import StepSelector
+from ft_transport.wire.routes import LATEST, StepSelector
 
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-_LEAST_PATIENCE_S: Final = 1.0
-_MORE_PATIENCE: Final = 1.0
-"""Longest wait for the other manifests once the first has come, as a multiple of the time that the first took."""
+_LEAST_WAIT_S: Final = 1.0
+"""Least time for the other manifests once the first has come; they have as long again as the first took."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
+_MAX_ASKED_AT_ONCE: Final = 16
+_LARGEST_LEAD: Final = 1 << 16
+_TICK_S: Final = 2.0
+"""Interval, once a source has answered, at which the others have to show that they are alive, and their time to
+answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +113,7 @@ class AgreedSources:
         Raises:
             TransportError: The source did not send them.
         """
-        return _with_digests(self.connection, self.manifest, settings)
+        return with_digests(self.connection, self.manifest, max_failures=settings.max_failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +123,6 @@ class _Served:
     connection: Connection
     manifest: Manifest
     content: ContentId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Silent:
-    """The reason why one peer's snapshot is unknown."""
-
-    connection: Connection
-    error: BaseException
-
-
-_Answer: TypeAlias = _Served | _Silent
 
 
 def ask_sources(
@@ -138,10 +137,8 @@ def ask_sources(
     """Return the peers that serve the newest step and agree with most others on its content.
 
     If as many peers have one content as another, all receivers choose the same content, whatever the order of the
-    peers.
-
-    Peers that do not answer long after the first answer are left out, and so are peers that serve another content; the
-    log names them.
+    peers. Peers that do not answer long after the first answer are left out, and so are peers that serve another
+    content; the log names them.
 
     Args:
         peers: The peers.
@@ -160,14 +157,12 @@ def ask_sources(
         manifest = fetch_manifest(connection, step, settings)
         settings.timeouts.note_progress()
         return AgreedSources(manifest=manifest, files=(SourceFile.of(peers[0], manifest),), connection=connection)
-    answers = _ask_all([held.enter_context(Connection.of(peer, settings)) for peer in peers], step, settings)
-    served = [answer for answer in answers if isinstance(answer, _Served)]
-    silent = [answer for answer in answers if isinstance(answer, _Silent)]
+    served, silent = _ask_all([held.enter_context(Connection.of(peer, settings)) for peer in peers], step, settings)
     if not served:
         raise _failure(silent)
-    for answer in silent:
-        logger.warning("source %s is left out: %s", answer.connection.peer, answer.error)
-    newest = max(answer.manifest.step for answer in served)
+    for peer, error in silent.items():
+        logger.warning("source %s is left out: %s", peer, error)
+    newest = max(each.manifest.step for each in served)
     num_having = Counter(each.content for each in served if each.manifest.step == newest)
     content = max(num_having, key=lambda content: (num_having[content], content))
     agreed = [each for each in served if each.content == content]
@@ -226,87 +221,181 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
         pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
 
 
-def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: FetchSettings) -> list[_Answer]:
-    """Return the answers, in the order of the connections."""
-    answered: SimpleQueue[tuple[int, _Answer]] = SimpleQueue()
+@contextlib.contextmanager
+def asking(
+    connections: Sequence[Connection], ask: Callable[[Connection], R], *, at_once: int
+) -> Iterator[tuple[list[Future[R]], SimpleQueue[Future[R]]]]:
+    """Ask all peers at the same time; yield their answers, and a queue to which each comes in time.
 
-    def ask(index: int) -> None:
+    At the end, requests without an answer are interrupted, and every thread has ended.
+    """
+    futures: list[Future[R]] = []
+    answered: SimpleQueue[Future[R]] = SimpleQueue()
+    with SafeExecutor(at_once, "ft-transport-ask") as pool:
         try:
-            answered.put((index, _ask(connections[index], step, settings)))
-        except BaseException as error:
-            answered.put((index, _Silent(connection=connections[index], error=error)))
-
-    threads = [
-        SafeThread(target=ask, args=(index,), name=f"ft-transport-ask-{index}", daemon=True)
-        for index in range(len(connections))
-    ]
-    answers: dict[int, _Answer] = {}
-    try:
-        for thread in threads:
-            start(thread)
-        began_s = time.monotonic()
-        until_s: float | None = None
-        # Each connection has the deadline of the fetch: without a first answer all of them end at that deadline.
-        while len(answers) < len(connections):
             try:
-                index, answer = answered.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+                for connection in connections:
+                    futures.append(pool.submit(ask, connection))
+                    futures[-1].add_done_callback(answered.put)
+            except ThreadRefusedError as error:
+                raise TransportError(f"expected a further thread ({pool.name}): {error}") from error
+            yield futures, answered
+        finally:
+            for connection, each in itertools.zip_longest(connections, futures):
+                if each is None or not each.done():
+                    connection.interrupt()
+
+
+def _ask_all(
+    connections: Sequence[Connection], step: StepSelector, settings: FetchSettings
+) -> tuple[list[_Served], dict[PeerAddress, BaseException]]:
+    """Return the answers, in the order of the connections, and the reason why a peer gave none."""
+
+    def ask(connection: Connection) -> _Served:
+        manifest = fetch_manifest(connection, step, settings)
+        manifest = with_digests(connection, manifest, max_failures=settings.max_failures)
+        return _Served(connection=connection, manifest=manifest, content=content_id(manifest))
+
+    began_s = time.monotonic()
+    until_s: float | None = None
+    with asking(connections, ask, at_once=len(connections)) as (futures, answered):
+        # Each connection has the deadline of the fetch: without a first answer all of them end at that deadline.
+        for _ in connections:
+            try:
+                done = answered.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
             except Empty:
                 break
-            answers[index] = answer
-            if until_s is None and isinstance(answer, _Served):
-                until_s = _patient_until_s(began_s)
-    finally:
-        for index, connection in enumerate(connections):
-            if index not in answers:
-                connection.interrupt()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    with contextlib.suppress(Empty):
-        while True:
-            index, answer = answered.get_nowait()
-            answers[index] = _late(answer)
-    return [answers[index] for index in range(len(connections))]
+            if until_s is None and done.exception() is None:
+                now_s = time.monotonic()
+                until_s = now_s + max(_LEAST_WAIT_S, now_s - began_s)
+        are_in_time = [each.done() for each in futures]
+    served: list[_Served] = []
+    silent: dict[PeerAddress, BaseException] = {}
+    for connection, each, is_in_time in zip(connections, futures, are_in_time, strict=True):
+        error = each.exception()
+        if is_in_time and error is None:
+            served.append(each.result())
+        elif error is not None and (is_in_time or not isinstance(error, TransportError)):
+            silent[connection.peer] = error
+        else:
+            # A connection to a listening peer ended because this side stopped waiting.
+            why = f"; {error.message}" if isinstance(error, TransportError) and not connection.num_opened else ""
+            silent[connection.peer] = PeerUnreachableError(
+                f"expected a manifest soon after the first of another source{why}", peer=str(connection.peer)
+            )
+    return served, silent
 
 
-def _late(answer: _Answer) -> _Silent:
-    """Return the answer of a source that was too late, with the reason if no connection was made."""
-    why = "expected to hear what it serves about when the others said so"
-    if isinstance(answer, _Silent):
-        if not isinstance(answer.error, TransportError):
-            return answer
-        # A connection to a listening peer ended because this side stopped waiting.
-        if not answer.connection.num_opened:
-            why = f"{why}; {answer.error.message}"
-    return _Silent(connection=answer.connection, error=PeerUnreachableError(why, peer=str(answer.connection.peer)))
-
-
-def _ask(connection: Connection, step: StepSelector, settings: FetchSettings) -> _Served:
-    manifest = _with_digests(connection, fetch_manifest(connection, step, settings), settings)
-    return _Served(connection=connection, manifest=manifest, content=content_id(manifest))
-
-
-def _with_digests(connection: Connection, manifest: Manifest, settings: FetchSettings) -> Manifest:
-    if manifest.digests is not None:
-        return manifest
-    digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
-    return dataclasses.replace(manifest, digests=digests)
-
-
-def _patient_until_s(began_s: float) -> float:
-    """Return until when to wait for the others, if the first peer has just answered."""
-    now_s = time.monotonic()
-    return now_s + max(_LEAST_PATIENCE_S, _MORE_PATIENCE * (now_s - began_s))
-
-
-def _failure(silent: Sequence[_Silent]) -> BaseException:
+def _failure(silent: Mapping[PeerAddress, BaseException]) -> BaseException:
     """Return the error if no peer serves anything."""
-    errors = [each.error for each in silent]
-    unexpected = next((error for error in errors if not isinstance(error, TransportError)), None)
-    if unexpected is not None or len(errors) == 1:
-        return unexpected or errors[0]
-    names = ", ".join(str(each.connection.peer) for each in silent)
-    return FetchFailedError(
-        f"expected a snapshot from one of {names}, none says what it serves",
-        failures=tuple(error for error in errors if isinstance(error, TransportError)),
-    )
+    errors = list(silent.values())
+    failures = tuple(error for error in errors if isinstance(error, TransportError))
+    if len(errors) == 1 or len(failures) < len(errors):
+        return next((error for error in errors if not isinstance(error, TransportError)), errors[0])
+    names = ", ".join(map(str, silent))
+    return FetchFailedError(f"expected a snapshot from one of {names}, none says what it serves", failures=failures)
+
+
+def common_step(sources: Sequence[PeerAddress], settings: FetchSettings) -> int:
+    """Return the common step of all sources that are asked for their latest state."""
+    with ask_group(sources, LATEST, settings) as (answers, _):
+        return answers[0].manifest.step
+
+
+@contextlib.contextmanager
+def ask_group(
+    peers: Sequence[PeerAddress], step: StepSelector, settings: FetchSettings
+) -> Iterator[tuple[list[Source], list[TransportError]]]:
+    """Yield all sources that answer, with their manifests of one step, and the errors of the others.
+
+    As long as this is open, the sources keep their snapshots, for the time of a lease at least.
+    """
+    connections: dict[PeerAddress, Connection] = {}
+    gone: dict[PeerAddress, TransportError] = {}
+
+    def ask(step: StepSelector) -> list[Source]:
+        # The snapshot of the earlier request is not needed, and must not occupy its place.
+        _close_all(connections)
+        connections.update({peer: Connection.of(peer, settings) for peer in peers if peer not in gone})
+        at_once = min(len(connections), _MAX_ASKED_AT_ONCE)
+        with asking(list(connections.values()), lambda each: fetch_manifest(each, step, settings), at_once=at_once) as (
+            futures,
+            answered,
+        ):
+            answers = dict(zip(connections, futures, strict=True))
+            _wait_for(answers, answered, settings)
+        for peer, each in answers.items():
+            error = each.exception()
+            if isinstance(error, TransportError):
+                # It gets no second request: the others have answered.
+                gone[peer] = error
+        if all(peer in gone for peer in answers):
+            raise next(iter(gone.values()))
+        return [Source(peer, each.result()) for peer, each in answers.items() if peer not in gone]
+
+    try:
+        yield _of_one_step(ask, step), list(gone.values())
+    finally:
+        _close_all(connections)
+
+
+def _close_all(connections: dict[PeerAddress, Connection]) -> None:
+    for connection in connections.values():
+        connection.close()
+    connections.clear()
+
+
+def _wait_for(
+    asking: Mapping[PeerAddress, Future[Manifest]], answered: SimpleQueue[Future[Manifest]], settings: FetchSettings
+) -> None:
+    """Wait until all sources have answered, but for those that are unreachable, or that stop responding.
+
+    Raises:
+        TransportError: The first error of another kind.
+    """
+    has_answer = False
+    left = dict(asking)
+    while left:
+        try:
+            done = answered.get(timeout=_TICK_S if has_answer else None)
+        except Empty:
+            # A source that waits for its trainer's step boundary responds meanwhile; one that hangs does not.
+            left = {peer: each for peer, each in left.items() if _answers(peer, settings)}
+            continue
+        error = done.exception()
+        if error is not None and not isinstance(error, PeerUnreachableError):
+            raise error
+        has_answer = has_answer or error is None
+        left = {peer: each for peer, each in left.items() if each is not done}
+
+
+def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
+    deadline_s = min(settings.timeouts.deadline_s, time.monotonic() + _TICK_S)
+    timeouts = dataclasses.replace(settings.timeouts, deadline_s=deadline_s)
+    try:
+        with Connection.of(peer, dataclasses.replace(settings, timeouts=timeouts)) as connection:
+            fetch_server_id(connection)
+    except (PeerError, DeadlineExceededError) as error:
+        return not isinstance(error, (PeerUnreachableError, DeadlineExceededError))
+    return True
+
+
+def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector) -> list[Source]:
+    """Ask until all sources show one step.
+
+    Each rank begins a snapshot at its own next step boundary, so sources that are asked for their latest state may show
+    neighbouring steps. Then all are asked for a step to come, ever further ahead, until none of them is past it.
+    """
+    sources = ask(step)
+    lead = 1
+    while step == LATEST and len(steps := {source.manifest.step for source in sources}) > 1:
+        if lead > _LARGEST_LEAD:
+            raise RestoreError(f"expected sources that train together, got steps {sorted(steps)}")
+        try:
+            return ask(max(steps) + lead)
+        except StepNotServedError as error:
+            if not error.is_past:
+                raise
+            lead *= 2
+            sources = ask(LATEST)
+    return sources

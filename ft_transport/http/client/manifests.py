@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import msgspec
@@ -23,9 +24,11 @@ from ft_transport.errors import (
 )
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
+from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_digests, decode_header
 from ft_transport.wire.routes import (
     DELTA_ROUTE,
@@ -202,8 +205,8 @@ Views: TypeAlias = Callable[[int, int], Iterable[memoryview]]
 """Returns views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
 
 
-def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: int) -> tuple[int, ...]:
-    """Fetch the digests of all chunks.
+def with_digests(connection: Connection, manifest: Manifest, *, max_failures: int) -> Manifest:
+    """Return the manifest with the digests of all chunks; fetch them if they come after the data.
 
     Args:
         connection: Connection to the peer that served the data; it may have been closed while idle.
@@ -215,15 +218,17 @@ def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: i
         ManifestError: The peer sent something other than digests.
         DeadlineExceededError: They did not come in time.
     """
+    if manifest.digests is not None:
+        return manifest
     if not manifest.chunks.num_chunks:
-        return ()
+        return replace(manifest, digests=())
     for _ in range(max_failures - 1):
         try:
-            return _read_digests(connection, manifest)
+            return replace(manifest, digests=_read_digests(connection, manifest))
         except (PeerUnreachableError, MessageDamagedError):
             connection.close()
             time.sleep(_RETRY_PAUSE_S)
-    return _read_digests(connection, manifest)
+    return replace(manifest, digests=_read_digests(connection, manifest))
 
 
 def _read_digests(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
@@ -274,21 +279,29 @@ def digest_chunks(
         return list(pool.map(digest, chunks if chunks is not None else range(manifest.chunks.num_chunks)))
 
 
-def fetch_delta(connection: Connection, base: int, *, max_bytes: int) -> bytearray | None:
-    """Fetch the delta that a peer caches for receivers that have ``base``.
+def fetch_deltas(
+    source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
+) -> list[Delta]:
+    """Fetch the deltas between two versions; see ``HTTPTransport.fetch_deltas``."""
+    deltas: list[Delta] = []
+    max_memory_bytes = max_bytes
+    with Connection.of(source, settings) as connection:
+        while base < version:
+            encoded = _fetch_delta(connection, base, max_bytes=max_bytes)
+            if encoded is None:
+                return []
+            max_bytes -= len(encoded)
+            delta = decode_delta(encoded, max_bytes=max_memory_bytes)
+            max_memory_bytes -= delta.memory_bytes
+            if delta.base != base or not base < delta.version <= version:
+                return []
+            deltas.append(delta)
+            base = delta.version
+    return deltas
 
-    Args:
-        connection: Connection to the peer.
-        base: The receiver's step.
-        max_bytes: Maximum size; a larger delta is not fetched.
 
-    Returns:
-        The encoded delta; ``None`` if the peer has none, or only a larger one.
-
-    Raises:
-        PeerError: The peer cannot be reached, or refuses.
-        DeadlineExceededError: The delta did not come in time.
-    """
+def _fetch_delta(connection: Connection, base: int, *, max_bytes: int) -> bytearray | None:
+    """Return the encoded delta that a peer caches for ``base``; ``None`` if it has none, or only a larger one."""
     try:
         response = connection.get(DELTA_ROUTE.format(step=base), headers={}, expected_status=200, answer_within_s=0.0)
     except StepNotServedError:
