@@ -8,6 +8,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Annotated, Final
 
 import msgspec
@@ -26,7 +27,7 @@ from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 
 _PERIOD_S: Final = 1.0
-_STALL_S: Final = 20.0
+_STALL: Final = timedelta(seconds=20)
 _LINES: Final = 24
 _COLUMNS: Final = 80
 
@@ -102,20 +103,17 @@ def _watch(address: str) -> JobWatch:
 
 def _serve(watch: JobWatch, host: str, port: int) -> None:
     """Serves the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
-    settings = TransportSettings()
+    settings = TransportSettings(
+        host=host, port=port, advertise=host, replica="ft-transport top", stall_timeout=_STALL, same_host=False
+    )
     told = ProcessStatus(Recorder())
     told.set_part("job", watch.recent)
     server = SnapshotServer(
         SnapshotCache(max_snapshots=1, lease_s=0.0, contended_bytes_per_s=1.0, clock=time.monotonic),
-        host=host,
-        port=port,
-        advertise=host,
-        replica="ft-transport top",
+        settings,
         keys=settings.keys(),
         certificates=settings.certificates(),
-        allow_anyone=settings.allow_anyone,
         max_wait_s=0.0,
-        stall_timeout_s=_STALL_S,
         process_status=told,
     )
     try:

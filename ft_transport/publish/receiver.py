@@ -200,13 +200,13 @@ class _OrderServer:
         )
         self._num_orders = 0
         self._slots = ConnectionSlots(_MAX_CONNECTIONS, time.monotonic)
-        self._trouble = PeerLog(logger, time.monotonic)
+        self._peer_log = PeerLog(logger, time.monotonic)
         self._server = AppServer(
             listening=listening,
             name="ft-transport-weights",
             keep_alive_s=_KEEP_ALIVE_S,
             slots=self._slots,
-            trouble=self._trouble,
+            peer_log=self._peer_log,
             # No client is a member: only the content of an order proves membership.
             claims=lambda _address, _sent: False,
             make_app=self._make_app,
@@ -230,7 +230,7 @@ class _OrderServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if self._names is not None and not self._names.has(request.headers.get("Host")):
-            self._trouble.note(logging.WARNING, slot_of(request).address, f"an order was refused: {REFUSAL}")
+            self._peer_log.note(logging.WARNING, slot_of(request).address, f"an order was refused: {REFUSAL}")
             raise web.HTTPMisdirectedRequest(text=REFUSAL)
         return await handler(request)
 
@@ -294,7 +294,7 @@ class _OrderServer:
 
     def _log(self, reason: Reason, request: web.Request) -> None:
         remote = request.remote or "a peer that has gone"
-        self._trouble.note(logging.WARNING, remote, f"an order was refused: {REASONS[reason][1]}")
+        self._peer_log.note(logging.WARNING, remote, f"an order was refused: {REASONS[reason][1]}")
 
     async def _is_own(self, reached: str, request: web.Request) -> bool:
         """Return whether this receiver has the address that a sender with the token used."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.errors import SnapshotError, TransportError
+from ft_transport.http.server.leases import Reader
 from ft_transport.http.server.server import SnapshotServer
-from ft_transport.http.server.snapshot_cache import Reader, SnapshotCache
+from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, default_num_threads
@@ -144,20 +145,10 @@ class StateServer:
         try:
             self.http = SnapshotServer(
                 self._cache,
-                host=settings.host,
-                port=settings.port,
-                advertise=settings.advertise,
-                replica=settings.replica,
+                settings,
                 keys=keys,
                 certificates=certificates,
-                reached_at=settings.reached_at,
-                allow_anyone=settings.allow_anyone,
                 max_wait_s=max_wait_s,
-                stall_timeout_s=settings.stall_timeout.total_seconds(),
-                # Copying out of its memory would take a share of its bandwidth that no cap bounds.
-                same_host=settings.same_host and settings.max_send_bytes_per_s is None,
-                max_clients=settings.max_clients,
-                max_send_bytes_per_s=settings.max_send_bytes_per_s,
                 process_status=process_status,
             )
         except BaseException:

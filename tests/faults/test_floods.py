@@ -19,7 +19,7 @@ from served_memory import serving
 
 from ft_transport import WeightReceiver
 from ft_transport.http.client.responses import make_challenge
-from ft_transport.http.server import rate_limits
+from ft_transport.http.server import connection_slots
 from ft_transport.keys import Keys
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
@@ -34,7 +34,7 @@ REQUEST = "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n"
 
 @pytest.fixture(autouse=True)
 def small_burst(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limits, "_BURST", float(BURST))
+    monkeypatch.setattr(connection_slots, "_BURST", float(BURST))
 
 
 @dataclass
@@ -90,7 +90,7 @@ def test_who_watches_is_answered_some_hundred_times_a_second(
     path: str, token: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long answers are none that somebody fetches.
-    monkeypatch.setattr(rate_limits, "_MOVING_BYTES", 1000)
+    monkeypatch.setattr(connection_slots, "_MOVING_BYTES", 1000)
     watch = ProcessStatus(Recorder())
     watch.set_part("much", lambda: "x" * 10_000)
     headers = f"Authorization: Bearer {Keys.of(TOKEN).watch_tokens()[0]}\r\n" if token is not None else ""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from http.client import HTTPConnection, HTTPMessage
 
 from ft_transport.errors import SnapshotLimitError
@@ -20,6 +21,7 @@ from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place
+from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import Certificates, TLSFiles
@@ -153,15 +155,17 @@ def serving(
     keys = Keys.of(token) if token is not None else None
     server = SnapshotServer(
         cache,
-        host="127.0.0.1",
-        port=port,
-        advertise=None,
-        replica="replica-7",
+        TransportSettings(
+            host="127.0.0.1",
+            port=port,
+            replica="replica-7",
+            stall_timeout=timedelta(seconds=stall_timeout_s),
+            max_send_bytes_per_s=max_send_bytes_per_s,
+            same_host=False,
+        ),
         keys=keys,
         certificates=Certificates(tls) if tls is not None else None,
         max_wait_s=max_wait_s,
-        stall_timeout_s=stall_timeout_s,
-        max_send_bytes_per_s=max_send_bytes_per_s,
         process_status=process_status if process_status is not None else ProcessStatus(Recorder()),
     )
     server.requests.fresh_snapshot = fresh_snapshot

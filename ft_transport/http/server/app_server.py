@@ -1,13 +1,10 @@
-"""The protocol of one server connection: aiohttp's, with its own error responses and log lines.
-
-aiohttp logs a malformed request verbatim with a traceback, and quotes it in the response. Here neither the log nor the
-response contains a byte of it.
-"""
+"""An aiohttp application on a thread and an event loop of its own, behind a listener that counts its connections."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
@@ -22,9 +19,9 @@ from aiohttp import web
 from ft_transport.http.server.connection_slots import ConnectionSlots, Slot
 from ft_transport.http.server.listener import Listener
 from ft_transport.http.server.logs import PeerLog, UploadLog, describe_failure
-from ft_transport.http.server.rate_limits import RateLimits
 from ft_transport.http.server.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
+from ft_transport.tls import Certificates
 
 _MAX_LINE_BYTES: Final = 8190
 _MAX_HEADERS: Final = 32
@@ -33,36 +30,30 @@ _LINGERING_S: Final = 1.0
 """How long the rest of an unwanted body is read, so that its sender sees the response."""
 
 
+_START_TIMEOUT_S: Final = 30.0
+_ENDING_S: Final = 1.0
+_SETTLING_ROUNDS: Final = 5
+
+
 class PeerProtocol(web.RequestHandler):
     """Reads requests and sends responses.
 
+    aiohttp logs a malformed request verbatim with a traceback, and quotes it in the response. Here neither the log nor
+    the response contains a byte of it.
+
     Args:
         server: Hands requests to the application.
-        loop: The server's event loop.
-        keep_alive_s: How long the connection may be idle between two requests, in seconds.
-        slots: Gets the slot back.
-        uploads: Notified when the connection ends; ``None`` for a server that sends no snapshots.
+        owner: The server of the connection.
         slot: The connection's slot.
-        trouble: Logs malformed requests and failures of handlers.
     """
 
-    __slots__ = ("_slots", "_trouble", "_uploads", "slot")
+    __slots__ = ("_owner", "slot")
 
-    def __init__(
-        self,
-        server: web.Server,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        keep_alive_s: float,
-        slots: ConnectionSlots,
-        slot: Slot,
-        trouble: PeerLog,
-        uploads: UploadLog | None = None,
-    ) -> None:
+    def __init__(self, server: web.Server, owner: AppServer, slot: Slot) -> None:
         super().__init__(
             server,
-            loop=loop,
-            keepalive_timeout=keep_alive_s,
+            loop=owner.loop,
+            keepalive_timeout=owner.keep_alive_s,
             access_log=None,  # type: ignore[arg-type]
             max_line_size=_MAX_LINE_BYTES,
             max_field_size=_MAX_LINE_BYTES,
@@ -71,9 +62,7 @@ class PeerProtocol(web.RequestHandler):
             # No client of this package sends compressed bodies; a few bytes could inflate to gigabytes.
             auto_decompress=False,
         )
-        self._slots = slots
-        self._uploads = uploads
-        self._trouble = trouble
+        self._owner = owner
         self.slot = slot
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -84,9 +73,8 @@ class PeerProtocol(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See ``asyncio.Protocol``."""
-        self._slots.leave(self.slot)
-        if self._uploads is not None:
-            self._uploads.left(self.slot)
+        self._owner.slots.leave(self.slot)
+        self._owner.uploads.left(self.slot)
         super().connection_lost(exc)
 
     def handle_error(
@@ -98,9 +86,9 @@ class PeerProtocol(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer a request that could not be read or handled, and close the connection."""
         if status == HTTPStatus.BAD_REQUEST:
-            self._trouble.note(logging.INFO, self.slot.address, f"a malformed request ({type(exc).__name__})")
+            self._owner.peer_log.note(logging.INFO, self.slot.address, f"a malformed request ({type(exc).__name__})")
         else:
-            self._trouble.note(logging.ERROR, self.slot.address, f"a request failed: {describe_failure(exc)}")
+            self._owner.peer_log.note(logging.ERROR, self.slot.address, f"a request failed: {describe_failure(exc)}")
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, and no other one can be sent")
         response = web.Response(status=status, text=f"{status} {HTTPStatus(status).phrase}\n")
@@ -111,7 +99,7 @@ class PeerProtocol(web.RequestHandler):
         """Log in one line what aiohttp would log in many."""
         error = kw.get("exc_info")
         failure = describe_failure(error if isinstance(error, BaseException) else None)
-        self._trouble.note(logging.ERROR, self.slot.address, f"a connection failed: {failure}")
+        self._owner.peer_log.note(logging.ERROR, self.slot.address, f"a connection failed: {failure}")
 
     def log_debug(self, *args: Any, **kw: Any) -> None:
         """Do nothing: a client that disconnects is no event to log."""
@@ -124,11 +112,6 @@ def slot_of(request: web.Request) -> Slot:
     return protocol.slot
 
 
-_START_TIMEOUT_S: Final = 30.0
-_ENDING_S: Final = 1.0
-_SETTLING_ROUNDS: Final = 5
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class AppServer:
     """Answers from `start` until `stop`.
@@ -138,13 +121,12 @@ class AppServer:
         name: Name of the thread.
         keep_alive_s: How long a connection may be silent between two requests.
         slots: Gives the connections their slots.
-        trouble: Logs what goes wrong.
+        peer_log: Logs what goes wrong.
         claims: See `Listener`.
         make_app: Makes the application. Called on the event loop.
         end: Called on the event loop when no further connection is accepted.
-        tls: Encrypts the connections; ``None``: plain HTTP.
+        certificates: Encrypt the connections; ``None`` for plain HTTP.
         uploads: Logs the fetches of connections that end.
-        limits: Limits unauthenticated clients.
         loop: The event loop. Its class by name: a policy of the process may make loops without sendfile (uvloop).
     """
 
@@ -152,15 +134,15 @@ class AppServer:
     name: str
     keep_alive_s: float
     slots: ConnectionSlots
-    trouble: PeerLog
+    peer_log: PeerLog
     claims: Callable[[str, bytes], bool]
     make_app: Callable[[], web.Application]
     end: Callable[[], Awaitable[None]]
-    tls: TLSAcceptor | None = None
+    certificates: Certificates | None = None
     uploads: UploadLog = field(default_factory=lambda: UploadLog(time.monotonic))
-    limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
     loop: asyncio.SelectorEventLoop = field(default_factory=asyncio.SelectorEventLoop, init=False)
     _thread: SafeThread = field(init=False)
+    _tls: TLSAcceptor | None = field(default=None, init=False)
     _is_stopping: bool = field(default=False, init=False)
 
     def start(self) -> None:
@@ -206,33 +188,25 @@ class AppServer:
         runner = web.AppRunner(self.make_app(), handle_signals=False, shutdown_timeout=_ENDING_S)
         await runner.setup()
 
-        def make_protocol(slot: Slot) -> PeerProtocol:
-            assert runner.server is not None
-            return PeerProtocol(
-                runner.server,
-                loop=self.loop,
-                keep_alive_s=self.keep_alive_s,
-                slots=self.slots,
-                uploads=self.uploads,
-                slot=slot,
-                trouble=self.trouble,
-            )
+        assert runner.server is not None
+        server = runner.server
+        if self.certificates is not None:
+            self._tls = TLSAcceptor(self.certificates, self.peer_log)
 
-        def make_encrypted(slot: Slot) -> TLSProtocol:
-            assert tls is not None, "it speaks TLS"
-            protocol = tls.protocol(lambda: make_protocol(slot), refused=lambda: self.slots.leave(slot))
-            slot.end = protocol.abort
-            return protocol
+        def make_protocol(slot: Slot) -> asyncio.BaseProtocol:
+            protocol = functools.partial(PeerProtocol, server, self, slot)
+            if self._tls is None:
+                return protocol()
+            encrypted = TLSProtocol(self._tls, protocol, refused=functools.partial(self.slots.leave, slot))
+            slot.end = encrypted.abort
+            return encrypted
 
-        tls = self.tls
-        made = make_protocol if tls is None else make_encrypted
-        listener = Listener(self.listening, self.slots, made, self.trouble, limits=self.limits, claims=self.claims)
-        return runner, listener
+        return runner, Listener(self.listening, self.slots, make_protocol, self.peer_log, claims=self.claims)
 
     async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
         await listener.stop()
-        if self.tls is not None:
-            self.tls.close()
+        if self._tls is not None:
+            self._tls.close()
         await self.end()
         await runner.cleanup()
         self.uploads.close()
@@ -248,4 +222,4 @@ class AppServer:
 
     def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         failure = describe_failure(context.get("exception"))
-        self.trouble.note(logging.ERROR, "the server", f"{context.get('message', 'an error')}: {failure}")
+        self.peer_log.note(logging.ERROR, "the server", f"{context.get('message', 'an error')}: {failure}")

@@ -1,4 +1,4 @@
-"""Connection slots of a server, and which connection loses its slot when all are taken.
+"""Connection slots of a server, and rate limits for clients that have not authenticated themselves.
 
 A connection is a newcomer until it has authenticated itself as a member of the job; in a server without a secret, until
 its first request. Newcomers never take more than a part of the slots, newcomers of one address a part of that, and a
@@ -6,6 +6,14 @@ newcomer keeps its slot for seconds at most. When there are too many newcomers, 
 that has sent no request, the oldest first. So a client that opens connections without end competes with other
 newcomers, and a genuine peer, which sends its request at once, is a newcomer for an instant. When all slots are taken,
 but not by a crowd of newcomers, the server closes the connections that have been idle for longest between two requests.
+
+Each connection or request also costs the training a fraction of a millisecond of Python. A connection is charged when
+its first request is about to be read; without budget it waits, unread. A client that authenticates itself gets its
+charge refunded, so any number of genuine peers may come at once. A server without authentication cannot tell: there,
+the first requests of a connection are free, responses that move data are free, and all others wait for their turn.
+Each address has a budget, and all addresses share a larger one. A client that sends what only members know, such as the
+id of the job's key, has a separate budget: a flood does not use up what genuine peers need, even if both come from one
+address.
 
 This module knows no sockets: a slot returns when its connection ends, over TLS or not.
 """
@@ -16,11 +24,26 @@ import contextlib
 import functools
 import ipaddress
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 NEWCOMER_S: Final = 10.0
 """Deadline for a complete first request that authenticates the connection."""
+_BURST: Final = 512.0
+"""Enough for all ranks of a host that recover at once, each with several connections."""
+_CONNECTIONS_PER_S: Final = 50.0
+"""A connection with one request costs about 0.3 ms of Python."""
+_REQUESTS_PER_S: Final = 300.0
+"""A request costs about 0.1 ms."""
+_ADDRESSES: Final = 4.0
+"""Budget of all addresses together, in budgets of one address."""
+_FREE_REQUESTS: Final = 8
+"""More than a fetch makes on one connection before data comes."""
+_MOVING_BYTES: Final = 64 << 10
+"""Least size of a response that counts as a transfer of data."""
+_KNOWN_S: Final = 600.0
+_MAX_ADDRESSES: Final = 1024
+_ROUNDING_S: Final = 1e-9
 _IPV6_SITE_BITS: Final = 64
 """Prefix length of the network that one host owns (RFC 7421); its addresses count as one."""
 
@@ -33,30 +56,30 @@ class Slot:
         address: The peer's address, as `client_of` returns it.
         entered_s: When the connection was accepted, by the clock of its `ConnectionSlots`.
         end: Closes the connection, at once or soon. Set by the code that makes the connection.
+        claims: Whether it claims to be a member's, see ``http.server.listener``: other newcomers are evicted first.
         is_authenticated: Whether the connection has authenticated itself as a member of the job.
         is_ending: Whether the connection is being closed.
         has_left: Whether the connection has ended.
-        paid: Refunds the connection's charge, if there was one; see ``http.server.rate_limits``.
-        num_requests: Number of its requests that ``http.server.rate_limits`` counts.
-        claims: Whether it claims to be a member's, see ``http.server.listener``: other newcomers are evicted first.
+        num_requests: Number of its requests that `RateLimits` counts.
+        charged: The budget that was charged for it; ``None`` before, and after a refund.
     """
 
     address: str
     entered_s: float
-    end: Callable[[], object]
+    end: Callable[[], object] = lambda: None
+    claims: bool = False
     is_authenticated: bool = False
     is_ending: bool = False
     has_left: bool = False
-    paid: Callable[[], object] | None = None
     num_requests: int = 0
-    claims: bool = False
+    charged: _Buckets | None = None
 
-    def pay_back(self) -> bool:
+    def refund(self) -> bool:
         """Refund the connection's charge; return whether there was one."""
-        paid, self.paid = self.paid, None
-        if paid is not None:
-            paid()
-        return paid is not None
+        charged, self.charged = self.charged, None
+        if charged is not None:
+            charged.give_back(self.address)
+        return charged is not None
 
 
 class _Queues:
@@ -97,23 +120,34 @@ class _Queues:
         return [slot for slots in self._by_address.values() for slot in slots]
 
 
-@dataclass(slots=True, eq=False)
 class ConnectionSlots:
     """Gives slots to connections. Used only on the server's event loop.
 
     Args:
         max_connections: Maximum number of open connections.
         clock: Monotonic seconds.
+
+    Attributes:
+        max_connections: Maximum number of open connections.
+        max_newcomers: Maximum number of newcomers.
+        max_newcomers_of_address: Maximum number of newcomers of one address.
+        max_of_address: Maximum number of slots of one address: enough for the ranks of a host, but not all.
+        limits: Rate limits of newcomers.
     """
 
-    max_connections: int
-    clock: Callable[[], float]
-    _open: set[Slot] = field(default_factory=set)
-    _waiting: _Queues = field(default_factory=_Queues)
-    _asking: _Queues = field(default_factory=_Queues)
-    _idle: _Queues = field(default_factory=_Queues)
-    _num_of_address: dict[str, int] = field(default_factory=dict)
-    _num_ending: int = 0
+    def __init__(self, max_connections: int, clock: Callable[[], float]) -> None:
+        self.max_connections = max_connections
+        self.max_newcomers = max(1, max_connections // 2)
+        self.max_newcomers_of_address = max(1, max_connections // 4)
+        self.max_of_address = max_connections - max_connections // 4
+        self.limits = RateLimits(clock)
+        self._clock = clock
+        self._open: set[Slot] = set()
+        self._waiting = _Queues()
+        self._asking = _Queues()
+        self._idle = _Queues()
+        self._num_of_address: dict[str, int] = {}
+        self._num_ending = 0
 
     @property
     def num_open(self) -> int:
@@ -133,38 +167,22 @@ class ConnectionSlots:
     @property
     def is_full(self) -> bool:
         """Whether all slots are taken, and no closing connection will free one."""
-        return len(self._open) >= self.max_connections and not self._num_ending
-
-    @property
-    def max_newcomers(self) -> int:
-        """Maximum number of newcomers."""
-        return max(1, self.max_connections // 2)
-
-    @property
-    def max_newcomers_of_address(self) -> int:
-        """Maximum number of newcomers of one address."""
-        return max(1, self.max_connections // 4)
-
-    @property
-    def max_of_address(self) -> int:
-        """Maximum number of slots of one address: enough for the ranks of a host, but not all."""
-        return self.max_connections - self.max_connections // 4
+        return not self.has_room and not self._num_ending
 
     def make_room(self) -> bool:
         """Return whether one more connection may be accepted now.
 
         If not, a connection is being closed and a slot becomes free in a moment, or `is_full` is true.
         """
-        if len(self._open) >= self.max_connections and not self._num_ending:
+        if self.is_full:
             self._end(self._dispensable())
         return self.has_room
 
-    def enter(self, address: str, end: Callable[[], object]) -> Slot | None:
+    def enter(self, address: str) -> Slot | None:
         """Give a slot to a connection that was accepted after `make_room`.
 
         Args:
             address: The peer's address, as `client_of` returns it.
-            end: See `Slot`.
 
         Returns:
             The slot, to be returned with `leave`; ``None`` if this address has its maximum of slots and uses all of
@@ -180,7 +198,7 @@ class ConnectionSlots:
             if victim is None:
                 return None
             self._end(victim)
-        slot = Slot(address, self.clock(), end)
+        slot = Slot(address, self._clock())
         self._open.add(slot)
         self._waiting.add(slot)
         self._num_of_address[address] = self._num_of_address.get(address, 0) + 1
@@ -231,7 +249,7 @@ class ConnectionSlots:
         self._open.remove(slot)
         slot.has_left = True
         # It refers back to the slot, and training loops run with the cyclic collector off.
-        slot.end = _nothing
+        slot.end = lambda: None
         if slot.is_ending:
             self._num_ending -= 1
         else:
@@ -239,7 +257,7 @@ class ConnectionSlots:
 
     def end_overdue(self) -> None:
         """Close the connections that have taken too long to authenticate themselves."""
-        overdue_s = self.clock() - NEWCOMER_S
+        overdue_s = self._clock() - NEWCOMER_S
         for slot in [*self._waiting.all(), *self._asking.all()]:
             if slot.entered_s <= overdue_s:
                 self._end(slot)
@@ -280,6 +298,97 @@ class ConnectionSlots:
             del self._num_of_address[slot.address]
 
 
+class RateLimits:
+    """Rate limits of unauthenticated clients. Used only on the server's event loop.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._connections = _Buckets(_CONNECTIONS_PER_S, clock)
+        self._claims = _Buckets(_CONNECTIONS_PER_S, clock)
+        self._requests = _Buckets(_REQUESTS_PER_S, clock)
+        self._known_s: dict[str, float] = {}
+
+    def admit(self, slot: Slot) -> bool:
+        """Return whether the first request of a connection may be read now; if so, charge for it."""
+        buckets = self._claims if slot.claims else self._connections
+        if not buckets.take(slot.address):
+            return False
+        slot.charged = buckets
+        return True
+
+    def belongs(self, slot: Slot) -> None:
+        """Refund a connection that has authenticated itself. May be called with each request."""
+        if not slot.refund():
+            return
+        self._known_s.pop(slot.address, None)
+        if len(self._known_s) >= _MAX_ADDRESSES:
+            del self._known_s[next(iter(self._known_s))]
+        self._known_s[slot.address] = self._clock()
+
+    def is_known(self, address: str) -> bool:
+        """Whether a client at this address has authenticated itself recently."""
+        known_s = self._known_s.get(address)
+        return known_s is not None and self._clock() - known_s < _KNOWN_S
+
+    def turn_after_s(self, slot: Slot) -> float:
+        """Return the seconds until a request's turn, in a server without authentication."""
+        slot.num_requests += 1
+        return self._requests.borrow(slot.address) if slot.num_requests > _FREE_REQUESTS else 0.0
+
+    def moved(self, slot: Slot, num_bytes: int) -> None:
+        """Refund a request, after its turn, whose response moved at least `_MOVING_BYTES`."""
+        if num_bytes < _MOVING_BYTES:
+            return
+        slot.refund()
+        if slot.num_requests > _FREE_REQUESTS:
+            self._requests.give_back(slot.address)
+        else:
+            slot.num_requests -= 1
+
+
+class _Buckets:
+    """Token buckets, one for each address and one for all.
+
+    A bucket is the time at which it is empty: a token moves it into the future by the time that the token takes.
+    """
+
+    def __init__(self, per_s: float, clock: Callable[[], float]) -> None:
+        self._token_s = 1 / per_s
+        self._clock = clock
+        self._empty_s: dict[str, float] = {}
+        self._all_empty_s = float("-inf")
+
+    def borrow(self, address: str) -> float:
+        """Take a token of this address in any case; return the seconds until it is available."""
+        now_s = self._clock()
+        full_s = now_s - _BURST * self._token_s
+        empty_s = max(full_s, self._empty_s.pop(address, full_s)) + self._token_s
+        if len(self._empty_s) >= _MAX_ADDRESSES:
+            # The addresses are in the order of their last use.
+            del self._empty_s[next(iter(self._empty_s))]
+        self._empty_s[address] = empty_s
+        self._all_empty_s = max(full_s, self._all_empty_s) + self._token_s / _ADDRESSES
+        wait_s = max(empty_s, self._all_empty_s) - now_s
+        return wait_s if wait_s > _ROUNDING_S else 0.0
+
+    def take(self, address: str) -> bool:
+        """Take a token of this address; return whether one was available."""
+        is_available = not self.borrow(address)
+        if not is_available:
+            self.give_back(address)
+        return is_available
+
+    def give_back(self, address: str) -> None:
+        """Return a token that was taken or borrowed."""
+        if address in self._empty_s:
+            self._empty_s[address] -= self._token_s
+        self._all_empty_s -= self._token_s / _ADDRESSES
+
+
 @functools.lru_cache(maxsize=1024)
 def client_of(host: str) -> str:
     """Return the address by which a peer counts: IPv4 also if mapped into IPv6, else its IPv6 network."""
@@ -294,7 +403,3 @@ def client_of(host: str) -> str:
     if address.is_link_local or address.is_loopback:
         return str(address)
     return str(ipaddress.ip_network((address, _IPV6_SITE_BITS), strict=False))
-
-
-def _nothing() -> None:
-    pass

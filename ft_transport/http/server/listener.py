@@ -20,7 +20,6 @@ from typing import Final
 from ft_transport.http.bind_address import LISTEN_BACKLOG
 from ft_transport.http.server.connection_slots import ConnectionSlots, Slot, client_of
 from ft_transport.http.server.logs import PeerLog
-from ft_transport.http.server.rate_limits import RateLimits
 
 _MAX_CONNECTIONS: Final = 512
 """No crowd of receivers may take the descriptors and the memory that the training needs."""
@@ -68,8 +67,7 @@ class Listener:
         slots: Gives the slots.
         make_protocol: Makes the protocol of a connection. In ``connection_made`` the protocol sets the ``end`` of its
             slot, and in ``connection_lost`` it returns the slot.
-        trouble: Logs when the system provides no further socket.
-        limits: Decides which first requests may be read now; the others wait in the kernel.
+        peer_log: Logs when the system provides no further socket.
         claims: Returns whether a connection, by its address and its first bytes, may be a member's.
     """
 
@@ -78,16 +76,14 @@ class Listener:
         listening: socket.socket,
         slots: ConnectionSlots,
         make_protocol: Callable[[Slot], asyncio.BaseProtocol],
-        trouble: PeerLog,
+        peer_log: PeerLog,
         *,
-        limits: RateLimits,
         claims: Callable[[str, bytes], bool],
     ) -> None:
         self._listening = listening
         self._slots = slots
         self._make_protocol = make_protocol
-        self._trouble = trouble
-        self._limits = limits
+        self._peer_log = peer_log
         self._claims = claims
         self._parked: dict[tuple[str, bool], dict[_Waiting, None]] = {}
         self._unparking: asyncio.TimerHandle | None = None
@@ -140,7 +136,7 @@ class Listener:
                 accepted, address = self._listening.accept()
             except OSError as error:
                 if error.errno in _OUT_OF_RESOURCES:
-                    self._trouble.note(logging.ERROR, "the server", f"cannot accept a connection: {error.strerror}")
+                    self._peer_log.note(logging.ERROR, "the server", f"cannot accept a connection: {error.strerror}")
                     self._pause(_NO_DESCRIPTOR_PAUSE_S)
                 return  # No client waits any more, or the waiting one has disconnected.
             num_to_connect -= self._enter(accepted, client_of(address[0]))
@@ -154,7 +150,7 @@ class Listener:
         if _has_gone(accepted):
             accepted.close()
             return False
-        slot = self._slots.enter(address, lambda: None)
+        slot = self._slots.enter(address)
         if slot is None:
             with accepted, contextlib.suppress(OSError):
                 accepted.send(_BUSY)
@@ -177,7 +173,7 @@ class Listener:
         return False
 
     def _admit(self, waiting: _Waiting) -> bool:
-        if not self._limits.admit(waiting.slot):
+        if not self._slots.limits.admit(waiting.slot):
             return False
         self._connect(waiting.accepted, waiting.slot)
         return True

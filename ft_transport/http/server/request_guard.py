@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from aiohttp import web
@@ -28,7 +28,6 @@ from ft_transport.http.server.access import (
 from ft_transport.http.server.app_server import slot_of
 from ft_transport.http.server.connection_slots import ConnectionSlots, Slot
 from ft_transport.http.server.logs import PeerLog
-from ft_transport.http.server.rate_limits import RateLimits
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_routes import BODY
 from ft_transport.keys import Keys
@@ -53,12 +52,11 @@ class RequestGuard:
     Args:
         cache: The served snapshots; a refusal names their steps.
         keys: The job's keys, if it has any.
-        sessions: Sessions of authenticated peers; ``None`` without keys.
+        reached_at: ``host:port`` at which peers reach this server besides its own addresses.
         is_encrypted: Whether peers need a certificate to connect.
         names: Allowed values of the ``Host`` header; ``None`` for any.
         slots: The connection slots.
-        limits: Rate limits for unauthenticated clients.
-        trouble: Logs refusals.
+        peer_log: Logs refusals.
     """
 
     def __init__(
@@ -66,23 +64,21 @@ class RequestGuard:
         cache: SnapshotCache,
         *,
         keys: Keys | None,
-        sessions: ServerSessions | None,
+        reached_at: Sequence[str],
         is_encrypted: bool,
         names: HostCheck | None,
         slots: ConnectionSlots,
-        limits: RateLimits,
-        trouble: PeerLog,
+        peer_log: PeerLog,
     ) -> None:
         self._cache = cache
         self._keys = keys
-        self._sessions = sessions
-        self._watch_access = WatchAccess(keys, sessions)
+        self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
+        self._watch_access = WatchAccess(keys, self._sessions)
         self._is_encrypted = is_encrypted
         self._is_guarded = keys is not None or is_encrypted
         self._names = names
         self._slots = slots
-        self._limits = limits
-        self._trouble = trouble
+        self._peer_log = peer_log
         self._handlers: set[asyncio.Task[object]] = set()
 
     def middlewares(self) -> list[Middleware]:
@@ -97,7 +93,7 @@ class RequestGuard:
     def claims(self, address: str, sent: bytes) -> bool:
         """Whether a connection has sent a key id of the job, or comes from a member's address."""
         if self._is_encrypted:
-            return self._limits.is_known(address)
+            return self._slots.limits.is_known(address)
         if self._keys is None:
             return False
         line = sent.partition(b"\r\n")[0]
@@ -131,7 +127,7 @@ class RequestGuard:
         slot = slot_of(request)
         try:
             if self._names is not None and not self._names.has(request.headers.get("Host")):
-                self._trouble.note(logging.WARNING, slot.address, f"a request was refused: {REFUSAL}")
+                self._peer_log.note(logging.WARNING, slot.address, f"a request was refused: {REFUSAL}")
                 misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
                 misdirected.force_close()
                 raise misdirected
@@ -146,7 +142,7 @@ class RequestGuard:
                     self._sessions.admit(request)
                 self._slots.authenticated(slot)
                 if belongs:
-                    self._limits.belongs(slot)
+                    self._slots.limits.belongs(slot)
             if belongs:
                 return await handler(request)
             if is_watching:
@@ -155,7 +151,7 @@ class RequestGuard:
         except TransportError as error:
             # The response says more: the content of the request stays out of this log.
             refusal = f"a request was refused: {type(error).__name__}"
-            self._trouble.note(logging.INFO, slot.address, refusal)
+            self._peer_log.note(logging.INFO, slot.address, refusal)
             headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
             if isinstance(error, PeerNotReadyError):
                 headers["Retry-After"] = str(math.ceil(error.retry_after_s))
@@ -179,19 +175,19 @@ class RequestGuard:
         self, slot: Slot, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Rate-limit a request to a server that authenticates nobody."""
-        after_s = self._limits.turn_after_s(slot)
+        after_s = self._slots.limits.turn_after_s(slot)
         if after_s > 0:
             await asyncio.sleep(after_s)
         response = await handler(request)
         if request.method != "HEAD":
-            self._limits.moved(slot, response.content_length or 0)
+            self._slots.limits.moved(slot, response.content_length or 0)
         return response
 
     async def _watch_in_turn(
         self, slot: Slot, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Rate-limit a monitoring request: its cost does not depend on its length."""
-        after_s = self._limits.turn_after_s(slot)
+        after_s = self._slots.limits.turn_after_s(slot)
         if after_s > 0:
             with self._slots.waiting(slot):
                 await asyncio.sleep(after_s)

@@ -13,7 +13,6 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -21,23 +20,22 @@ from aiohttp import web
 
 from ft_transport.http.bind_address import advertised_url, bound_host, is_loopback, listen
 from ft_transport.http.relays import Relays
-from ft_transport.http.server.access import HostCheck, ServerSessions
+from ft_transport.http.server.access import HostCheck
 from ft_transport.http.server.app_server import AppServer
-from ft_transport.http.server.client_limit import ClientLimit, DeltaCache
 from ft_transport.http.server.connection_slots import ConnectionSlots
+from ft_transport.http.server.leases import ClientLimit
 from ft_transport.http.server.listener import max_connections
 from ft_transport.http.server.logs import PeerLog, StatusReport, UploadLog
-from ft_transport.http.server.rate_limits import RateLimits
 from ft_transport.http.server.request_guard import RequestGuard
 from ft_transport.http.server.same_host import SameHostServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
-from ft_transport.http.server.snapshot_requests import SnapshotRequests
+from ft_transport.http.server.snapshot_requests import DeltaCache, SnapshotRequests
 from ft_transport.http.server.snapshot_routes import SnapshotRoutes
 from ft_transport.http.server.throttle import RateLimiter
-from ft_transport.http.server.tls_protocol import TLSAcceptor
 from ft_transport.http.server.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
 from ft_transport.runtime.fork_safety import close_in_children
+from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.tls import Certificates
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
@@ -53,20 +51,11 @@ class SnapshotServer:
 
     Args:
         cache: The served snapshots.
-        host: Address to bind; ``None`` for all, or for the loopback without keys.
-        port: Port to bind; 0 for any.
-        advertise: Host, address or interface that peers should use.
-        replica: Name of this replica in ``/status``.
+        settings: Where to listen, and the limits of what is sent.
         keys: The job's keys, if it has any; then every route requires a proof of them.
         certificates: This side's certificates, if it has any; then the server speaks only TLS, with peers that show
             theirs.
-        reached_at: ``host:port`` at which peers reach this server besides its own addresses.
-        allow_anyone: Whether unauthenticated clients are allowed without keys.
         max_wait_s: Longest time that a request waits for its step, in seconds.
-        stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
-        same_host: Whether to lend snapshots' memory to receivers on this host, if the system can.
-        max_clients: Maximum number of receivers that are sent data at once; ``None`` for any number.
-        max_send_bytes_per_s: Throughput limit of all bodies together; ``None`` for none.
         process_status: Status and metrics of this process.
 
     Attributes:
@@ -78,58 +67,50 @@ class SnapshotServer:
     def __init__(
         self,
         cache: SnapshotCache,
+        settings: TransportSettings,
         *,
-        host: str | None,
-        port: int,
-        advertise: str | None,
-        replica: str,
         keys: Keys | None,
         certificates: Certificates | None,
-        reached_at: Sequence[str] = (),
-        allow_anyone: bool = False,
         max_wait_s: float,
-        stall_timeout_s: float,
-        same_host: bool = False,
-        max_clients: int | None = None,
-        max_send_bytes_per_s: float | None = None,
         process_status: ProcessStatus,
     ) -> None:
-        sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
+        stall_timeout_s = settings.stall_timeout.total_seconds()
         self.server_id = secrets.token_hex(8)
         self.deltas = DeltaCache()
         is_guarded = keys is not None or certificates is not None
-        host = bound_host(host, is_guarded=is_guarded, may_open=True, allow_anyone=allow_anyone)
-        self._socket = listen(host, port)
+        host = bound_host(settings.host, is_guarded=is_guarded, may_open=True, allow_anyone=settings.allow_anyone)
+        self._socket = listen(host, settings.port)
         self._same_host: SameHostServer | None = None
         try:
-            if same_host:
+            # Copying out of its memory would take a share of its bandwidth that no limit bounds.
+            if settings.same_host and settings.max_send_bytes_per_s is None:
                 with contextlib.suppress(OSError):  # The system lacks such sockets, or has no free descriptor.
                     self._same_host = SameHostServer(cache, name=self.server_id, stall_timeout_s=stall_timeout_s)
             self.port: int = self._socket.getsockname()[1]
             self.address = advertised_url(
-                advertise,
+                settings.advertise,
                 bound=host,
                 port=self.port,
                 is_guarded=keys is not None,
                 is_encrypted=certificates is not None,
-                reached_at=reached_at,
+                reached_at=settings.reached_at,
             )
             # On other addresses, clients may use names that are unknown here.
             local = host if host is not None and not is_guarded and is_loopback(host) else None
-            names = HostCheck([local, urlsplit(self.address).netloc, *reached_at]) if local is not None else None
+            names = (
+                HostCheck([local, urlsplit(self.address).netloc, *settings.reached_at]) if local is not None else None
+            )
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
             self._slots = ConnectionSlots(max_connections(), time.monotonic)
-            limits = RateLimits(time.monotonic)
-            trouble = PeerLog(logger, time.monotonic, errors=process_status.errors)
+            peer_log = PeerLog(logger, time.monotonic, errors=process_status.errors)
             self._guard = RequestGuard(
                 cache,
                 keys=keys,
-                sessions=sessions,
+                reached_at=settings.reached_at,
                 is_encrypted=certificates is not None,
                 names=names,
                 slots=self._slots,
-                limits=limits,
-                trouble=trouble,
+                peer_log=peer_log,
             )
             self._uploads = UploadLog(time.monotonic)
             self._server = AppServer(
@@ -138,14 +119,15 @@ class SnapshotServer:
                 keep_alive_s=_KEEP_ALIVE_S,
                 slots=self._slots,
                 uploads=self._uploads,
-                limits=limits,
-                trouble=trouble,
+                peer_log=peer_log,
                 claims=self._guard.claims,
                 make_app=self._make_app,
                 end=self._end,
-                tls=TLSAcceptor(certificates) if certificates is not None else None,
+                certificates=certificates,
             )
             self.relays = Relays(self._server.loop)
+            rate = settings.max_send_bytes_per_s
+            limiter = RateLimiter(rate) if rate is not None else None
             self._routes = SnapshotRoutes(
                 cache,
                 self.requests,
@@ -154,19 +136,19 @@ class SnapshotServer:
                 slots=self._slots,
                 uploads=self._uploads,
                 keys=keys,
-                names={"replica": replica, "server": self.server_id},
+                names={"replica": settings.replica, "server": self.server_id},
                 is_on_all_addresses=ipaddress.ip_address(self._socket.getsockname()[0]).is_unspecified,
                 stall_timeout_s=stall_timeout_s,
                 same_host=self._same_host,
-                limiter=RateLimiter(max_send_bytes_per_s) if max_send_bytes_per_s is not None else None,
-                clients=ClientLimit(max_clients, time.monotonic),
+                limiter=limiter,
+                clients=ClientLimit(settings.max_clients, time.monotonic),
             )
             report = StatusReport(
                 cache=cache,
                 uploads=self._uploads,
                 recorder=process_status.recorder,
                 server=self.server_id,
-                replica=replica,
+                replica=settings.replica,
                 address=self.address,
             )
             process_status.set_part("transport", report.told)

@@ -4,7 +4,8 @@ A new snapshot evicts an old one. A snapshot with readers keeps its memory until
 consists of several requests, so each request also keeps its snapshot in the cache for a moment after its end (the
 lease), while its connection is open; otherwise a trainer that publishes every step would replace a snapshot between two
 requests of the same fetch. A reader that waits for a future step has that lease from the moment that the snapshot is
-put here, and not only from when the reader finds it.
+put here, and not only from when the reader finds it: meanwhile a busy machine may publish further snapshots, which
+would replace it, and the reader would get the error that the step is past.
 
 The lease also guards bytes in flight: ``sendfile`` gives the kernel the pages of the memory file and no copy of them,
 so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
@@ -24,27 +25,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
-from ft_transport.http.server.step_waiters import StepWaiters
+from ft_transport.http.server.leases import Lease, Reader, StepWaiters
 from ft_transport.runtime.handler_safety import Place, Places
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
 from ft_transport.wire.snapshot import Snapshot
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reader:
-    """A reader of a snapshot. Any thread may call its functions.
-
-    Attributes:
-        is_closed: Returns whether the reader's connection is closed, which ends its lease. Also identifies the reader:
-            each distinct function has one lease.
-        cut_off: Ends the connection, and calls its argument when no more bytes can reach the reader; returns at once.
-            ``None`` for a reader of this process, which is never cut off.
-    """
-
-    is_closed: Callable[[], bool] = lambda: False
-    cut_off: Callable[[Callable[[], None]], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +39,7 @@ class _Entry:
     sequence: int
     manifest_digest: int
     was_read: bool = False
-    readers: list[Reader] = field(default_factory=list)
-    leases: dict[Callable[[], bool], tuple[Reader, float]] = field(default_factory=dict)
+    leases: dict[Callable[[], bool], Lease] = field(default_factory=dict)
     wanted_since_s: float | None = None
     wanted_at_s: float = 0.0
     retired: bool = False
@@ -62,7 +47,12 @@ class _Entry:
 
     @property
     def num_readers(self) -> int:
-        return len(self.readers)
+        return sum(lease.num_readings for lease in self.leases.values())
+
+    def is_held(self, now_s: float) -> bool:
+        """Whether a reader reads the snapshot or has a lease; drops expired leases."""
+        self.leases = {name: lease for name, lease in self.leases.items() if not lease.is_over(now_s)}
+        return bool(self.leases)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +70,7 @@ class Reading:
     manifest_digest: int
     _cache: SnapshotCache
     _entry: _Entry
-    _reader: Reader
+    _lease: Lease
     unread_s: float = 0.0
     is_leasing: bool = True
 
@@ -88,7 +78,7 @@ class Reading:
         return self.snapshot
 
     def __exit__(self, *_exc_info: object) -> None:
-        self._cache._end_reading(self._entry, self._reader, self.unread_s if self.is_leasing else None)
+        self._cache._end_reading(self._entry, self._lease, self.unread_s if self.is_leasing else None)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +99,7 @@ class SnapshotCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _entries: list[_Entry] = field(default_factory=list)
     _leaving: list[_Entry] = field(default_factory=list)
-    _awaited: StepWaiters[Reader] = field(default_factory=StepWaiters)
+    _waiters: StepWaiters = field(default_factory=StepWaiters)
     _reserved: Places = field(default_factory=Places)
     _sequence: int = 0
     _failure: str | None = None
@@ -144,7 +134,7 @@ class SnapshotCache:
                 raise SnapshotError("expected a transport that serves, and this one was shut down")
             alive = len(self._entries) + len(self._leaving) + self._reserved.num_taken()
             if alive >= self.max_snapshots:
-                idle = [entry for entry in self._entries if not entry.num_readers and not self._is_leased(entry)]
+                idle = [entry for entry in self._entries if not entry.is_held(self.clock())]
                 if not idle:
                     cut_offs = self._want_oldest()
                     readers = sum(entry.num_readers for entry in (*self._entries, *self._leaving))
@@ -179,7 +169,7 @@ class SnapshotCache:
             if not closed:
                 self._sequence += 1
                 self._failure = self._final_failure_s = None
-                leases = self._awaited.come(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
+                leases = self._waiters.come(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
                 self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
         if closed:
             snapshot.close()
@@ -194,17 +184,16 @@ class SnapshotCache:
         A snapshot that arrives after the end but within the reader's lease is kept for a lease, too: receivers retry.
         """
         with self._lock:
-            self._awaited.begin(step, reader, now_s=self.clock())
+            wait = self._waiters.begin(step, reader, now_s=self.clock())
         try:
             yield
         finally:
             with self._lock:
-                until_s = self.clock() + self.lease_s
-                self._awaited.end(reader, until_s=until_s)
+                wait.until_s = self.clock() + self.lease_s
                 for entry in self._entries:
-                    _, leased_s = entry.leases.get(reader.is_closed, (reader, 0.0))
-                    if leased_s == math.inf:
-                        entry.leases[reader.is_closed] = reader, until_s
+                    lease = entry.leases.get(reader.is_closed)
+                    if lease is not None and lease.until_s == math.inf:
+                        lease.until_s = wait.until_s
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
         """Record why no snapshot came, until one does. A final failure notifies the listeners."""
@@ -291,10 +280,11 @@ class SnapshotCache:
             if entry is None:
                 return None
             self._forget_past_want(entry)
-            who = reader or Reader()
-            entry.readers.append(who)
+            reader = reader or Reader()
+            lease = entry.leases.setdefault(reader.is_closed, Lease(reader))
+            lease.num_readings += 1
             entry.was_read = True
-        return Reading(entry.snapshot, entry.manifest_digest, self, entry, who)
+        return Reading(entry.snapshot, entry.manifest_digest, self, entry, lease)
 
     def _newest(self, step: StepSelector, snapshot_id: SnapshotId | None, after_sequence: int) -> _Entry | None:
         for entry in reversed(self._entries):
@@ -317,7 +307,7 @@ class SnapshotCache:
             entry = next((entry for entry in self._entries if entry.snapshot.snapshot_id == snapshot_id), None)
             if entry is None:
                 return
-            is_needed = not entry.was_read or bool(entry.num_readers) or self._is_leased(entry)
+            is_needed = not entry.was_read or entry.is_held(self.clock())
             if is_needed and not even_if_needed:
                 return
             # An older snapshot of this step is of another attempt at the step, and must not be served again.
@@ -363,8 +353,7 @@ class SnapshotCache:
         if any(entry.cut_off for entry in alive):
             return []
         for entry in alive:
-            readers = [*entry.readers, *(reader for reader, _ in entry.leases.values())]
-            if any(reader.cut_off is None for reader in readers):
+            if any(lease.reader.cut_off is None for lease in entry.leases.values()):
                 continue
             if entry.wanted_since_s is None:
                 entry.wanted_since_s = now_s
@@ -380,50 +369,31 @@ class SnapshotCache:
             self._entries.remove(entry)
             entry.retired = True
             self._leaving.append(entry)
-        leases, entry.leases = entry.leases, {}
-        cut_offs: list[Callable[[], None]] = [functools.partial(_cut_off, each, _nothing) for each in entry.readers]
-        for reader, _until_s in leases.values():
+        cut_offs: list[Callable[[], None]] = []
+        for lease in entry.leases.values():
             # Sent bytes may still be in flight: the reader counts until they cannot reach it any more.
-            entry.readers.append(reader)
-            ended = functools.partial(self._end_reading, entry, reader, None)
-            cut_offs.append(functools.partial(_cut_off, reader, ended))
+            lease.num_readings += 1
+            assert lease.reader.cut_off is not None, "a reader of this process is never cut off"
+            ended = functools.partial(self._end_reading, entry, lease, None)
+            cut_offs.append(functools.partial(lease.reader.cut_off, ended))
         return cut_offs
 
     def _forget_past_want(self, entry: _Entry) -> None:
         """Restart the time limit of a snapshot that has been unused and not in the way for a while."""
-        if entry.wanted_since_s is None or entry.readers or self._is_leased(entry):
+        if entry.wanted_since_s is None or entry.is_held(self.clock()):
             return
         if self.clock() - entry.wanted_at_s > self._hold_s(entry):
             entry.wanted_since_s = None
 
-    def _is_leased(self, entry: _Entry) -> bool:
-        now_s = self.clock()
-        entry.leases = {
-            is_closed: (reader, until_s)
-            for is_closed, (reader, until_s) in entry.leases.items()
-            if until_s > now_s and not is_closed()
-        }
-        return bool(entry.leases)
-
-    def _end_reading(self, entry: _Entry, reader: Reader, unread_s: float | None) -> None:
+    def _end_reading(self, entry: _Entry, lease: Lease, unread_s: float | None) -> None:
         with self._lock:
-            entry.readers.remove(reader)
-            self._is_leased(entry)  # drops expired leases
+            now_s = self.clock()
+            lease.num_readings -= 1
             if unread_s is not None and not entry.cut_off:
-                until_s = self.clock() + max(self.lease_s, unread_s)
-                _, earlier_s = entry.leases.get(reader.is_closed, (reader, 0.0))
-                entry.leases[reader.is_closed] = reader, max(until_s, earlier_s)
-            closing = entry.retired and not entry.readers
+                lease.until_s = max(lease.until_s, now_s + max(self.lease_s, unread_s))
+            entry.is_held(now_s)
+            closing = entry.retired and not entry.num_readers
             if closing:
                 self._leaving.remove(entry)
         if closing:
             entry.snapshot.close()
-
-
-def _cut_off(reader: Reader, ended: Callable[[], None]) -> None:
-    assert reader.cut_off is not None, "a reader of this process is never cut off"
-    reader.cut_off(ended)
-
-
-def _nothing() -> None:
-    pass

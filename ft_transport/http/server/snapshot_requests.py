@@ -1,10 +1,12 @@
-"""Finds the snapshot of a request, and waits for one that does not exist yet."""
+"""Finds the snapshot or the delta of a request, and waits for a snapshot that does not exist yet."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -18,7 +20,8 @@ from ft_transport.errors import (
     StepNotServedError,
 )
 from ft_transport.http.server.body_sender import drop_connection
-from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
+from ft_transport.http.server.leases import Reader
+from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
     AFTER_PARAMETER,
@@ -38,6 +41,9 @@ _TICK_S: Final = 0.1
 _RECENT_FAILURE_S: Final = 10.0
 _RETRY_S: Final = 1.0
 """How long a request waits for another attempt if the last one just failed for a permanent reason."""
+
+_NUM_DELTAS: Final = 4
+"""For a receiver that missed more versions, chunks are hardly larger than deltas."""
 
 FreshSnapshot = Callable[[int | None], int | None]
 """Requests a snapshot of the present state, or of the given step, from the state's owner without waiting for it.
@@ -171,6 +177,35 @@ class SnapshotRequests:
                 step=step,
             )
         raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
+
+
+class DeltaCache:
+    """The latest few deltas, by the step to which they apply. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._by_base: OrderedDict[int, bytes] = OrderedDict()
+
+    def keep(self, base: int, delta: bytes) -> None:
+        """Cache a delta and evict the oldest."""
+        with self._mutex:
+            self._by_base.pop(base, None)
+            self._by_base[base] = delta
+            while len(self._by_base) > _NUM_DELTAS:
+                self._by_base.popitem(last=False)
+
+    def leading_from(self, step: str) -> memoryview:
+        """Return the delta from a step to a later one.
+
+        Raises:
+            StepNotServedError: No delta from this step is cached.
+        """
+        base = parse_step(step)
+        with self._mutex:
+            delta = self._by_base.get(base) if isinstance(base, int) else None
+        if delta is None:
+            raise StepNotServedError(f"expected a step that a delta is kept for, got {step[:64]!r}")
+        return memoryview(delta)
 
 
 def asked_wait_s(request: web.Request, longest_s: float) -> float:

@@ -15,12 +15,18 @@ from ft_transport.http.relays import Relays
 from ft_transport.http.server.app_server import slot_of
 from ft_transport.http.server.bodies import Body, Buffer, FileRange, RelayedChunks, Slices
 from ft_transport.http.server.body_sender import send
-from ft_transport.http.server.client_limit import ClientLimit, DeltaCache
 from ft_transport.http.server.connection_slots import ConnectionSlots
+from ft_transport.http.server.leases import ClientLimit
 from ft_transport.http.server.logs import FetchKey, UploadLog
 from ft_transport.http.server.same_host import SameHostServer
 from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
-from ft_transport.http.server.snapshot_requests import SnapshotRequests, asked_follow_s, asked_ranges, asked_wait_s
+from ft_transport.http.server.snapshot_requests import (
+    DeltaCache,
+    SnapshotRequests,
+    asked_follow_s,
+    asked_ranges,
+    asked_wait_s,
+)
 from ft_transport.http.server.throttle import RateLimiter
 from ft_transport.keys import Keys
 from ft_transport.wire.manifest import parse_content_id

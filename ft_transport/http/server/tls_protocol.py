@@ -11,46 +11,39 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from ft_transport.http.server.logs import PeerLog
 from ft_transport.http.tls_channel import MAX_RECORD_BYTES, PLAIN_ALERT, TLSBrokenError, TLSChannel, TLSRefusedError
 from ft_transport.tls import Certificates
-
-logger = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
 _MAX_OUTSIDE: Final = 128
 """Maximum number of connections whose handshake is running or has failed; one more ends the oldest."""
 _LINGERING_S: Final = 1.0
 """How long a refused connection stays open: closed at once, it would lose the alert with the reason."""
-_TOLD_AGAIN_S: Final = 60.0
-_MAX_TOLD: Final = 256
 
 
 class TLSAcceptor:
-    """Makes the protocols of connections that begin with a handshake. Used only on the event loop.
+    """Counts the connections whose handshake is not complete. Used only on the event loop.
 
     Args:
         certificates: This side's certificates.
+        peer_log: Logs why peers are refused.
     """
 
-    def __init__(self, certificates: Certificates) -> None:
+    def __init__(self, certificates: Certificates, peer_log: PeerLog) -> None:
         self._certificates = certificates
+        self._peer_log = peer_log
         self._outside: dict[TLSProtocol, None] = {}
-        self._told_s: dict[str, float] = {}
 
-    def protocol(
-        self, make_protocol: Callable[[], asyncio.BaseProtocol], *, refused: Callable[[], object] = lambda: None
-    ) -> TLSProtocol:
-        """Return the protocol of one connection.
-
-        Args:
-            make_protocol: Makes the inner protocol, once both sides have shown their certificates.
-            refused: Called when the connection has ended without an inner protocol.
-        """
-        return TLSProtocol(self, make_protocol, refused)
+    def refused(self, raw: asyncio.Transport, why: str) -> None:
+        """Log why a peer was refused."""
+        address = raw.get_extra_info("peername")
+        self._peer_log.note(
+            logging.WARNING, str(address[0]) if address else "a peer", f"a connection was refused: {why}"
+        )
 
     def close(self) -> None:
         """End all connections whose handshake is not complete."""
@@ -70,17 +63,15 @@ class TLSAcceptor:
         """Note that a connection's handshake has succeeded, or that the connection has ended."""
         self._outside.pop(protocol, None)
 
-    def tell(self, host: str, why: str) -> None:
-        """Log why a peer was refused: once a minute per host, for at most `_MAX_TOLD` hosts."""
-        now_s = time.monotonic()
-        self._told_s = {each: told_s for each, told_s in self._told_s.items() if now_s - told_s < _TOLD_AGAIN_S}
-        if host not in self._told_s and len(self._told_s) < _MAX_TOLD:
-            self._told_s[host] = now_s
-            logger.warning("a connection from %s was refused: %s", host, why)
-
 
 class TLSProtocol(asyncio.Protocol):
-    """One connection: performs the handshake, then decrypts received bytes for the inner protocol."""
+    """One connection: performs the handshake, then decrypts received bytes for the inner protocol.
+
+    Args:
+        acceptor: Counts the connection until its handshake is complete.
+        make_protocol: Makes the inner protocol, once both sides have shown their certificates.
+        refused: Called when the connection has ended without an inner protocol.
+    """
 
     def __init__(
         self,
@@ -170,13 +161,13 @@ class TLSProtocol(asyncio.Protocol):
 
     def _too_slow(self) -> None:
         assert self._raw is not None
-        self._acceptor.tell(_host_of(self._raw), f"expected a handshake of TLS within {_HANDSHAKE_TIMEOUT_S:g} s")
+        self._acceptor.refused(self._raw, f"expected a handshake of TLS within {_HANDSHAKE_TIMEOUT_S:g} s")
         self._raw.abort()
 
     def _refuse(self, channel: TLSChannel, raw: asyncio.Transport, why: str) -> None:
         self._is_refused = True
         self._stop_timer()
-        self._acceptor.tell(_host_of(raw), why)
+        self._acceptor.refused(raw, why)
         alert = channel.take()
         if self._inside is not None:
             raw.write(alert)
@@ -317,8 +308,3 @@ class TLSTransport(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """See ``asyncio.WriteTransport``."""
         self._raw.set_write_buffer_limits(high, low)
-
-
-def _host_of(transport: asyncio.Transport) -> str:
-    address = transport.get_extra_info("peername")
-    return str(address[0]) if address else "somebody"

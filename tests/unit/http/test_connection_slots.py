@@ -29,7 +29,7 @@ class Door:
     def enter(self, address: str = "a") -> Slot | None:
         if not self.slots.make_room() and not self.slots.make_room():
             return None
-        slot = self.slots.enter(address, lambda: None)
+        slot = self.slots.enter(address)
         if slot is not None:
             entered = slot
             slot.end = lambda: self.end(entered)

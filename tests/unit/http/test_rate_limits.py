@@ -1,11 +1,10 @@
-"""What limits may cost, and that whoever proves that it belongs here costs them nothing."""
+"""What strangers may cost, and that whoever proves that it belongs here costs them nothing."""
 
 from __future__ import annotations
 
 import pytest
 
-from ft_transport.http.server.connection_slots import Slot
-from ft_transport.http.server.rate_limits import RateLimits
+from ft_transport.http.server.connection_slots import RateLimits, Slot
 
 
 class Clock:
@@ -26,7 +25,7 @@ def limits(clock: Clock) -> RateLimits:
 
 
 def slot(address: str = "a", *, claims: bool = False) -> Slot:
-    return Slot(address, 0.0, lambda: None, claims=claims)
+    return Slot(address, 0.0, claims=claims)
 
 
 def num_admitted(limits: RateLimits, count: int, address: str = "a", *, claims: bool = False) -> int:

@@ -11,7 +11,8 @@ from interruptions import at_every_place
 from served_memory import MemorySnapshot
 
 from ft_transport.errors import SnapshotLimitError
-from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
+from ft_transport.http.server.leases import Reader
+from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 
@@ -398,6 +399,7 @@ def test_a_reader_of_this_process_is_never_cut_off(cache: SnapshotCache, clock: 
         clock.now_s += 1e6
     assert (len(receiver.ends), len(other.ends)) == (0, 1)
     assert not first.closed.is_set()
+    other.ends[0]()
 
 
 def test_a_new_receiver_has_its_whole_time_after_a_pause(cache: SnapshotCache, clock: Clock, begin: Begin) -> None:

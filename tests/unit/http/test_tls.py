@@ -133,7 +133,7 @@ def test_a_server_refuses_a_receiver_by_its_certificate(
         assert told_here in error.message
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1, "one for each peer and minute"
-    assert lines[0].startswith(f"a connection from {HOST} was refused: this side does not take the receiver's certif")
+    assert lines[0].startswith(f"{HOST}: a connection was refused: this side does not take the receiver's certif")
     assert told_there in lines[0]
 
 
