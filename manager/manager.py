@@ -25,8 +25,7 @@ from manager.config import LIGHTHOUSE_ENV, ManagerConfig, TorchftKeywords, named
 from manager.errors import ManagerError, ReportedError
 from manager.lifecycle import ends_what_it_owns
 from manager.quorum.loop import QuorumLoop
-from manager.quorum.stall_watch import StallWatch
-from manager.quorum.telemetry import spanned
+from manager.quorum.telemetry import StallWatch, spanned
 from manager.state_manager import StateManager
 
 if TYPE_CHECKING:

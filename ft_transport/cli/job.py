@@ -19,8 +19,7 @@ from ft_transport.telemetry.process_state import (
     TransportStatus,
 )
 from ft_transport.telemetry.record import Record
-from manager.quorum.lighthouse import name_of
-from manager.quorum.lighthouse_status import LighthouseStatus, read_status
+from manager.quorum.members import LighthouseStatus, name_of, read_status
 
 Presence: TypeAlias = Literal["here", "silent", "gone", "coming"]
 """``here``: it answers. ``silent``: it does not answer, and is a member of the quorum or has a heartbeat. ``gone``: it

@@ -20,7 +20,7 @@ from ft_transport.http.client.rate_probe import Connect, ask_state
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.process_state import MembershipChange, ProcessState, short_phases, short_retries, shortened
 from ft_transport.telemetry.record import encode_json
-from manager.quorum.lighthouse import name_of
+from manager.quorum.members import name_of
 
 MAX_PROCESSES: Final = 512
 _WITHIN_S: Final = 1.0

@@ -1,4 +1,4 @@
-"""Quorums: decisions (pure), the Lighthouse, heartbeats, and agreement between the ranks of one replica.
+"""Quorums, on three levels: the decision (pure), the membership of one replica in its job, and its loop.
 
-``Manager`` imports this package. ``lighthouse`` is the only importer of torchft.
+``Manager`` imports the loop. ``lighthouse`` is the only importer of torchft.
 """

@@ -28,19 +28,14 @@ from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeEvent, outcome_of
 from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
 from manager.quorum.heartbeat import Heartbeat
-from manager.quorum.lighthouse_status import ToldMember, read_status
-from manager.quorum.member_data import SignedReports
+from manager.quorum.members import SignedReports, name_of, read_status
 from manager.quorum.reports import Member
 
 logger = logging.getLogger(__name__)
 
-NAMELESS: Final = "replica"
-"""The name of replicas without a configured one."""
-
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ASK_AGAIN_S: Final = 0.1
-_STATUS_S: Final = 0.2
 _INSTALL: Final = (
     "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'; "
     "its wheels are for Linux x86-64 with Python 3.10 to 3.13, "
@@ -232,7 +227,7 @@ class LighthouseSession:
 
     def missing(self) -> str:
         """Describe the replicas that this one waits for; empty if the Lighthouse does not say."""
-        status = read_status(self._address, _STATUS_S)
+        status = read_status(self._address)
         return status.missing(self._replica_id) if status is not None else ""
 
     def num_missed_heartbeats(self) -> int:
@@ -363,22 +358,3 @@ def _coordination() -> Any:
         if not is_level_set:
             os.environ.pop(_LOG_LEVEL, None)
     return coordination
-
-
-def running_members(address: str, name: str) -> tuple[ToldMember, ...]:
-    """Return the running replicas of a Lighthouse from its status page, unauthenticated; empty if it is unreadable.
-
-    Args:
-        address: The Lighthouse's address.
-        name: The asking replica's name; its earlier starts are left out.
-    """
-    status = read_status(address, _STATUS_S)
-    members = status.members if status is not None else ()
-    own = name if name != NAMELESS else ""
-    return tuple(each for each in members if each.step > 0 and not (own and name_of(each.replica_id) == own))
-
-
-def name_of(replica_id: str) -> str:
-    """Return the part of an id that survives a restart; the whole id of a replica without a name."""
-    name, _, start = replica_id.rpartition(":")
-    return replica_id if name in ("", NAMELESS) or not start else name

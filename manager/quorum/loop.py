@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.telemetry.metrics import MetricValues, weakly
+from ft_transport.telemetry.metrics import weakly
 from manager.collectives.gloo import ReplicaProcessGroup
 from manager.collectives.gradients import NamedParameters
 from manager.collectives.managed_work import ManagedWork
@@ -28,24 +28,16 @@ from manager.errors import (
     UnfinishedReductionError,
 )
 from manager.lifecycle import OwnedExecutor
-from manager.quorum import telemetry
-from manager.quorum.committed_steps import CommittedSteps
-from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
-from manager.quorum.forming import QuorumForming
-from manager.quorum.hyperparameters import Hyperparameters
+from manager.quorum.formation import QuorumFormation
 from manager.quorum.membership import Membership, QuorumRequest
-from manager.quorum.membership_log import MembershipLog
+from manager.quorum.quorum_round import OwnErrors, Participant, QuorumRound, refusal_cause
 from manager.quorum.rank_exchange import Exchange
 from manager.quorum.reports import Claim
-from manager.quorum.round import OwnErrors, Participant, QuorumRound, refusal_cause
-from manager.quorum.stall_watch import StallWatch
-from manager.quorum.step_reductions import StepReductions
-from manager.quorum.structure_watch import StructureWatch
-from manager.quorum.telling import told_loop
-from manager.recovery.healing import Healer
+from manager.quorum.status_report import loop_status
+from manager.quorum.steps import CommittedSteps, StepReductions
+from manager.quorum.telemetry import StallWatch
 from manager.recovery.replica import Replica
-from manager.recovery.warm_join import WarmJoin
 from manager.state.optimizer_guard import warn_of_unguarded
 from manager.state.optimizer_states import parameters_of
 from manager.state.replica_state import status_report
@@ -64,7 +56,7 @@ class QuorumLoop:
         config: The configuration.
         replica: This replica; it has a transport.
         process_group: Runs the collectives; ``None`` for gloo.
-        stall_watch: Reports long waits.
+        watch: Reports long waits.
 
     Attributes:
         membership: The replica's membership.
@@ -79,17 +71,13 @@ class QuorumLoop:
         config: ManagerConfig,
         replica: Replica,
         process_group: ReplicaProcessGroup | Reconfigurable | None,
-        stall_watch: StallWatch,
+        watch: StallWatch,
     ) -> None:
-        transport, snapshots, peers = replica.transport, replica.snapshots, replica.peers
+        transport = replica.transport
         assert transport is not None, "a quorum needs a transport"
-        assert snapshots is not None, "there are snapshots with a transport"
-        assert peers is not None, "peers are received from with a transport"
         transport.check_address(config.connect_timeout)
         self._config = config
         self._state = replica.state
-        self._snapshots = snapshots
-        self._stall_watch = stall_watch
         self.membership = Membership(
             config,
             address=transport.metadata(),
@@ -98,38 +86,18 @@ class QuorumLoop:
             ask_state=transport.ask_state,
         )
         self._executor = OwnedExecutor(1, "ft-transport-quorum")
-        self._participant = Participant(self._state, self.membership)
-        self._metrics = MetricValues("loop")
-        self._comparison = StateComparison(lock=self._state.lock, copier=snapshots.copier, state=self._state.content)
-        self._structures = StructureWatch(self._participant, self._executor, replica.encodings)
-        self._hyperparameters = Hyperparameters(self._participant)
-        self._reductions = StepReductions(self._participant, self._structures, stall_watch)
-        changes = MembershipLog(self._participant, self._metrics)
-        healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)
-        self._forming = QuorumForming(
-            config,
-            self._participant,
-            replica,
-            snapshots=snapshots,
-            executor=self._executor,
-            structures=self._structures,
-            comparison=self._comparison,
-            hyperparameters=self._hyperparameters,
-            healer=healer,
-            warm_join=WarmJoin(config, state=replica.state, peers=peers, copier=snapshots.copier, watch=stall_watch),
-            metrics=self._metrics,
-            changes=changes,
-            stall_watch=stall_watch,
-        )
-        transport.process_status.metrics.collect(self._metrics.readings)
-        transport.process_status.metrics.collect(weakly(self.membership.readings))
+        self._participant = participant = Participant(config, replica, self.membership, watch)
+        self._formation = QuorumFormation(participant, self._executor)
+        self._reductions = StepReductions(participant, self._formation.structures)
         self._participated_last_round = False
         self._num_refused_commits = 0
         self._own_errors = OwnErrors()
         self._errors = transport.process_status.errors
-        transport.process_status.set_part("manager", status_report(self._participant, told_loop))
-        transport.process_status.set_part("changes", changes.recent())
-        self._state.add_observer(CommittedSteps(self._participant, self._comparison))
+        transport.process_status.metrics.collect(participant.metrics.readings)
+        transport.process_status.metrics.collect(weakly(self.membership.readings))
+        transport.process_status.set_part("manager", status_report(participant, loop_status))
+        transport.process_status.set_part("changes", self._formation.changes.recent())
+        self._state.add_observer(CommittedSteps(participant, self._formation.comparison))
 
     # ------------------------------------------------------------------------------------------------------ the round
 
@@ -138,15 +106,17 @@ class QuorumLoop:
         participant, state = self._participant, self._state
         period_s = state.steps.begin()
         if period_s is not None:
-            self._metrics.add("step_seconds", by=period_s)
+            self._participant.metrics.add("step_seconds", by=period_s)
         if participant.round is not None:
             participant.round.is_left = True
             self._leave(participant.round, deadline)
         self.membership.process_group.begin_step()
         warn_of_unguarded(state.optimizers())
         participant.note_irregular_steps()
-        self._structures.check_registered()
-        self._hyperparameters.look(is_after_commit=participant.round is not None and participant.round.is_committed)
+        self._formation.structures.check_registered()
+        self._formation.hyperparameters.look(
+            is_after_commit=participant.round is not None and participant.round.is_committed
+        )
         self._participated_last_round = self.is_participating()
         state.note_training_thread()
         config = self._config
@@ -166,12 +136,12 @@ class QuorumLoop:
             participant.round = current
             if participant.is_settled and is_async and state.partial is None:
                 # The quorum shows only later which replicas need a snapshot of this boundary.
-                can_serve = self._forming.begin_step(hold=True)
-                self._executor.submit(self._forming.form_in_background, current, request, can_serve)
+                can_serve = self._formation.begin_step(hold=True)
+                self._executor.submit(self._formation.form_in_background, current, request, can_serve)
             else:
-                self._forming.form_and_heal(current, request)
+                self._formation.form_and_heal(current, request)
         except BaseException as error:
-            self._snapshots.settle()
+            self._participant.snapshots.settle()
             # The round refers to the error, and its frames may hold sections of the lock, so they are cleared. This
             # frame must not refer to the round, or error and frame would form a cycle.
             traceback.clear_frames(error.__traceback__)
@@ -195,7 +165,9 @@ class QuorumLoop:
         self._wait_for(current)
         gradient = next((each.grad for _, each in parameters if each.grad is not None), None)
         if gradient is not None and gradient.requires_grad:
-            self._comparison.suspect("backward(create_graph=True) lets an optimizer differentiate gradients", current)
+            self._formation.comparison.suspect(
+                "backward(create_graph=True) lets an optimizer differentiate gradients", current
+            )
         return self._reductions.average_gradients(current, parameters)
 
     def commit(self, deadline: Deadline) -> bool:
@@ -215,14 +187,14 @@ class QuorumLoop:
             errors=current.refusals(),
             has_missed_heartbeats=self.membership.num_missed_heartbeats() != current.num_missed_heartbeats,
         )
-        with self._stall_watch.waiting(f"{participant.name}: waiting for the other ranks of this replica to agree"):
+        with self._participant.watch.waiting(
+            f"{participant.name}: waiting for the other ranks of this replica to agree"
+        ):
             # If the others do not answer, they may have committed or not.
             participant.is_settled = False
             refusals = self._agree(refusals, deadline)
         current.is_voted = True
-        participant.record(
-            telemetry.COMMITS, "a step is over", current.decision, step=state.step, commit_result=not refusals
-        )
+        participant.record("commits", "a step is over", current.decision, step=state.step, commit_result=not refusals)
         if refusals:
             if participant.healing is not None:
                 participant.healing.retry(f"the first step was not committed: {'; '.join(refusals)}")
@@ -233,12 +205,14 @@ class QuorumLoop:
             return False
         self._accept(current)
         if not is_averaged:
-            self._comparison.suspect("manager.average_gradients(model) averaged no gradients in this step", current)
+            self._formation.comparison.suspect(
+                "manager.average_gradients(model) averaged no gradients in this step", current
+            )
         return True
 
     def compare_at_next_boundary(self) -> None:
         """See `Manager.compare_replicas`."""
-        self._comparison.is_wanted = True
+        self._formation.comparison.is_wanted = True
 
     # -------------------------------------------------------------------------------------------------- what is known
 
@@ -282,7 +256,7 @@ class QuorumLoop:
         if healing is not None:
             healing.end("abandoned")
         with ExitStack() as closing:
-            closing.callback(self._comparison.close)
+            closing.callback(self._formation.comparison.close)
             closing.callback(self._executor.shutdown, wait=wait)
             closing.callback(self.membership.close)
 
@@ -307,7 +281,7 @@ class QuorumLoop:
         if quorum.done():
             return
         left, name = deadline.left(), self._participant.name
-        with self._stall_watch.waiting(f"{name}: waiting for {what}"), suppress(FutureTimeoutError):
+        with self._participant.watch.waiting(f"{name}: waiting for {what}"), suppress(FutureTimeoutError):
             quorum.exception(left.total_seconds() if left is not None else None)
         if not quorum.done():
             raise QuorumTimeoutError(f"{name}: expected {what} within the caller's timeout; call with a longer one")
@@ -331,7 +305,7 @@ class QuorumLoop:
             # After an exception of a handler in start_quorum, work on the quorum thread may continue.
             self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
         if not earlier.is_over:
-            self._metrics.add("steps_refused_total", "Abandoned")
+            self._participant.metrics.add("steps_refused_total", "Abandoned")
             # The other replicas may wait in collectives that this one has not begun.
             logger.warning("%s: the step before was abandoned, and its process group is ended", participant.name)
             self.membership.process_group.abort()
@@ -352,10 +326,10 @@ class QuorumLoop:
         has_enough = self.num_participants() >= self._config.min_replica_size
         was_silent = self.membership.num_missed_heartbeats() != current.num_missed_heartbeats
         first_cause = refusal_cause(current.error, has_enough=has_enough, was_silent=was_silent)
-        self._metrics.add("steps_refused_total", first_cause)
+        self._participant.metrics.add("steps_refused_total", first_cause)
         cause = "; ".join(refusals)
         length_s = self._state.steps.end(self._state.step, num_participants=self.num_participants(), cause=cause)
-        self._metrics.add("step_until_commit_seconds", by=length_s)
+        self._participant.metrics.add("step_until_commit_seconds", by=length_s)
         self._errors.note(self._participant.name, f"not committed: {cause}")
         logger.warning(
             "%s: not committed, %d in a row: %s",
@@ -395,9 +369,9 @@ class QuorumLoop:
         self._num_refused_commits = 0
         self._own_errors.committed()
         current.is_committed = True
-        self._metrics.add("steps_committed_total")
+        self._participant.metrics.add("steps_committed_total")
         length_s = state.steps.end(state.step - 1, num_participants=decision.num_participants)
-        self._metrics.add("step_until_commit_seconds", by=length_s)
+        self._participant.metrics.add("step_until_commit_seconds", by=length_s)
         participant.is_settled = True
         if participant.healing is not None:
             participant.healing.describe(step=state.step)

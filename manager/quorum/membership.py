@@ -26,15 +26,12 @@ from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.errors import quorum_errors
 from manager.quorum.decision import Decision, Rules, decide
-from manager.quorum.foresight import AskState, refusing_members
-from manager.quorum.held_process_group import HeldProcessGroup
-from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of, running_members
-from manager.quorum.lighthouse_status import ToldMember
-from manager.quorum.rank_exchange import Exchange, Incarnation, RankExchange
-from manager.quorum.replica_ids import ReplicaId, give_back_id, take_id
-from manager.quorum.replica_store import ReplicaStore, find_store
+from manager.quorum.lighthouse import LighthouseSession, embedded_lighthouse
+from manager.quorum.members import NAMELESS, AskState, RunningMember, name_of, refusing_members, running_members
+from manager.quorum.process_group import QuorumProcessGroup
+from manager.quorum.rank_exchange import Exchange, RankExchange
+from manager.quorum.replica_identity import Incarnation, ReplicaId, ReplicaStore, find_store, give_back_id, take_id
 from manager.quorum.reports import Member, RankReport, StateReport, member_of
-from manager.quorum.told_differences import ToldDifferences
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +71,11 @@ class Membership:
         ask_state: Asks a replica for its state report.
 
     Attributes:
-        replica_id: ``name:`` and a random part; unique among live replicas (`replica_ids`).
+        replica_id: ``name:`` and a random part; unique among live replicas (``replica_identity``).
         group_rank: This rank within its replica.
         process_group: The process group between replicas.
-        differences: Exchanges details of differing states.
+        stores: Connections to the stores of all replicas.
+        store: The store of this replica.
         members: The members of the last quorum.
         lighthouse: The Lighthouse's address, if this rank knows it.
         said: The replica's report in the last quorum; ``None`` before, and on ranks other than 0.
@@ -105,10 +103,10 @@ class Membership:
         self.group_rank = config.rank
         self.members: tuple[Member, ...] = ()
         self.lighthouse = config.lighthouse_addr or ""
-        self._stores = StoreConnections()
-        self.process_group = HeldProcessGroup(
+        self.stores = StoreConnections()
+        self.process_group = QuorumProcessGroup(
             process_group,
-            stores=self._stores,
+            stores=self.stores,
             group_rank=self.group_rank,
             world_size=config.world_size,
             timeout=config.timeout,
@@ -119,8 +117,9 @@ class Membership:
         self._incarnation: Incarnation | None = None
         self._ranks = RankExchange(None, "", 0, 1)
         self._own_id: ReplicaId | None = None
-        self._is_asking = False
+        # A store in this process ends with the last reference.
         self._store: ReplicaStore | None = None
+        self._is_asking = False
         try:
             self._start(config)
         except BaseException:
@@ -129,9 +128,8 @@ class Membership:
 
     def _start(self, config: ManagerConfig) -> None:
         assert config.world_size is not None, "the environment has been asked"
-        self._store = find_store(config, self._stores, state_address=self._address)
-        self._store_address, store = self._store.address, self._store.channel
-        self.differences = ToldDifferences(self._stores, store, self.group_rank)
+        self._store = find_store(config, self.stores, state_address=self._address)
+        self._store_address, self.store = self._store.address, self._store.channel
         name = config.replica_id or NAMELESS
         lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
         self.lighthouse = lighthouse or self.lighthouse
@@ -141,10 +139,10 @@ class Membership:
             self.replica_id, self.process_group.num_begun = self._own_id.replica_id, self._own_id.num_groups
         else:
             self.replica_id = f"{name}:{uuid.uuid4()}"
-            self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
+            self._incarnation = Incarnation(self.store, self.group_rank, self.replica_id, config.timeout)
             self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
         self._ranks = RankExchange(
-            store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size, self._keys
+            self.store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size, self._keys
         )
         if self.group_rank == 0:
             if config.lighthouse_addr is None:
@@ -173,7 +171,7 @@ class Membership:
             join_timeout=config.timeout + config.connect_timeout,
         )
 
-    def running_members(self) -> tuple[ToldMember, ...]:
+    def running_members(self) -> tuple[RunningMember, ...]:
         """Return the running replicas from the Lighthouse's page, unauthenticated; on any rank. Takes 0.2 s at most."""
         address = self._config.lighthouse_addr
         # A Lighthouse inside this process has no earlier replicas.
@@ -316,5 +314,5 @@ class Membership:
             give_back_id(replace(own_id, num_groups=self.process_group.num_begun + 1))
         if self._incarnation is not None:
             self._incarnation.close()
-        self._stores.close()
+        self.stores.close()
         self._store = None

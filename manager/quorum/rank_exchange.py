@@ -7,9 +7,6 @@ or by none. Each exchange has its own number, and its keys are removed once all 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
@@ -26,75 +23,9 @@ from ft_transport.runtime.deadline import Deadline
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 from manager.quorum.reports import RankReport
 
-_RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
-_RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
-_NO_NAME: Final = ""
 _LONGEST: Final = timedelta(days=1)
-_LOOK_AGAIN_S: Final = 0.02
 _PARTING: Final = timedelta(milliseconds=200)
 """Timeout of messages after the actual timeout, or to a rank that may have exited."""
-
-
-class Incarnation:
-    """The shared identity of a replica's ranks while one manager of rank 0 exists.
-
-    A launcher's store outlives its workers, and a process may make several managers in turn: entries of an earlier
-    manager must not be mistaken for answers of this one. So rank 0 publishes a new name for itself, and each other rank
-    claims a name that this rank, in any process, has not claimed before.
-
-    Args:
-        store: Shared by the ranks.
-        rank: Rank within the replica.
-        replica_id: Id of this start of the replica, on rank 0; the others receive it.
-        timeout: Longest wait for rank 0's name.
-
-    Attributes:
-        prefix: Prefix of all keys that the ranks exchange.
-        replica_id: The id that rank 0 published.
-
-    Raises:
-        QuorumError: Rank 0 did not come in time, or the store does not answer.
-    """
-
-    def __init__(self, store: StoreChannel, rank: int, replica_id: str, timeout: timedelta) -> None:
-        run = f"{os.environ.get(_RUN_ENV, '')}/{os.environ.get(_RESTART_ENV, '0')}"
-        self._base = f"ft_transport/{run}"
-        self._key = f"{self._base}/current"
-        self._store = store
-        self._published = ""
-        if rank == 0:
-            self._published = f"{uuid.uuid4()} {replica_id}"
-            with quorum_errors():
-                store.set(self._key, self._published, timeout)
-            name = self._published
-        else:
-            with quorum_errors():
-                name = self._claim(rank, timeout)
-        unique, _, self.replica_id = name.partition(" ")
-        self.prefix = f"{self._base}/{unique}"
-
-    def close(self) -> None:
-        """Mark this incarnation as ended. Called by rank 0, if the store still answers."""
-        if self._published:
-            with contextlib.suppress(TransportError):
-                self._store.replace(self._key, self._published, _NO_NAME, _PARTING)
-
-    def _claim(self, rank: int, timeout: timedelta) -> str:
-        deadline = Deadline.after(timeout)
-        earlier: set[str] = set()
-        while not deadline.is_over():
-            found = self._store.get([self._key], deadline.cap(timeout))
-            name = found[0].decode() if found else _NO_NAME
-            if name != _NO_NAME and name not in earlier:
-                claim = f"{self._base}/{name.partition(' ')[0]}/claims/{rank}"
-                if self._store.add(claim, 1, deadline.cap(timeout)) == 1:
-                    return name
-                earlier.add(name)
-            time.sleep(min(_LOOK_AGAIN_S, deadline.cap(timeout).total_seconds()))
-        raise QuorumTimeoutError(
-            f"rank {rank}: expected rank 0 of this replica to start within {timeout.total_seconds():g} s"
-            + (f", found only what it left when it started before: {sorted(earlier)}" if earlier else "")
-        )
 
 
 class Exchange(Enum):

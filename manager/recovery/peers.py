@@ -63,7 +63,7 @@ class PeerRecovery:
         return self._before is not None
 
     def discard_partial(self) -> None:
-        """Overwrite the data of attempts with ``keep_partial``, unless a whole state has replaced it since."""
+        """Overwrite the data of attempts in a quorum, unless a whole state has replaced it since."""
         part, self._part = self._part, ft_transport.PartialState()
         if self._state.partial is None:
             return
@@ -213,7 +213,7 @@ class PeerRecovery:
         before: Received[Any] | None,
     ) -> Received[Any]:
         """Receive from one rank in the same layout, or from all ranks in any other."""
-        asked = "latest" if options.is_fresh else step
+        asked = "latest" if options.in_quorum else step
         keywords: Any = {
             "into": into,
             "timeout": ft_transport.FetchTimeout(
@@ -231,7 +231,7 @@ class PeerRecovery:
                 keywords["relays"] = options.relays
                 sources = (source, *options.others)
             known = self._but_for_steps(before) if before is not None and options.verify else None
-            if not options.keep_partial:
+            if not options.in_quorum:
                 self._part.discard()
                 return self._transport.fetch(sources, asked, known=known, **keywords)
             if known is not None:

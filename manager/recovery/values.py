@@ -31,26 +31,29 @@ class PeerOptions:
         timeout: For all of it.
         unreachable_timeout: How long the peer may be out of reach before the first byte; ``None``: ``timeout``.
         progress_timeout: How long the transfer may go without a byte; ``None``: ``timeout``.
-        is_fresh: Whether the step has to be the peer's present state.
+        in_quorum: Whether the step has to be the peer's present state, and the next recovery goes on from the data of
+            this one if it fails. That data is not overwritten then; nothing but the mark of a partial state keeps a
+            step from being taken with it.
         verify: Whether the loaded state is compared with the peer's.
-        is_warm: Whether it is received before a quorum, in which only what has changed since is.
-        max_bytes_per_s: How fast at most; ``None`` for as fast as it goes.
+        max_bytes_per_s: Limit of the rate before a quorum, in which only later changes are received; otherwise
+            ``None``.
         others: Addresses of further peers that hold the same state, read from at once.
         relays: Addresses of all that receive this state now, this replica's own too.
-        keep_partial: Whether the next recovery goes on from what this one has received, where it fails. What has landed
-            is not overwritten then; nothing but the mark of a partial state keeps a step from being taken with it.
     """
 
     timeout: timedelta
     unreachable_timeout: timedelta | None = None
     progress_timeout: timedelta | None = None
-    is_fresh: bool = False
+    in_quorum: bool = False
     verify: bool = True
-    is_warm: bool = False
     max_bytes_per_s: float | None = None
     others: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
-    keep_partial: bool = False
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the state is received before a quorum."""
+        return self.max_bytes_per_s is not None
 
 
 def shown(differences: Sequence[str]) -> str:

@@ -17,8 +17,7 @@ from served_memory import until
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import Manager, ManagerError
-from manager.quorum.lighthouse_status import read_status
-from manager.quorum.member_data import SignedReports
+from manager.quorum.members import SignedReports, read_status
 from manager.quorum.reports import Member
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready")]

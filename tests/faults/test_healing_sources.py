@@ -20,9 +20,9 @@ from proxy import Fault, Link, Proxy, cut, delay, proxied, stall
 from ft_transport import HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, ManagerConfig, StateTornError
 from manager.quorum.decision import Heals
+from manager.quorum.healing import MAX_ATTEMPTS, Healer
 from manager.quorum.reports import Member
-from manager.quorum.stall_watch import StallWatch
-from manager.recovery.healing import MAX_ATTEMPTS, Healer
+from manager.quorum.telemetry import StallWatch
 from manager.recovery.peers import PeerRecovery
 from manager.state.replica_state import ReplicaState
 
@@ -71,12 +71,15 @@ class Sources:
         stack.callback(transport.shutdown)
         watch = StallWatch(60.0)
         stack.callback(watch.close)
-        self.healer = Healer(
-            ManagerConfig(timeout=timedelta(seconds=TIMEOUT_S), connect_timeout=timedelta(seconds=2)),
+        participant: Any = SimpleNamespace(
+            config=ManagerConfig(timeout=timedelta(seconds=TIMEOUT_S), connect_timeout=timedelta(seconds=2)),
             state=state,
             peers=PeerRecovery(state, transport),
             watch=watch,
+            membership=SimpleNamespace(group_rank=0),
+            name="newcomer",
         )
+        self.healer = Healer(participant)
 
     def add(self, *faults: tuple[str, Fault], token: str | None = None, more: bool = False) -> tuple[Member, Proxy]:
         weight = torch.arange(float(STATE_BYTES // 4))
@@ -96,7 +99,7 @@ class Sources:
     def heal(self, *sources: Member, receivers: tuple[Member, ...] = ()) -> tuple[str, ...]:
         decision: Any = SimpleNamespace(step=3, lineage="")
         role = Heals(sources=sources, receivers=receivers)
-        failures = self.healer.receive(decision, role, group_rank=0, name="newcomer")
+        failures = self.healer.receive(decision, role)
         assert failures or torch.equal(self.weight, torch.arange(float(STATE_BYTES // 4)))
         return failures
 

@@ -21,7 +21,7 @@ from interruptions import HandlerError, Interruption, at_every_place
 from served_memory import until
 
 from ft_transport.runtime.handler_safety import SafeExecutor, SafeThread, outcome_of
-from manager.recovery.healing import _listening
+from manager.quorum.healing import _listening
 
 # Python swallows what is raised in a callback of a weak reference, and closes the sockets of a call that was left.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

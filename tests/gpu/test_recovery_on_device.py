@@ -18,7 +18,7 @@ from state_equality import exact
 from state_tools import on_host
 
 from ft_transport import HTTPTransport, Received
-from manager.recovery.warm_join import copied_bytes
+from manager.quorum.healing import copied_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported,
 from ft_transport.runtime.deadline import Deadline
 from manager import Manager, QuorumTimeoutError
 from manager.quorum.decision import Decision
-from manager.quorum.held_process_group import HeldProcessGroup
+from manager.quorum.process_group import QuorumProcessGroup
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 
@@ -125,16 +125,16 @@ def test_a_commit_does_not_wait_longer_for_a_collective() -> None:
 
 def test_process_groups_are_met_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quorum was formed, and then a member does not come to the process group."""
-    configure = HeldProcessGroup.configure
+    configure = QuorumProcessGroup.configure
     with pair() as (first, second):
 
         def configure_first(
-            self: HeldProcessGroup, decision: Decision, deadline: Deadline, *, replica_id: str
+            self: QuorumProcessGroup, decision: Decision, deadline: Deadline, *, replica_id: str
         ) -> float:
             is_first = replica_id == first.replica_id()
             return configure(self, decision, deadline, replica_id=replica_id) if is_first else 0.0
 
-        monkeypatch.setattr(HeldProcessGroup, "configure", configure_first)
+        monkeypatch.setattr(QuorumProcessGroup, "configure", configure_first)
 
         def lag() -> bool:
             second.start_quorum()

@@ -14,7 +14,8 @@ from torch.distributed import TCPStore
 
 from ft_transport.coordination.store_channel import StoreChannel
 from manager import Manager, QuorumError
-from manager.quorum.rank_exchange import Incarnation, RankExchange
+from manager.quorum.rank_exchange import RankExchange
+from manager.quorum.replica_identity import Incarnation
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 

@@ -10,7 +10,7 @@ import torch
 from quorum_threads import Gate, lighthouse, make_manager, run_replicas
 
 from manager import Manager
-from manager.quorum.replica_ids import give_back_id, take_id
+from manager.quorum.replica_identity import give_back_id, take_id
 
 pytest.importorskip("torchft")
 

@@ -11,7 +11,7 @@ from quorum_threads import SHORT, TIMEOUT, Gate, lighthouse, make_manager, run_r
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, ManagerError, QuorumError
-from manager.quorum.lighthouse_status import read_status
+from manager.quorum.members import read_status
 
 pytest.importorskip("torchft")
 

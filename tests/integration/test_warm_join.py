@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from ft_transport import HTTPTransport, Received, TransportError, TransportSettings
 from manager import guard_diloco
-from manager.quorum.lighthouse_status import ToldMember, read_status
+from manager.quorum.members import RunningMember, read_status
 
 pytest.importorskip("torchft")
 
@@ -227,12 +227,12 @@ def after_the_first_fetch(replica: Replica, act: Callable[[], object]) -> Iterat
     decide = replica.manager._loop.membership.decide  # type: ignore[union-attr]
     is_first = True
 
-    def noted(**keywords: Any) -> Any:
+    def noted(*arguments: Any, **keywords: Any) -> Any:
         nonlocal is_first
         if is_first:
             act()
         is_first = False
-        return decide(**keywords)
+        return decide(*arguments, **keywords)
 
     replica.manager._loop.membership.decide = noted  # type: ignore[union-attr,method-assign]
     yield
@@ -409,7 +409,7 @@ def test_whom_the_page_names_falsely_a_newcomer_gets_nothing_from(
     newcomer = Replica(address, "joins", seed=2, transport=HTTPTransport(TIMEOUT, settings=settings))
     stranger = loopback_transport()
     stranger.send_checkpoint([1], PLANTED_STEP, {**newcomer.manager.replica_state()}, TIMEOUT)
-    told = ToldMember(replica_id="trains:1", step=PLANTED_STEP, addresses=(named or stranger.metadata(),))
+    told = RunningMember(replica_id="trains:1", step=PLANTED_STEP, addresses=(named or stranger.metadata(),))
     newcomer.manager._loop.membership.running_members = lambda: (told,)  # type: ignore[union-attr,method-assign]
     try:
         training.run(newcomer, "joins")

@@ -14,7 +14,7 @@ from quorum_threads import lighthouse, make_manager, run_replicas
 from torchft.coordination import LighthouseClient
 
 from manager import ConfigError, Manager, ManagerConfig, QuorumError
-from manager.quorum.lighthouse_status import parse_status, read_status
+from manager.quorum.members import parse_status, read_status
 
 SHORT = timedelta(seconds=0.4)
 

@@ -43,7 +43,7 @@ from ft_transport.telemetry.record import decode_record
 from ft_transport.telemetry.process_state import decode_state
 from ft_transport.wire.delta import decode_delta
 from manager.errors import QuorumError
-from manager.quorum.member_data import SignedReports
+from manager.quorum.members import SignedReports
 
 @dataclass
 class Unknown:

@@ -32,7 +32,7 @@ _READING_S: Final = 0.5
 """Time for other members to read a refusal before its store closes; otherwise they wait ``connect_timeout``."""
 
 
-class HeldProcessGroup:
+class QuorumProcessGroup:
     """The process group of one rank, configured again for each set of members.
 
     Any thread may call `abort`. The training thread and the quorum thread may call the rest, never both at once.

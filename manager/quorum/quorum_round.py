@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch.distributed import DistError
 
 from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import Recording
 from manager.collectives.managed_work import ManagedWork
+from manager.config import ManagerConfig
 from manager.errors import ReductionMismatchError, ReplicaFaultError, ReportedError, UnfinishedReductionError
-from manager.quorum import telemetry
 from manager.quorum.decision import Decision, next_lineage
-from manager.quorum.held_process_group import group_number
 from manager.quorum.membership import Membership
+from manager.quorum.process_group import group_number
 from manager.quorum.reports import Claim
-from manager.state.replica_state import ReplicaState
+from manager.quorum.telemetry import StallWatch
+from manager.recovery.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +119,20 @@ class Participant:
     `report_error`.
 
     Args:
-        state: The replica's state.
+        config: The configuration.
+        replica: The replica's parts; it has a transport.
         membership: The replica's membership.
+        watch: Reports long waits.
 
     Attributes:
-        state: See above.
+        config: See above.
+        replica: See above.
         membership: See above.
+        watch: See above.
+        state: The replica's state.
+        snapshots: The snapshots that heal newcomers.
+        peers: Receives the state of other replicas.
+        metrics: Counts rounds and quorums.
         round: The present round; ``None`` before the first.
         is_settled: Whether the state is known to be the committed one.
         irregularity: Why the state has a lineage of its own; empty if it does not.
@@ -131,9 +142,17 @@ class Participant:
         healing: The record of a heal, from its quorum to the first commit after it.
     """
 
-    def __init__(self, state: ReplicaState, membership: Membership) -> None:
-        self.state = state
+    def __init__(self, config: ManagerConfig, replica: Replica, membership: Membership, watch: StallWatch) -> None:
+        assert replica.snapshots is not None, "there are snapshots with a transport"
+        assert replica.peers is not None, "peers are received from with a transport"
+        self.config = config
+        self.replica = replica
+        self.state = replica.state
+        self.snapshots = replica.snapshots
+        self.peers = replica.peers
         self.membership = membership
+        self.watch = watch
+        self.metrics = MetricValues("loop")
         self.round: QuorumRound | None = None
         self.is_settled = False
         self.irregularity = ""
@@ -169,18 +188,21 @@ class Participant:
             current.error = ReportedError(error)
         logger.warning("%s: this step will not be committed: %s", self.name, format_error(error))
         self.membership.process_group.abort()
-        self.record(telemetry.ERRORS, "a step will not be committed", current.decision, error=format_error(error))
+        self.record("errors", "a step will not be committed", current.decision, error=format_error(error))
 
-    def record(self, log: logging.Logger, what: str, decision: Decision | None, **fields: int | bool | str) -> None:
-        """Write a structured log record, as torchft does."""
-        telemetry.record(
-            log,
-            what,
-            replica_id=self.membership.replica_id,
-            rank=self.membership.group_rank,
-            quorum_id=group_number(decision.group) if decision is not None else -1,
-            **fields,
-        )
+    def record(
+        self, kind: Literal["quorums", "commits", "errors"], what: str, decision: Decision | None, **fields: object
+    ) -> None:
+        """Write a structured log record under torchft's name, with torchft's fields: its tools collect these."""
+        log = logging.getLogger(f"torchft_{kind}")
+        if log.isEnabledFor(logging.INFO):
+            common = {
+                "job_id": os.environ.get("JOB_ID", "unknown"),
+                "replica_id": self.membership.replica_id,
+                "rank": self.membership.group_rank,
+                "quorum_id": group_number(decision.group) if decision is not None else -1,
+            }
+            log.info("%s", what, extra={**common, **fields})
 
     def note_irregular_steps(self) -> None:
         """Give a state with irregular optimizer steps a lineage of its own."""

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from manager import QuorumError
-from manager.quorum import replica_store
+from manager.quorum import replica_identity
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -30,14 +30,14 @@ class FailingStores:
 
 def test_another_port_is_tried_where_the_first_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     stores = FailingStores(2)
-    monkeypatch.setattr(replica_store, "TCPStore", stores)
-    assert replica_store.own_store(TIMEOUT) is stores.store
+    monkeypatch.setattr(replica_identity, "TCPStore", stores)
+    assert replica_identity.own_store(TIMEOUT) is stores.store
 
 
 def test_a_store_that_never_answers_is_an_error_of_the_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_store, "TCPStore", FailingStores(100))
+    monkeypatch.setattr(replica_identity, "TCPStore", FailingStores(100))
     with pytest.raises(
         QuorumError, match=r"own store to answer on localhost within 5 s, 3 times: The client socket"
     ) as caught:
-        replica_store.own_store(TIMEOUT)
+        replica_identity.own_store(TIMEOUT)
     assert "frame #0" not in str(caught.value)

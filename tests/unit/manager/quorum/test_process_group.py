@@ -16,7 +16,7 @@ from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.runtime.deadline import Deadline
 from manager import QuorumError
 from manager.quorum.decision import Decision, UpToDate
-from manager.quorum.held_process_group import HeldProcessGroup, group_number
+from manager.quorum.process_group import QuorumProcessGroup, group_number
 
 TIMEOUT = timedelta(seconds=5)
 FIRST, SECOND = "0-00000002", "0-00000004"
@@ -62,8 +62,8 @@ def listening() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/checkpoint/"
 
 
-def held(upstream: Upstream, stores: StoreConnections | None = None) -> HeldProcessGroup:
-    return HeldProcessGroup(
+def held(upstream: Upstream, stores: StoreConnections | None = None) -> QuorumProcessGroup:
+    return QuorumProcessGroup(
         upstream,
         stores=stores or StoreConnections(),
         group_rank=1,

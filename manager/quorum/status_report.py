@@ -1,4 +1,4 @@
-"""Logs changes of membership: replicas that left, joined or healed, one line each."""
+"""Reports of the quorum loop: changes of membership, one line each, and the loop's state as ``/state`` shows it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import takewhile
 from typing import Final
 
 from ft_transport.errors import escape_peer_text
-from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.telemetry.process_state import NUM_CHANGES, Change, MembershipChange
-from manager.quorum.decision import Decision, DoesNotFit, UpToDate
-from manager.quorum.round import Participant
+from ft_transport.telemetry.process_state import (
+    NUM_CHANGES,
+    Activity,
+    Change,
+    ManagerStatus,
+    MembershipChange,
+    MemberStatus,
+)
+from manager.quorum.decision import Decision, DoesNotFit, StandsBy, UpToDate
+from manager.quorum.process_group import group_number
+from manager.quorum.quorum_round import Participant
 
 logger = logging.getLogger(__name__)
 
 _MAX_ID: Final = 100
 _MAX_TEXT: Final = 300
+_QUICK_S: Final = 1.0
+"""A quorum that forms during ``forward`` counts as waiting only after this long."""
 
 
 class MembershipLog:
@@ -29,12 +39,10 @@ class MembershipLog:
 
     Args:
         participant: This replica in its quorum.
-        metrics: Counts departures, standstill and recovery.
     """
 
-    def __init__(self, participant: Participant, metrics: MetricValues) -> None:
+    def __init__(self, participant: Participant) -> None:
         self._participant = participant
-        self._metrics = metrics
         self._kept: deque[MembershipChange] = deque(maxlen=NUM_CHANGES)
         self._present: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()
@@ -77,7 +85,7 @@ class MembershipLog:
         """
         if decision.step == 0:
             return
-        self._metrics.add("recovery_seconds_total", by=length_s)
+        self._participant.metrics.add("recovery_seconds_total", by=length_s)
         sources = escape_peer_text(source, max_characters=_MAX_ID)
         text = f"healed to step {decision.step} in {length_s:.1f} s, from {sources}"
         self._note("healed", self._participant.membership.replica_id, decision.step, text, length_s)
@@ -96,8 +104,8 @@ class MembershipLog:
             standstill_s = now_s - steps.began_s + sum(step.period_s for step in refused)
             lost = f", {len(refused)} attempted step{'s' * (len(refused) != 1)} lost" if refused else ""
             cost = f"all stood still for {standstill_s:.1f} s{lost}; "
-        self._metrics.add("departures_total", by=len(left))
-        self._metrics.add("standstill_seconds_total", by=standstill_s)
+        self._participant.metrics.add("departures_total", by=len(left))
+        self._participant.metrics.add("standstill_seconds_total", by=standstill_s)
         is_alone = len(decision.group_members) == 1
         for replica_id in left:
             text = f"left: {cost}it was in a quorum {ago_s:.1f} s before; {_replicas(decision)} remain{'s' * is_alone}"
@@ -123,3 +131,43 @@ class MembershipLog:
 def _replicas(decision: Decision) -> str:
     count = len(decision.group_members)
     return f"{count} replica{'s' * (count != 1)}"
+
+
+def loop_status(participant: Participant) -> ManagerStatus:
+    """Return the state of a manager in a quorum. Any thread may call it."""
+    state, membership, current = participant.state, participant.membership, participant.round
+    decision, said = current.decision if current is not None else None, membership.said
+    activity = _activity(participant)
+    return replace(
+        state.status(),
+        replica_id=membership.replica_id,
+        group_rank=membership.group_rank,
+        activity=activity,
+        activity_s=time.monotonic() - state.steps.began_s if activity != "idle" else 0.0,
+        quorum=str(group_number(decision.group)) if decision is not None else "",
+        members=tuple(
+            MemberStatus(replica_id=member.replica_id, step=member.step, addresses=member.addresses)
+            for member in membership.members
+        ),
+        num_participants=decision.num_participants if decision is not None else 0,
+        lighthouse=membership.lighthouse,
+        is_lighthouse_lost=membership.is_lighthouse_lost(),
+        rules=said.rules if said is not None else (),
+        structure=said.structure if said is not None else (),
+        store_address=said.store_address if said is not None else "",
+    )
+
+
+def _activity(participant: Participant) -> Activity:
+    current, steps = participant.round, participant.state.steps
+    if current is None:
+        return "idle"
+    if participant.healing is not None:
+        return "healing"
+    is_new = not steps.num_committed
+    if not current.quorum.done() and (is_new or time.monotonic() - steps.began_s > _QUICK_S):
+        return "waiting"
+    decision = current.decision
+    if decision is not None and isinstance(decision.role, (StandsBy, DoesNotFit)):
+        return "waiting"
+    return "training"

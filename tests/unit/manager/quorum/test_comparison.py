@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from manager.quorum.hyperparameters import Hyperparameters
-from manager.quorum.round import Participant
+from manager.quorum.comparison import Hyperparameters
+from manager.quorum.quorum_round import Participant
 from manager.state.replica_state import ReplicaState
 
 
@@ -24,7 +24,7 @@ class Boundaries:
         self.group.update(values)
         state = ReplicaState(timedelta(seconds=5))
         state.attach((self.optimizer,), every_commit=True)
-        self._hyperparameters = Hyperparameters(cast("Participant", SimpleNamespace(state=state)))
+        self._hyperparameters = Hyperparameters(cast("Participant", SimpleNamespace(state=state)), cast("Any", None))
 
     def digest(self) -> str:
         self._hyperparameters.look(is_after_commit=True)

@@ -10,26 +10,18 @@ from typing import Final
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
-from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import phase
-from manager.config import ManagerConfig
 from manager.errors import HealFailedError, HyperparametersDivergedError, QuorumError, StatesDivergedError
-from manager.quorum import telemetry
-from manager.quorum.comparison import StateComparison
+from manager.quorum.comparison import Hyperparameters, StateComparison
 from manager.quorum.decision import Decision, DoesNotFit, Heals, StandsBy, UpToDate
-from manager.quorum.hyperparameters import Hyperparameters
+from manager.quorum.differences import DifferenceExchange, StructureWatch
+from manager.quorum.healing import Healer, WarmJoin
 from manager.quorum.membership import QuorumRequest
-from manager.quorum.membership_log import MembershipLog
+from manager.quorum.quorum_round import Participant, QuorumRound, is_own_shortage
 from manager.quorum.rank_exchange import Exchange
 from manager.quorum.reports import NO_WHOLE_STATE, StateReport
-from manager.quorum.round import Participant, QuorumRound, is_own_shortage
-from manager.quorum.stall_watch import StallWatch
-from manager.quorum.structure_watch import StructureWatch
+from manager.quorum.status_report import MembershipLog
 from manager.quorum.telemetry import span, spanned
-from manager.recovery.healing import Healer
-from manager.recovery.replica import Replica
-from manager.recovery.warm_join import WarmJoin
-from manager.snapshots.scheduler import SnapshotScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -39,65 +31,37 @@ _GIVEN_UP: Final = "the step was given up before this rank was healed"
 _NO_DEADLINE: Final = Deadline()
 
 
-class QuorumForming:
+class QuorumFormation:
     """Forms one quorum in each round, heals this replica if needed, and configures the process group.
 
     Args:
-        config: The configuration.
         participant: This replica in its quorum.
-        replica: The replica's parts.
-        snapshots: The snapshots that heal newcomers.
         executor: The quorum thread.
-        structures: Compares the structure of states.
+
+    Attributes:
         comparison: Digests the state at boundaries that are compared.
+        structures: Compares the structure of states.
         hyperparameters: Digests the hyperparameters after each commit.
-        healer: Receives the state of other replicas.
-        warm_join: Prepares a newcomer before its first quorum.
-        metrics: Counts quorums.
         changes: Logs changes of membership.
-        stall_watch: Reports long waits.
     """
 
-    def __init__(
-        self,
-        config: ManagerConfig,
-        participant: Participant,
-        replica: Replica,
-        *,
-        snapshots: SnapshotScheduler,
-        executor: SafeExecutor,
-        structures: StructureWatch,
-        comparison: StateComparison,
-        hyperparameters: Hyperparameters,
-        healer: Healer,
-        warm_join: WarmJoin,
-        metrics: MetricValues,
-        changes: MembershipLog,
-        stall_watch: StallWatch,
-    ) -> None:
-        self._config = config
+    def __init__(self, participant: Participant, executor: SafeExecutor) -> None:
         self._participant = participant
-        self._state = replica.state
-        self._replica = replica
-        self._snapshots = snapshots
+        self._state = participant.state
         self._executor = executor
-        self._structures = structures
-        self._comparison = comparison
-        self._hyperparameters = hyperparameters
-        self._healer = healer
-        self._warm_join = warm_join
-        self._metrics = metrics
-        self._changes = changes
-        self._stall_watch = stall_watch
-        replica.state.registry.loaders.may_heal = True
+        differences = DifferenceExchange(participant.membership)
+        self.structures = StructureWatch(participant, differences, executor)
+        self.comparison = StateComparison(participant, differences)
+        self.hyperparameters = Hyperparameters(participant, differences)
+        self.changes = MembershipLog(participant)
+        self._healer = Healer(participant)
+        self._warm_join = WarmJoin(participant)
+        participant.state.registry.loaders.may_heal = True
 
     def begin_step(self, *, hold: bool = False) -> bool:
         """Run the step boundary, with a digest of the state if this step is compared."""
-        step = self._state.step
-        is_kept = self._replica.begin_step(step, hold=hold)
-        every = self._config.compare_every
-        if self._comparison.is_wanted or (every is not None and step > 0 and step % every == 0):
-            self._comparison.begin(step, self._state.lineage, self._state.optimizers())
+        is_kept = self._participant.replica.begin_step(self._state.step, hold=hold)
+        self.comparison.begin_if_due()
         return is_kept
 
     @spanned("_async_quorum")
@@ -115,7 +79,7 @@ class QuorumForming:
                 if isinstance(decision.role, UpToDate):
                     self._request_snapshot(decision.role)
             finally:
-                self._snapshots.settle()
+                self._participant.snapshots.settle()
             current.decision = decision
             if isinstance(decision.role, UpToDate):
                 self._check_serving(decision.role)
@@ -136,18 +100,13 @@ class QuorumForming:
         began_s = time.monotonic()
         membership = self._participant.membership
         # Before other replicas wait for this one.
-        self._replica.check_loaders()
+        self._participant.replica.check_loaders()
         try:
             if request.may_heal:
-                self._warm_join.run(
-                    membership.running_members,
-                    group_rank=membership.group_rank,
-                    name=self._participant.name,
-                    deadline=request.deadline,
-                )
+                self._warm_join.run(request.deadline)
             while True:
                 # Earlier snapshots belong to an earlier attempt, perhaps at the same step.
-                self._snapshots.replaced()
+                self._participant.snapshots.replaced()
                 if self._participant.healing is not None:
                     self._participant.healing.phase("quorum")
                 with self._serving(request.deadline):
@@ -165,7 +124,7 @@ class QuorumForming:
                     case Heals() as role:
                         self._begin_record(began_s)
                         if self._heal(decision, role):
-                            self._changes.healed(decision, time.monotonic() - began_s, self._healer.source)
+                            self.changes.healed(decision, time.monotonic() - began_s, self._healer.source)
                             break
                     case StandsBy() as role:
                         if not self._may_wait_for_snapshot(request, decision, role):
@@ -181,9 +140,9 @@ class QuorumForming:
                     case DoesNotFit() as role:
                         num_misfits += 1
                         if num_misfits > _MAX_MISFITS:
-                            raise self._structures.error(decision, role)
+                            raise self.structures.error(decision, role)
                         # The known structure of either state may be outdated.
-                        self._structures.look()
+                        self.structures.look()
         except BaseException as error:
             self._participant.is_settled = False
             self._end_record(error)
@@ -203,7 +162,7 @@ class QuorumForming:
         participant, state = self._participant, self._state
         if participant.is_settled or state.partial is not None or not state.lineage:
             return nullcontext()
-        return self._snapshots.serving(deadline.cap(state.timeout))
+        return self._participant.snapshots.serving(deadline.cap(state.timeout))
 
     def _may_wait_for_snapshot(self, request: QuorumRequest, decision: Decision, role: StandsBy) -> bool:
         """Return whether a replica that is behind asks again; otherwise report its step as failed."""
@@ -227,7 +186,7 @@ class QuorumForming:
         with (
             self._naming_differences(),
             self._counting_failures(),
-            self._stall_watch.waiting(
+            self._participant.watch.waiting(
                 f"{participant.name}: waiting for a quorum",
                 missing=membership.missing,
                 thread_id=state.training_thread,
@@ -240,10 +199,10 @@ class QuorumForming:
                 can_serve=can_serve,
                 may_heal=request.may_heal and is_waiting,
                 is_irregular=bool(participant.irregularity),
-                claim=self._comparison.claim(request.deadline.cap(state.timeout)),
+                claim=self.comparison.claim(request.deadline.cap(state.timeout)),
                 reductions=participant.reductions,
-                hyperparameters=self._hyperparameters.claim,
-                structure=self._structures.structure,
+                hyperparameters=self.hyperparameters.claim,
+                structure=self.structures.structure,
             )
             decision = membership.decide(
                 report,
@@ -252,13 +211,13 @@ class QuorumForming:
                 num_failed_heals=self._healer.num_failures,
             )
         participant.announced_to = frozenset()
-        self._metrics.add("quorum_seconds", by=time.monotonic() - start_s)
-        self._metrics.set("participants", to=decision.num_participants)
-        self._changes.note(decision)
+        self._participant.metrics.add("quorum_seconds", by=time.monotonic() - start_s)
+        self._participant.metrics.set("participants", to=decision.num_participants)
+        self.changes.note(decision)
         participant.tell_irregular_steps()
         self._tell_divergence(decision)
-        self._hyperparameters.note(decision)
-        self._structures.note(decision)
+        self.hyperparameters.note(decision)
+        self.structures.note(decision)
         logger.debug(
             "%s: quorum of %d for step %d after %.1f ms: %s",
             participant.name,
@@ -274,7 +233,7 @@ class QuorumForming:
         try:
             yield
         except Exception as error:
-            self._metrics.add("quorum_failures_total", type(error).__name__)
+            self._participant.metrics.add("quorum_failures_total", type(error).__name__)
             raise
 
     @contextmanager
@@ -283,13 +242,9 @@ class QuorumForming:
             yield
         except StatesDivergedError as error:
             if isinstance(error, HyperparametersDivergedError):
-                self._hyperparameters.name(error)
-            elif not error.tensors:
-                table = self._comparison.table(self._state.timeout)
-                membership = self._participant.membership
-                error.tensors = membership.differences.differing_tensors(
-                    error, table or {}, replica_id=membership.replica_id, timeout=self._config.connect_timeout
-                )
+                self.hyperparameters.name(error)
+            else:
+                self.comparison.name(error)
             logger.error("%s: %s", self._participant.name, error)
             raise
 
@@ -300,7 +255,7 @@ class QuorumForming:
         is_own = self._participant.membership.replica_id in divergence.replicas
         if is_own:
             # Until it has healed, its state must not count, even in a comparison after other replicas die.
-            self._comparison.forget()
+            self.comparison.forget()
             self._participant.disown_state("the state differs from that of most replicas")
         logger.error(
             "%s: the state of %s at step %d differs from that of most replicas; %s",
@@ -319,7 +274,7 @@ class QuorumForming:
             return
         try:
             with (
-                self._stall_watch.waiting(
+                self._participant.watch.waiting(
                     f"{participant.name}: waiting for the members of process group {decision.group}",
                     thread_id=self._state.training_thread,
                 ),
@@ -331,8 +286,8 @@ class QuorumForming:
             participant.report_error(error, is_own=is_own_shortage(error))
             return
         if seconds:
-            self._metrics.add("process_group_seconds", by=seconds)
-            participant.record(telemetry.QUORUMS, "a new quorum", decision, step=decision.step)
+            self._participant.metrics.add("process_group_seconds", by=seconds)
+            participant.record("quorums", "a new quorum", decision, step=decision.step)
             logger.info(
                 "%s: process group %s of %s set up in %.1f ms",
                 participant.name,
@@ -350,11 +305,11 @@ class QuorumForming:
         logger.info("%s: serves %s now, %s next", self._participant.name, role.serves_now, role.serves_next)
         # Shared memory is safe: no optimizer steps before the newcomer has healed.
         with span("_checkpoint_transport::send_checkpoint"):
-            self._snapshots.request(share=True)
+            self._participant.snapshots.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
         """Report an error if no snapshot can be taken, so that the step is repeated instead of waited for."""
-        if role.serves_now and not self._snapshots.shows_present_state():
+        if role.serves_now and not self._participant.snapshots.shows_present_state():
             self._participant.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
 
     def _heal(self, decision: Decision, role: Heals) -> bool:
@@ -367,7 +322,7 @@ class QuorumForming:
         # The others wait in the process group, so this replica joins it while the state arrives.
         configuring = self._executor.submit(self._configure, decision)
         with span("_checkpoint_transport::recv_checkpoint"):
-            failures = healer.receive(decision, role, group_rank=membership.group_rank, name=participant.name)
+            failures = healer.receive(decision, role)
         phase("rendezvous")
         configuring.result()
         # Either all ranks of the replica heal, or none counts as healed.
@@ -375,11 +330,11 @@ class QuorumForming:
         refusals = membership.agree(
             Exchange.HEAL,
             failures[-1:] or ((_GIVEN_UP,) if is_given_up else ()),
-            timeout=2 * self._config.timeout,
+            timeout=2 * self._participant.config.timeout,
         )
         if not refusals:
             healer.succeeded()
-            healer.warn_of_damage(decision, name=participant.name)
+            healer.warn_of_damage(decision)
             self._state.forget_gradients()
             self.begin_step()
             return True
@@ -396,7 +351,7 @@ class QuorumForming:
 
     def _begin_record(self, began_s: float) -> None:
         """Begin the record of a heal, from the start of the wait for its quorum."""
-        participant, transport = self._participant, self._replica.transport
+        participant, transport = self._participant, self._participant.replica.transport
         if participant.healing is None and transport is not None:
             membership = participant.membership
             participant.healing = transport.recorder.begin(

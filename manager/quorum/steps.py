@@ -1,4 +1,8 @@
-"""Runs the reductions of one replica's steps: errors of other replicas do not raise, and all end before a commit."""
+"""The reductions and optimizer steps of one replica's step.
+
+Errors of other replicas' reductions do not raise, and all reductions end before a commit. Each optimizer steps once for
+a commit; a committed step that fails leaves a partial state.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.optim import Optimizer
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.state.dtensors import is_dtensor
@@ -14,11 +19,13 @@ from manager.collectives.gradients import NamedParameters, average_gradients, gr
 from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
 from manager.collectives.reductions import ReducedTensor, Reduction
 from manager.errors import ManagerError, ReductionMismatchError
-from manager.quorum.round import Participant, QuorumRound
-from manager.quorum.stall_watch import StallWatch
-from manager.quorum.structure_watch import StructureWatch
+from manager.quorum.comparison import StateComparison
+from manager.quorum.differences import StructureWatch
+from manager.quorum.quorum_round import Participant, QuorumRound, format_error
+from manager.quorum.reports import Claim
 from manager.quorum.telemetry import span
 from manager.state.optimizer_states import parameters_of
+from manager.state.replica_state import StateObserver
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +38,12 @@ class StepReductions:
     Args:
         participant: This replica in its quorum.
         structures: Checks averaged gradients.
-        stall_watch: Reports long waits.
     """
 
-    def __init__(self, participant: Participant, structures: StructureWatch, stall_watch: StallWatch) -> None:
+    def __init__(self, participant: Participant, structures: StructureWatch) -> None:
         self._participant = participant
         self._state = participant.state
         self._structures = structures
-        self._stall_watch = stall_watch
         self._shapes: frozenset[torch.Size] = frozenset()
         self._shapes_of: tuple[int, ...] | None = None
 
@@ -85,7 +90,7 @@ class StepReductions:
             except Exception as error:
                 participant.report_error(error)
                 forget_frames(error)
-        with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
+        with participant.watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
             if not wait_all(current.works, deadline) and current.error is None:
                 participant.report_error(
                     ManagerError("expected every collective to be waited for, one was interrupted")
@@ -147,7 +152,7 @@ class StepReductions:
     def _compare(self, current: QuorumRound, deadline: Deadline) -> None:
         participant, group = self._participant, self._participant.membership.process_group
         try:
-            with self._stall_watch.waiting(f"{participant.name}: waiting for the other replicas' reductions"):
+            with participant.watch.waiting(f"{participant.name}: waiting for the other replicas' reductions"):
                 current.reductions = group.compare_step(deadline.left())
         except ReductionMismatchError as error:
             participant.report_error(error)
@@ -164,3 +169,59 @@ def _finish(reduced: ReducedTensor, num_participants: int) -> None:
     if num_participants > 1:
         with span("allreduce::callback"):
             reduced.divide(num_participants)
+
+
+class CommittedSteps(StateObserver):
+    """Checks the optimizer steps of one replica against its commits. Called on the threads that change the state.
+
+    Args:
+        participant: The replica in its quorum.
+        comparison: Compares states; discards digests of a replaced state.
+    """
+
+    def __init__(self, participant: Participant, comparison: StateComparison) -> None:
+        self._participant = participant
+        self._state = participant.state
+        self._comparison = comparison
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step without a commit, or by an unregistered scaler."""
+        current, ledger = self._participant.round, self._state.ledger
+        if current is None or self._state.registry.is_calling() or not ledger.steps_with_commits(optimizer):
+            return
+        if not current.is_committed:
+            happened = "the step was not committed" if current.is_over else "it was not called since start_quorum"
+            raise ManagerError(
+                f"expected should_commit() to return True before {type(optimizer).__name__}.step(), and {happened}; "
+                "call step only `if manager.should_commit():`. Optimizers that do not step with each commit: "
+                "attach(..., every_commit=False)"
+            )
+        self._state.scalers.check_stepping(optimizer)
+        if ledger.num_steps(optimizer):
+            raise ManagerError(
+                f"expected one step of {type(optimizer).__name__} for each should_commit(), got another one; "
+                "optimizers that do not step with each commit: attach(..., every_commit=False)"
+            )
+
+    def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
+        """Mark the state as partial: the other replicas rely on the committed step."""
+        current = self._participant.round
+        if current is not None and current.is_committed:
+            self._state.mark_partial(
+                self._state.step,
+                f"the step was committed, and {type(optimizer).__name__} did not make it: {format_error(error)}",
+            )
+
+    def other_gradients(self, optimizer: Optimizer) -> None:
+        """Compare the next states: a closure's gradients come from this replica's batch alone, without averaging."""
+        current = self._participant.round
+        if current is not None and current.is_committed:
+            self._comparison.suspect(
+                f"the closure of {type(optimizer).__name__}.step() computed gradients that were not averaged", current
+            )
+
+    def replaced(self) -> None:
+        """Discard all claims about the previous state."""
+        self._participant.irregularity = ""
+        self._participant.reductions = Claim()
+        self._comparison.forget()

@@ -8,10 +8,9 @@ import os
 import pytest
 
 from ft_transport import TransportError
-from manager import ReplicaFaultError
-from manager.errors import ReportedError
+from manager import ReplicaFaultError, ReportedError
 from manager.quorum.decision import Decision, UpToDate
-from manager.quorum.round import OwnErrors, QuorumRound, is_own_shortage
+from manager.quorum.quorum_round import OwnErrors, QuorumRound, is_own_shortage, refusal_cause
 
 
 def decision(*members: str) -> Decision:
@@ -65,3 +64,19 @@ def test_only_what_this_process_lacks_is_a_shortage() -> None:
     assert is_own_shortage(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     assert not is_own_shortage(ConnectionResetError(errno.ECONNRESET, "reset"))
     assert not is_own_shortage(TransportError("anything"))
+
+
+@pytest.mark.parametrize(
+    ("error", "has_enough", "was_silent", "expected"),
+    [
+        (ConnectionError("lost"), False, True, "ConnectionError"),
+        (None, False, True, "TooFewReplicas"),
+        (None, True, True, "MissedHeartbeats"),
+        (None, True, False, "AnotherRank"),
+    ],
+)
+def test_a_refused_step_has_one_cause(
+    error: Exception | None, has_enough: bool, was_silent: bool, expected: str
+) -> None:
+    reported = ReportedError(error) if error is not None else None
+    assert refusal_cause(reported, has_enough=has_enough, was_silent=was_silent) == expected

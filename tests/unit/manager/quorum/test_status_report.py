@@ -12,8 +12,8 @@ import pytest
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.process_state import NUM_CHANGES
 from manager.quorum.decision import Decision, Heals, Role, StandsBy, UpToDate
-from manager.quorum.membership_log import MembershipLog
 from manager.quorum.reports import Member
+from manager.quorum.status_report import MembershipLog
 from manager.state.step_log import StepLog
 
 HOLDS = UpToDate(serves_now=(), serves_next=())
@@ -25,11 +25,14 @@ class _Quorums:
     def __init__(self, group_rank: int = 0) -> None:
         self.steps = StepLog()
         self.membership: Any = SimpleNamespace(replica_id="a", group_rank=group_rank, members=())
-        participant: Any = SimpleNamespace(
-            name="replica a step 7", membership=self.membership, state=SimpleNamespace(steps=self.steps)
-        )
         self.metrics = MetricValues("loop")
-        self.log = MembershipLog(participant, self.metrics)
+        participant: Any = SimpleNamespace(
+            name="replica a step 7",
+            membership=self.membership,
+            state=SimpleNamespace(steps=self.steps),
+            metrics=self.metrics,
+        )
+        self.log = MembershipLog(participant)
 
     def come(self, members: str, *, group: str | None = None, role: Role = HOLDS, step: int = 7) -> list[str]:
         """One more quorum of members with a letter each; returns the changes that it has added."""

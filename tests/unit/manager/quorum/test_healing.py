@@ -10,7 +10,7 @@ from sharded_tools import mesh_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from manager.recovery.warm_join import copied_bytes, missing_bytes
+from manager.quorum.healing import copied_bytes, missing_bytes
 
 NUM = 10_000
 

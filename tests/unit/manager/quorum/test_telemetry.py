@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manager.quorum.stall_watch import StallWatch
+from manager.quorum.telemetry import StallWatch
 
 LONG_S = 20.0
 
@@ -33,7 +33,7 @@ def told() -> Told:
 
 
 def test_a_long_wait_is_told_once_with_whom_it_waits_for_and_the_stack_of_its_thread(told: Told) -> None:
-    logger = logging.getLogger("manager.quorum.stall_watch")
+    logger = logging.getLogger("manager.quorum.telemetry")
     logger.addHandler(told)
     watch = StallWatch(0.05)
     try:
@@ -52,7 +52,7 @@ def test_a_long_wait_is_told_once_with_whom_it_waits_for_and_the_stack_of_its_th
 
 
 def test_short_waits_are_not_told(told: Told) -> None:
-    logger = logging.getLogger("manager.quorum.stall_watch")
+    logger = logging.getLogger("manager.quorum.telemetry")
     logger.addHandler(told)
     watch = StallWatch(LONG_S)
     with watch.waiting("a"), watch.waiting("b"):
@@ -74,7 +74,7 @@ def _raise_at(place: int, enter: Callable[[], None]) -> bool:
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         nonlocal left
-        if frame.f_globals.get("__name__") not in ("manager.quorum.stall_watch", "threading"):
+        if frame.f_globals.get("__name__") not in ("manager.quorum.telemetry", "threading"):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
