@@ -207,7 +207,7 @@ class LoRAAdapter:
         try:
             text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
         except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"expected an adapter's configuration that JSON can say: {error}") from error
+            raise ConfigurationError(f"expected an adapter's configuration that JSON can represent: {error}") from error
         return text.encode()
 
     def _check_rank(self, name: object, tensor: torch.Tensor) -> None:

@@ -325,6 +325,6 @@ def _read(name: str, content: object) -> bytes:
             try:
                 return json.dumps(dict(content), indent=2).encode()
             except (TypeError, ValueError) as error:
-                raise PublishError(f"expected a mapping that JSON can say: {error}", path=name) from error
+                raise PublishError(f"expected a mapping that JSON can represent: {error}", path=name) from error
         case _:
             raise PublishError(f"expected a Path, bytes, a str or a mapping, got {type(content).__name__}", path=name)

@@ -48,7 +48,7 @@ class EngineRecord:
         link: The engine's state that survives removal.
         version: The version that the engine last confirmed or was found to serve; ``None`` if it serves none, or never
             reported one.
-        has_said: Whether the engine ever reported its version.
+        has_reported: Whether the engine ever reported its version.
         is_counted: Whether the engine confirmed the last version that it was notified of.
         outcome: Outcome of the last delivery; ``None`` before the first.
         doubtful: The latest few versions that the engine may have begun to load and did not confirm.
@@ -66,7 +66,7 @@ class EngineRecord:
     engine: Engine
     link: Link
     version: int | None = None
-    has_said: bool = False
+    has_reported: bool = False
     is_counted: bool = True
     outcome: Outcome | None = None
     doubtful: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class EngineRecord:
 
     def versions_in_use(self) -> set[int] | None:
         """Return the versions that the engine may be using; ``None`` if it may use any."""
-        if not self.has_said:
+        if not self.has_reported:
             return None
         versions = {*self.doubtful, *self.serving}
         return versions | {each for each in (self.version, self.loading) if each is not None}
@@ -172,8 +172,8 @@ class EngineDelivery:
     async def _take_turn(self) -> EngineReport | None:
         """Take the engine's mutex. Return the report if this version does not get its turn."""
         record, mutex = self.record, self.record.link.mutex
-        if record.link.asking is not None:
-            record.link.asking.cancel()
+        if record.link.polling is not None:
+            record.link.polling.cancel()
         try:
             # The attempt that holds the mutex has a deadline, too.
             await asyncio.wait_for(mutex.acquire(), self.timeout_s + _GIVING_WAY_S)
@@ -192,26 +192,26 @@ class EngineDelivery:
         """Try until the engine answers or the deadline expires; then release the mutex."""
         record, mutex = self.record, self.record.link.mutex
         record.loading = self.delivery.version
-        delivering = asyncio.ensure_future(self._until_it_answers(session))
+        attempts = asyncio.ensure_future(self._until_it_answers(session))
         # If the delivery ignores its cancellation, the engine stays locked.
-        delivering.add_done_callback(lambda _: mutex.release())
+        attempts.add_done_callback(lambda _: mutex.release())
         try:
-            await asyncio.wait({delivering}, timeout=self.timeout_s)
+            await asyncio.wait({attempts}, timeout=self.timeout_s)
         finally:
-            delivering.cancel()
+            attempts.cancel()
             record.loading = None
-        if not delivering.done():
+        if not attempts.done():
             # The delivery is cancelled, but has not noticed yet.
             left_paused = f"; {LEFT_PAUSED}" if record.link.is_left_paused else ""
             if self.failure is not None:
                 return self._report("unreachable", f"{self.failure}{left_paused}")
             return self._report("late", f"{self._late()}{left_paused}")
-        if delivering.cancelled():
+        if attempts.cancelled():
             return self._report("failed", "the engine's deliver was cancelled")
-        error = delivering.exception()
+        error = attempts.exception()
         match error:
             case None:
-                record.version, record.has_said, record.is_counted = delivering.result(), True, True
+                record.version, record.has_reported, record.is_counted = attempts.result(), True, True
                 record.link.is_in_doubt = False
                 return self._report("confirmed")
             case EngineRefusedError():
@@ -278,57 +278,61 @@ async def poll(record: EngineRecord, newest: Delivery, session: aiohttp.ClientSe
     link = record.link
     await link.mutex.acquire()
     was_left_paused = link.is_left_paused
-    link.asking = asking = asyncio.ensure_future(_served_version(record, newest, session))
-    asking.add_done_callback(lambda _: link.mutex.release())
+    link.polling = answering = asyncio.ensure_future(_served_version(record, newest, session))
+    answering.add_done_callback(lambda _: link.mutex.release())
     try:
-        await asyncio.wait({asking}, timeout=_ANSWER_S)
+        await asyncio.wait({answering}, timeout=_ANSWER_S)
     finally:
-        is_late = not asking.done()
-        asking.cancel()
-        link.asking = None
-    if not is_late and asking.cancelled():
+        is_late = not answering.done()
+        answering.cancel()
+        link.polling = None
+    if not is_late and answering.cancelled():
         return "busy"
-    answer = f"no answer within {_ANSWER_S:g} s" if is_late else asking.result()
+    answer = f"no answer within {_ANSWER_S:g} s" if is_late else answering.result()
     if isinstance(answer, str):
         failure = f"when it was asked for its version: {answer}"
         if not record.was_down:
             logger.info("%s: %s", record.url, failure)
         record.was_down, record.poll_failure = True, failure
         return "down"
-    says, version = answer
+    is_reported, version = answer
     was_resumed = was_left_paused and not link.is_left_paused
-    is_lost = needs_delivery(record, newest.version, version, says=says, was_resumed=was_resumed)
+    is_lost = needs_delivery(record, newest.version, version, is_reported=is_reported, was_resumed=was_resumed)
     record.was_down, record.poll_failure = False, ""
     if not is_lost:
         return "good"
-    if says:
-        record.version, record.has_said = version, True
-    served = f"version {version}" if version is not None else "none" if says else "it does not say which"
-    logger.info("%s serves %s, as if it had been restarted: it is told of %d", record.url, served, newest.version)
+    if is_reported:
+        record.version, record.has_reported = version, True
+    served = f"version {version}" if version is not None else "none" if is_reported else "it reports none"
+    logger.info(
+        "%s serves %s, as if it had been restarted: it gets version %d again", record.url, served, newest.version
+    )
     return "lost"
 
 
-def needs_delivery(record: EngineRecord, newest: int, version: int | None, *, says: bool, was_resumed: bool) -> bool:
+def needs_delivery(
+    record: EngineRecord, newest: int, version: int | None, *, is_reported: bool, was_resumed: bool
+) -> bool:
     """Return whether an engine that answers needs the newest version again.
 
     Args:
         record: The engine's record from before the answer.
         newest: The newest version.
         version: The version that the engine serves; ``None`` for none of this publisher's.
-        says: Whether the engine can report its version.
+        is_reported: Whether the engine can report its version.
         was_resumed: The engine was left paused and no longer is: it is another process.
     """
-    if says and version is not None and version > newest:
+    if is_reported and version is not None and version > newest:
         return False  # A version of another publisher, which is ahead.
     match record.outcome:
         case "confirmed":
-            return version != newest if says else record.was_down
+            return version != newest if is_reported else record.was_down
         case "unreachable" | "late":
             return True
         case _:
             # The engine would refuse the version again, unless it was restarted.
             is_behind = record.version is not None and (version is None or version < record.version)
-            return record.was_down or was_resumed or (says and is_behind)
+            return record.was_down or was_resumed or (is_reported and is_behind)
 
 
 async def _served_version(

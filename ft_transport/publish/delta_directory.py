@@ -209,8 +209,8 @@ class DeltaDirectory:
                     copy_file(source, path / source.name, is_private=self._is_private)
             if delta is not None:
                 write_small(path / DELTA_NAME, delta, is_private=self._is_private)
-            told = {name: f"{each:016x}" for name, each in sorted(digests.items())}
-            write_small(path / DIGESTS_NAME, msgspec.json.encode(told), is_private=self._is_private)
+            recorded = {name: f"{each:016x}" for name, each in sorted(digests.items())}
+            write_small(path / DIGESTS_NAME, msgspec.json.encode(recorded), is_private=self._is_private)
             self._directory.commit(delivery.version)
         except BaseException:
             # Parts of failed versions must not take space on a full disk.

@@ -174,8 +174,8 @@ def digests_in(directory: Path) -> dict[str, int]:
     """
     file = directory / DIGESTS_NAME
     try:
-        told = _digests_decoder.decode(read_regular(file, max_bytes=_MAX_DIGESTS_BYTES))
-        return {name: int(each, 16) for name, each in told.items()}
+        recorded = _digests_decoder.decode(read_regular(file, max_bytes=_MAX_DIGESTS_BYTES))
+        return {name: int(each, 16) for name, each in recorded.items()}
     except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, *DECODE_ERRORS) as error:
         raise RestoreError(f"expected the digests of a version in {file}: {error}") from error
 

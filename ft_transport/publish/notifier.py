@@ -31,7 +31,7 @@ _MAX_BACKOFF: Final = 6
 """Largest factor by which the poll interval grows for an engine that is down, or loses versions again and again."""
 _own_random: Final = random.Random()
 """Separate from the process's generator: the trainer's random numbers must not depend on the number of polls."""
-_TICK_S: Final = 0.25
+_HEARTBEAT_S: Final = 0.25
 _CLOSING_S: Final = 15.0
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class EngineNotifier:
         self._mutex = threading.Lock()
         # Replaced as a whole, so that each reader sees one consistent state.
         self._engines: dict[str, EngineRecord] = {}
-        self._left: dict[str, Link] = {}
+        self._links: dict[str, Link] = {}
         self._newest: Delivery | None = None
         self._is_polling = True
         self._is_closed = False
@@ -120,7 +120,7 @@ class EngineNotifier:
                 return None
             self._thread.start()
             newest = self._newest
-            return self._submit(lambda: self._tell(record, newest))
+            return self._submit(lambda: self._deliver_newest(record, newest))
 
     def remove(self, url: str) -> None:
         """Remove an engine, and cancel a running delivery to it.
@@ -137,8 +137,8 @@ class EngineNotifier:
             record.is_removed = True
             self._engines = {each: other for each, other in self._engines.items() if other is not record}
             # The engine may be added again while a task still resumes it.
-            self._left = {each: link for each, link in self._left.items() if link.is_busy or link.is_left_paused}
-            self._left[record.url] = record.link
+            self._links = {each: link for each, link in self._links.items() if link.is_busy or link.is_left_paused}
+            self._links[record.url] = record.link
             if self._thread.is_begun:
                 self._loop.call_soon_threadsafe(self._give_up, record)
 
@@ -174,9 +174,9 @@ class EngineNotifier:
         """Wait for running notifications, at most until ``deadline_s``, in monotonic seconds."""
         with self._mutex:
             unfinished = list(self._unfinished)
-        for telling in unfinished:
+        for notification in unfinished:
             try:
-                telling.exception(max(0.0, deadline_s - time.monotonic()))
+                notification.exception(max(0.0, deadline_s - time.monotonic()))
             except FutureTimeoutError:
                 logger.warning("engines that were still being notified are given up")
 
@@ -212,7 +212,7 @@ class EngineNotifier:
             raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
         if engine.url in self._engines:
             raise ConfigurationError(f"expected each engine once, got another one of {engine.url}")
-        record = EngineRecord(engine, self._left[engine.url] if engine.url in self._left else Link())
+        record = EngineRecord(engine, self._links[engine.url] if engine.url in self._links else Link())
         self._engines = {**self._engines, engine.url: record}
         return record
 
@@ -260,7 +260,7 @@ class EngineNotifier:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
                 await asyncio.wait(others, timeout=_CLOSING_S)
-        for url, link in {**self._left, **{record.url: record.link for record in self._engines.values()}}.items():
+        for url, link in {**self._links, **{record.url: record.link for record in self._engines.values()}}.items():
             if link.is_left_paused:
                 logger.warning("%s: %s", url, LEFT_PAUSED)
         if self._session is not None:
@@ -306,19 +306,19 @@ class EngineNotifier:
                 continue
             finding = await poll(record, newest, session)
             if finding == "lost" and newest is self._newest and self._is_polling:
-                await self._tell(record, newest)
+                await self._deliver_newest(record, newest)
             is_in_order = finding in ("good", "busy")
             pause_s = interval_s if is_in_order else min(2 * pause_s, _MAX_BACKOFF * interval_s)
 
-    async def _tell(self, record: EngineRecord, delivery: Delivery) -> None:
+    async def _deliver_newest(self, record: EngineRecord, delivery: Delivery) -> None:
         """Deliver the newest version to one engine, outside a publish."""
         if record.is_removed:
             return
-        telling = self._begin(record, delivery)
+        delivering = self._begin(record, delivery)
         try:
-            await asyncio.wait({telling})
+            await asyncio.wait({delivering})
         finally:
-            telling.cancel()
+            delivering.cancel()
         self._delete_unused()
 
     async def _notify_all(self, delivery: Delivery, engines: Sequence[EngineRecord]) -> PublishReport:
@@ -327,19 +327,19 @@ class EngineNotifier:
             for record in engines
         ]
         is_posted = False
-        ticking = asyncio.ensure_future(self._keep_ticking())
-        telling: dict[asyncio.Task[EngineReport], int] = {}
+        heartbeats = asyncio.ensure_future(self._show_heartbeats())
+        numbers: dict[asyncio.Task[EngineReport], int] = {}
         for number, record in enumerate(engines):
             if record.is_removed:
                 reports[number] = _removed(reports[number])
             else:
-                telling[self._begin(record, delivery)] = number
+                numbers[self._begin(record, delivery)] = number
         try:
-            pending = set(telling)
+            pending = set(numbers)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for each in done:
-                    number = telling[each]
+                    number = numbers[each]
                     reports[number] = _removed(reports[number]) if each.cancelled() else each.result()
                 report = self._report(delivery, reports)
                 if report.verdict != "open" and pending and not is_posted:
@@ -358,8 +358,8 @@ class EngineNotifier:
             self._reports.post(self._report(delivery, given_up))
             raise
         finally:
-            ticking.cancel()
-            for each in telling:
+            heartbeats.cancel()
+            for each in numbers:
                 each.cancel()
 
     def _report(self, delivery: Delivery, reports: Sequence[EngineReport]) -> PublishReport:
@@ -370,13 +370,13 @@ class EngineNotifier:
             is_final=all(each.outcome != "pending" for each in reports),
         )
 
-    async def _keep_ticking(self) -> None:
+    async def _show_heartbeats(self) -> None:
         while True:
             try:
-                await asyncio.to_thread(self._reports.tick)
+                await asyncio.to_thread(self._reports.beat)
             except TransportError as error:
                 logger.warning("the other ranks could not be shown that this one is alive: %s", error)
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(_HEARTBEAT_S)
 
 
 def _removed(report: EngineReport) -> EngineReport:

@@ -124,7 +124,7 @@ class Publisher:
         self._directory = NumberedDirectory(self._root, "version", None, is_private=private)
         self._claim = RootClaim(self._root, is_private=private)
         self.recorder = Recorder()
-        self._stop_telling: Callable[[], None] = lambda: None
+        self._stop_readings: Callable[[], None] = lambda: None
         self._versions = StoredVersions(self._directory, transport, keep=keep, keep_for_s=keep_for.total_seconds())
         self._end = SafeEnd()
         self._is_closed = False
@@ -165,8 +165,8 @@ class Publisher:
             if transport is not None:
                 transport.process_status.metrics.follow(self.recorder)
                 if self._agreement.is_first:
-                    self._stop_telling = transport.process_status.metrics.collect(weakly(self._notifier.lag.readings))
-                    weakref.finalize(self, self._stop_telling).atexit = False
+                    self._stop_readings = transport.process_status.metrics.collect(weakly(self._notifier.lag.readings))
+                    weakref.finalize(self, self._stop_readings).atexit = False
         except BaseException:
             self.close()
             raise
@@ -276,7 +276,7 @@ class Publisher:
         self._end(lambda: self._close(deadline_s))
 
     def _close(self, deadline_s: float) -> None:
-        self._stop_telling()
+        self._stop_readings()
         self._notifier.wait(deadline_s)
         self._notifier.close()
         self._agreement.close()

@@ -293,7 +293,7 @@ class _OrderServer:
         return web.json_response({"version": None, "reason": reason}, status=REASONS[reason][0])
 
     def _log(self, reason: Reason, request: web.Request) -> None:
-        remote = request.remote or "a peer that has gone"
+        remote = request.remote or "a client that disconnected"
         self._peer_log.note(logging.WARNING, remote, f"an order was refused: {REASONS[reason][1]}")
 
     async def _is_own(self, reached: str, request: web.Request) -> bool:

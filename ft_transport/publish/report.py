@@ -178,7 +178,7 @@ class ReportStore:
             for key in [key for version in old for key in _keys(version)]:
                 self._messages.channel.remove(key, self._silence)
 
-    def tick(self) -> None:
+    def beat(self) -> None:
         """Post a heartbeat of rank 0."""
         if self._messages is not None:
             self._messages.beat()
@@ -209,8 +209,8 @@ class ReportStore:
             return from_json(messages.opened(key, found), _report_decoder)
         if time.monotonic() <= deadline_s:
             raise RankGoneError(
-                f"expected rank 0, which tells the engines of version {version}, to show that it is alive; it has not "
-                f"for {self._silence.total_seconds():g} s",
+                f"expected rank 0, which notifies the engines of version {version}, to show that it is alive; it has "
+                f"not for {self._silence.total_seconds():g} s",
                 ranks=(0,),
             )
         key = _keys(version)[0]

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import zstandard
+from certificates import issue
 from few_threads import OnFewThreads
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
@@ -312,3 +313,16 @@ def test_other_weights_than_before_are_refused_with_what_differs(
         assert (engine.outcome, engine.version) == ("refused", None)
         assert receiver.version == 1
         assert same_bits(own, weights)
+
+
+def test_a_receiver_of_a_job_with_certificates_fetches_over_tls(tmp_path: Path) -> None:
+    issued = issue(tmp_path / "peer")
+    weights, own = {"layer": torch.arange(1000.0)}, {"layer": torch.zeros(1000)}
+    source: HTTPTransport[Any] = HTTPTransport(SOON, settings=TransportSettings(host="127.0.0.1", tls=issued.files))
+    try:
+        source.send_checkpoint([], 1, {"weights": weights}, SOON)
+        with WeightReceiver(own, host="127.0.0.1", tls=issued.files) as receiver:
+            assert tell(receiver, 1, source) == 200
+    finally:
+        source.shutdown()
+    assert torch.equal(own["layer"], weights["layer"])

@@ -95,14 +95,14 @@ class Link:
 
     Attributes:
         mutex: Serialises deliveries and polls.
-        asking: The poll that holds the mutex; a delivery ends it.
+        polling: The poll that holds the mutex; a delivery ends it.
         unfinished: Tasks besides the attempts, such as resuming the engine.
         is_left_paused: Whether the engine was left paused, because its weights may be half replaced.
         is_in_doubt: Whether an update of its weights has begun since it last confirmed a version.
     """
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asking: asyncio.Future[Any] | None = None
+    polling: asyncio.Future[Any] | None = None
     unfinished: set[asyncio.Task[None]] = field(default_factory=set)
     is_left_paused: bool = False
     is_in_doubt: bool = False

@@ -138,20 +138,20 @@ class PullingEngine:
     def _refusal(self, error: EngineRefusedError, order: Order | None) -> EngineRefusedError:
         """Replace a receiver's reason by its meaning; return any other error unchanged."""
         try:
-            said = json.loads(error.body)
+            answer = json.loads(error.body)
         except (ValueError, RecursionError):
             return error
-        outcome = _claimed(said) if order is None else order.accepted(self._keys, said) or _claimed(said)
+        outcome = _claimed(answer) if order is None else order.accepted(self._keys, answer) or _claimed(answer)
         if outcome is None or outcome.reason is None:
             return error
         known = f"; it has version {outcome.version}" if outcome.version is not None else ""
-        meaning = f"{REASONS[outcome.reason][1]} ({outcome.reason}{known}); the log of the receiver says more"
+        meaning = f"{REASONS[outcome.reason][1]} ({outcome.reason}{known}); see the log of the receiver"
         return EngineRefusedError(meaning, status=error.status, body=meaning, request=error.request, peer=self.url)
 
 
-def _claimed(said: object) -> Outcome | None:
+def _claimed(answer: object) -> Outcome | None:
     """Parse a refusal without a proof, such as any refusal before the token was proved."""
-    reason = _text(_fields(said).get("reason"))
+    reason = _text(_fields(answer).get("reason"))
     return Outcome(version=None, reason=reason) if reason in REASONS else None
 
 
@@ -254,10 +254,10 @@ class Order:
             version: The version that the receiver has now.
             reason: Why that is not the ordered version.
         """
-        said: dict[str, object] = {"version": version} | ({"reason": reason} if reason is not None else {})
+        outcome: dict[str, object] = {"version": version} | ({"reason": reason} if reason is not None else {})
         if keys is not None and self.challenge:
-            said["proof"] = keys.sign("weights outcome", *self._signed(), *_bytes(version, reason))
-        return said
+            outcome["proof"] = keys.sign("weights outcome", *self._signed(), *_bytes(version, reason))
+        return outcome
 
     def accepted(self, keys: Keys | None, answer: object) -> Outcome | None:
         """Parse the output of `outcome`; return ``None`` for anything else, and without a valid proof."""

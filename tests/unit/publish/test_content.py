@@ -139,7 +139,7 @@ def test_a_name_of_the_versions_own_is_refused(name: str) -> None:
     ("content", "expected"),
     [
         (3, "expected a Path, bytes, a str or a mapping, got int"),
-        ({"dtype": object()}, "expected a mapping that JSON can say"),
+        ({"dtype": object()}, "expected a mapping that JSON can represent"),
         (Path("/nowhere/config.json"), "expected a file to copy, there is none at /nowhere"),
         ("a\udcff", "expected text, got characters that UTF-8 has not"),
         (__file__, r"expected the text of the file, got the path of one.*pass Path\("),

@@ -33,7 +33,7 @@ NEWEST = 5
 )
 def test_one_that_answers(outcome: Outcome, confirmed: int | None, served: int | None, expected: bool) -> None:
     record = EngineRecord(VLLMEngine("http://host"), Link(), version=confirmed, outcome=outcome)
-    assert needs_delivery(record, NEWEST, served, says=True, was_resumed=False) is expected
+    assert needs_delivery(record, NEWEST, served, is_reported=True, was_resumed=False) is expected
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_one_that_answers(outcome: Outcome, confirmed: int | None, served: int |
 )
 def test_one_that_cannot_say(outcome: Outcome, was_down: bool, was_resumed: bool, expected: bool) -> None:
     record = EngineRecord(VLLMEngine("http://host"), Link(), version=4, outcome=outcome, was_down=was_down)
-    assert needs_delivery(record, NEWEST, None, says=False, was_resumed=was_resumed) is expected
+    assert needs_delivery(record, NEWEST, None, is_reported=False, was_resumed=was_resumed) is expected

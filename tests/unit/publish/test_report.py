@@ -165,7 +165,7 @@ def test_a_wait_has_a_deadline_and_says_what_is_known(store: HashStore) -> None:
 
 def test_a_rank_0_that_is_silent_is_given_up(store: HashStore) -> None:
     here, there = stores_on(store, timedelta(seconds=0.5))
-    here.tick()
+    here.beat()
     with pytest.raises(RankGoneError, match=r"rank 0.*version 1.*has not for 0.5 s"):
         there.wait(1, 60, is_final=True)
 
@@ -188,7 +188,7 @@ def engine(url: str, version: int | None) -> EngineState:
     return EngineState(url=url, version=version, is_counted=True, outcome="confirmed")
 
 
-def told(lag: EngineLag) -> dict[tuple[str, ...], object]:
+def readings_of(lag: EngineLag) -> dict[tuple[str, ...], object]:
     return {(reading.name, *reading.labels): reading.value for reading in lag.readings() if reading.value is not None}
 
 
@@ -200,7 +200,7 @@ def test_an_engine_lags_from_when_the_first_version_that_it_lacks_was_published(
         lag.published(version)
     now_s = 160.0
 
-    shown = told(lag)
+    shown = readings_of(lag)
 
     assert shown["published_version",] == 5
     assert shown["engines",] == 3
@@ -216,7 +216,7 @@ def test_an_engine_lags_from_when_the_first_version_that_it_lacks_was_published(
 def test_of_many_engines_a_hundred_are_told_apart() -> None:
     lag = EngineLag(lambda: [engine(f"http://host-{number}", 1) for number in range(1000)])
 
-    shown = told(lag)
+    shown = readings_of(lag)
 
     assert shown["engines",] == 1000
     assert len([key for key in shown if key[0] == "engine_version"]) == 100
@@ -232,5 +232,5 @@ def test_of_many_engines_a_hundred_are_told_apart() -> None:
         ("", ""),
     ],
 )
-def test_a_password_in_a_url_is_not_told(url: str, shown: str) -> None:
-    assert [key[1] for key in told(EngineLag(lambda: [engine(url, 1)])) if key[0] == "engine_version"] == [shown]
+def test_a_password_in_a_url_is_not_readings_of(url: str, shown: str) -> None:
+    assert [key[1] for key in readings_of(EngineLag(lambda: [engine(url, 1)])) if key[0] == "engine_version"] == [shown]
