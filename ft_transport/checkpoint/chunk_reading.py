@@ -22,7 +22,7 @@ import torch
 
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName
 from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, StoredFile, damaged
-from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.snapshot import Memory, copy_out, put
@@ -152,7 +152,7 @@ class ChunkReader:
 def read_needs(
     needs: Sequence[Need],
     files: DataFiles,
-    exchange: Exchange,
+    exchange: GlooExchange,
     *,
     retries: ReadRetries,
     is_read_once: bool,
@@ -193,7 +193,7 @@ class _Reading:
         self,
         needs: Sequence[Need],
         files: DataFiles,
-        exchange: Exchange,
+        exchange: GlooExchange,
         *,
         retries: ReadRetries,
         is_read_once: bool,
@@ -332,7 +332,7 @@ class _Receiving:
             self._begun.append((self._reading._exchange.begin_receive(tensor, source, chunk), data))
 
 
-def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: Exchange) -> npt.NDArray[np.bool_]:
+def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: GlooExchange) -> npt.NDArray[np.bool_]:
     packed = torch.from_numpy(np.packbits(wanted))
     gathered = exchange.all_gather(packed) if len(packed) else [packed] * exchange.size
     return np.stack([np.unpackbits(each.numpy(), count=len(wanted)).astype(np.bool_) for each in gathered])

@@ -30,8 +30,8 @@ from msgspec import Struct
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import compare_settings
-from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.plain_values import from_msgpack
+from ft_transport.coordination.agreement import Agreement
+from ft_transport.coordination.ranks import from_msgpack
 from ft_transport.runtime.regular_files import create_file
 
 logger = logging.getLogger(__name__)

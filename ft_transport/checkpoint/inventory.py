@@ -30,7 +30,7 @@ from ft_transport.checkpoint.stored_files import (
     read_manifest,
     read_rank_files,
 )
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.errors import (
     CheckpointDamagedError,
     CheckpointError,

@@ -39,8 +39,8 @@ from ft_transport.checkpoint.stored_files import (
     read_rank_files,
 )
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
-from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.agreement import Agreement
+from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
 from ft_transport.http.client.manifests import digest_chunks
 from ft_transport.runtime.garbage_collector import collector_paused
@@ -262,7 +262,7 @@ class _Loading:
                     path=need.path,
                 )
 
-    def read(self, exchange: Exchange, retries: ReadRetries, check: Callable[[], None]) -> None:
+    def read(self, exchange: GlooExchange, retries: ReadRetries, check: Callable[[], None]) -> None:
         """Read the data that this rank needs into its destination."""
         self._num_bytes_read = read_needs(
             self._needs,

@@ -9,7 +9,7 @@ from ft_transport.checkpoint.inventory import Inventory, load_newest_good
 from ft_transport.checkpoint.load import Destination, LoadedCheckpoint, LoadRequest, load
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.checkpoint.settings import CheckpointSelector, StoreSettings
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.telemetry.recorder import Recorder, phase
 
 

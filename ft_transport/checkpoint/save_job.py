@@ -43,8 +43,8 @@ from ft_transport.checkpoint.writer_process import (
     Written,
     encode_written,
 )
-from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.plain_values import from_msgpack
+from ft_transport.coordination.agreement import Agreement
+from ft_transport.coordination.ranks import from_msgpack
 from ft_transport.errors import CheckpointExistsError, DeadlineExceededError, TransportError, WriterFailedError
 from ft_transport.runtime.handler_safety import SafeFuture
 from ft_transport.settings import check_duration

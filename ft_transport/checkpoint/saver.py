@@ -23,7 +23,7 @@ from ft_transport.checkpoint.save_job import MAX_TIMEOUTS, SaveHandle, SaveJob, 
 from ft_transport.checkpoint.settings import BusyPolicy, StoreSettings
 from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import WriterProcess
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import (
     CheckpointError,

@@ -30,7 +30,7 @@ from ft_transport.checkpoint.settings import (
     compare_settings,
 )
 from ft_transport.checkpoint.staging import StagedState, State, StateStager
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.handler_safety import SafeEnd

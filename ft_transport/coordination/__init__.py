@@ -1,14 +1,14 @@
 """Agreement between ranks and replicas: votes with one outcome for all, data exchange, rendezvous that detect death.
 
 All messages except bulk data travel through key-value stores as plain values. Waits poll the store until a deadline
-(``store_channel``), so an error can name a missing rank, and no connection breaks. Data between ranks travels over a
-gloo group that this package owns (``exchange``). ``checkpoint``, ``publish`` and ``manager`` use this package. Nothing
-here depends on files, tensors of a state or engines, and nothing is pickled.
+(``store``), so an error can name a missing rank, and no connection breaks. Data between ranks travels over a gloo group
+that this package owns (``gloo_exchange``). ``checkpoint``, ``publish`` and ``manager`` use this package. Nothing here
+depends on files, tensors of a state or engines, and nothing is pickled.
 
 One core (``ranks``: messages, answers, nonces, signatures, heartbeats, waits) supports three protocols, which promise
 different things:
 
-- ``consensus`` runs phases. Each rank does its part and votes; a pure function (``votes``) decides. Ranks wait for each
+- ``agreement`` runs phases. Each rank does its part and votes; a pure function (``votes``) decides. Ranks wait for each
   other as long as heartbeats arrive, since a write may take minutes. A rank that fails, is interrupted or is given up
   counts as having voted: any rank may settle the phase, and the next phase has the next number.
 - ``manager.quorum.rank_exchange`` asks one rank for an answer that it gets elsewhere (from a Lighthouse). Ranks wait

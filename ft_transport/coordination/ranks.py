@@ -3,6 +3,8 @@
 All agreement between ranks uses this core. A rank puts messages under its own keys, and an answer for all is set once.
 Each message is signed for its key, because any process that reaches the store can write to it. A nonce distinguishes
 this process's messages from those of an earlier run. A wait ends at a deadline, or when a rank shows no heartbeat.
+
+`rendezvous` makes sure that all members are present before a wait that cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -13,14 +15,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported, undeclared
 
-from ft_transport.coordination.store_channel import AT_ONCE, DirectStore, Pacing, StoreChannel
-from ft_transport.errors import ConfigurationError, PeerProtocolError
+from ft_transport.coordination.store import AT_ONCE, DirectStore, StoreChannel, nobody_listens
+from ft_transport.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    PeerProtocolError,
+    RankGoneError,
+)
 from ft_transport.keys import TOKEN_VARIABLE, Keys
+from ft_transport.runtime.deadline import Backoff, Deadline
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 _PURPOSE: Final = "told among ranks"
 _END: Final = b" "
@@ -170,19 +180,19 @@ class RankMessages:
             self.channel.post(f"alive/{self._rank}", str(self._num_beats), self._timeout)
 
     def wait(
-        self, keys: Mapping[int, str], *, deadline_s: float = math.inf, pacing: Pacing | None = None
+        self, keys: Mapping[int, str], *, deadline_s: float = math.inf, backoff: Backoff | None = None
     ) -> list[bytes | None]:
         """Wait for a key of each rank, as long as these ranks show heartbeats; this rank shows its own meanwhile.
 
         Args:
             keys: By rank.
             deadline_s: When the wait ends, by the monotonic clock.
-            pacing: How often the wait polls.
+            backoff: How often the wait polls.
 
         Returns:
             The signed messages; ``None`` for a rank that has put no message there.
         """
-        pacing = pacing if pacing is not None else Pacing()
+        backoff = backoff if backoff is not None else Backoff()
         wanted = list(keys.values())
         looked_s = time.monotonic()
         beats: dict[int, bytes] = {}
@@ -201,9 +211,125 @@ class RankMessages:
                 is_over = now_s > deadline_s
                 if missing and all(is_over or now_s > seen_s[rank] + self._timeout.total_seconds() for rank in missing):
                     return [self._found(key) if rank not in missing else None for rank, key in keys.items()]
-            pacing.pause(max(0.0, min(self.beat_s, deadline_s - now_s)))
+            backoff.pause(max(0.0, min(self.beat_s, deadline_s - now_s)))
         return list(found)
 
     def _found(self, key: str) -> bytes | None:
         found = self.channel.get([key], AT_ONCE)
         return found[0] if found is not None else None
+
+
+T = TypeVar("T")
+
+_MAX_SHOWN = 100
+
+
+def from_json(encoded: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return a value of the decoder's kind.
+
+    Raises:
+        PeerProtocolError: The text is no such value.
+    """
+    return _decoded(encoded, decoder)
+
+
+def from_msgpack(encoded: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Return a value of the decoder's kind, from msgpack; raises as `from_json`."""
+    return _decoded(encoded, decoder)
+
+
+def _decoded(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]) -> T:
+    try:
+        return decoder.decode(encoded)
+    except DECODE_ERRORS as error:
+        kind = decoder.type
+        raise PeerProtocolError(
+            f"expected a {getattr(kind, '__name__', kind)} of another rank, got {encoded[:_MAX_SHOWN]!r}: {error}"
+        ) from error
+
+
+_PROBE_AFTER: Final = timedelta(milliseconds=200)
+_PROBE_TIMEOUT: Final = timedelta(seconds=1)
+
+
+def rendezvous(
+    *,
+    store: StoreChannel,
+    prefix: str,
+    rank: int,
+    names: Sequence[str],
+    addresses: Sequence[str],
+    timeout: timedelta,
+) -> None:
+    """Wait until all members have called this.
+
+    The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and
+    its last heartbeat is fresh. Configuring a process group with it waits for the whole timeout. So the members
+    announce themselves in the store first, and each probes the address at which a missing member serves its state. If
+    no process listens there any more, the replica is dead. A member that gives up before it arrives says so
+    (`decline`), which ends the wait.
+
+    Args:
+        store: Holds the keys of the members.
+        prefix: Prefix of the keys; never used before.
+        rank: This member's rank.
+        names: The members, by rank; for messages.
+        addresses: Where each serves its state.
+        timeout: For the whole call.
+
+    Raises:
+        RankGoneError: A member is dead or has given up, or the store does not answer.
+        DeadlineExceededError: A member did not arrive in time, or the store did not answer in time.
+    """
+    deadline = Deadline.after(timeout)
+    keys = {other: f"{prefix}/{other}" for other in range(len(names)) if other != rank}
+    missing = list(keys)
+    # A missing member may host the store.
+    _refuse_dead(missing, names, addresses, deadline)
+    store.set(f"{prefix}/{rank}", names[rank], deadline.cap(timeout))
+    given_up = _given_up_key(prefix)
+    while missing and not store.get(
+        [keys[other] for other in missing],
+        deadline.cap(_PROBE_AFTER),
+        unless=[given_up],
+        answer_timeout=max(_PROBE_AFTER, deadline.cap(timeout)),
+    ):
+        reason = store.get([given_up], AT_ONCE, answer_timeout=deadline.cap(timeout))
+        if reason is not None:
+            raise RankGoneError(reason[0].decode(errors="replace"))
+        unset = store.missing([keys[other] for other in missing], deadline.cap(timeout))
+        missing = [other for other in missing if keys[other] in unset]
+        _refuse_dead(missing, names, addresses, deadline)
+        if missing and deadline.is_over():
+            raise DeadlineExceededError(
+                f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
+            )
+
+
+def decline(*, store: StoreChannel, prefix: str, name: str, reason: str, timeout: timedelta) -> None:
+    """End the rendezvous of the other members, because this member will not arrive.
+
+    Args:
+        store: See `rendezvous`.
+        prefix: See `rendezvous`.
+        name: This member's name.
+        reason: Why it does not arrive.
+        timeout: For the store to answer.
+
+    Raises:
+        RankGoneError: The store does not answer.
+        DeadlineExceededError: The store did not answer in time.
+    """
+    store.set(_given_up_key(prefix), f"{name} has given up before the members met: {reason}", timeout)
+
+
+def _given_up_key(prefix: str) -> str:
+    return f"{prefix}/given up"
+
+
+def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline: Deadline) -> None:
+    for other in others:
+        if deadline.is_over():
+            return
+        if nobody_listens(addresses[other], deadline.cap(_PROBE_TIMEOUT).total_seconds()):
+            raise RankGoneError(f"{names[other]} is dead: nobody listens at {addresses[other]}", ranks=(other,))

@@ -32,8 +32,8 @@ from ft_transport.checkpoint.plan import (
     write_box,
 )
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
-from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.plain_values import from_msgpack
+from ft_transport.coordination.agreement import Agreement
+from ft_transport.coordination.ranks import from_msgpack
 from ft_transport.errors import PublishError, StaleVersionError
 from ft_transport.publish.adapter import CONFIG_NAME, features_of
 from ft_transport.publish.content import (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.settings import checked_directory_number, checked_root, compare_settings
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import ConfigurationError, PublishError
 from ft_transport.publish.content import Files, WeightFormat, Weights

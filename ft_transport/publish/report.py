@@ -15,10 +15,10 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from ft_transport.coordination.plain_values import from_json
-from ft_transport.coordination.ranks import RankGroup
-from ft_transport.coordination.store_channel import AT_ONCE, Pacing
+from ft_transport.coordination.ranks import RankGroup, from_json
+from ft_transport.coordination.store import AT_ONCE
 from ft_transport.errors import DeadlineExceededError, PublishError, RankGoneError
+from ft_transport.runtime.deadline import Backoff
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.telemetry.metrics import Reading
 
@@ -204,7 +204,7 @@ class ReportStore:
                 return self._here[version]
         messages, key = self._messages, _keys(version)[is_final]
         deadline_s = time.monotonic() + timeout_s
-        (found,) = messages.wait({0: key}, deadline_s=deadline_s, pacing=Pacing(_LONGEST_PAUSE_S))
+        (found,) = messages.wait({0: key}, deadline_s=deadline_s, backoff=Backoff(_LONGEST_PAUSE_S))
         if found is not None:
             return from_json(messages.opened(key, found), _report_decoder)
         if time.monotonic() <= deadline_s:

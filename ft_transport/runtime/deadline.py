@@ -1,4 +1,4 @@
-"""Deadlines of calls."""
+"""Deadlines of calls, and the pauses between the polls of a wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 _SHORTEST = timedelta(milliseconds=1)
 """Shortest wait, even after the deadline: torch and torchft refuse a timeout of zero."""
@@ -38,3 +39,26 @@ class Deadline:
     def is_over(self) -> bool:
         """Return whether the deadline has passed."""
         return time.monotonic() >= self.at_s
+
+
+_SHORTEST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.05
+_PAUSE_SHARE: Final = 0.05
+"""Share of its time by which a wait may take longer: a long wait polls seldom, beside the training thread."""
+
+
+class Backoff:
+    """The pauses of one wait, which polls less often the longer it takes.
+
+    Args:
+        longest_s: The longest pause, in seconds.
+    """
+
+    def __init__(self, longest_s: float = _LONGEST_PAUSE_S) -> None:
+        self._began_s = time.monotonic()
+        self._longest_s = longest_s
+
+    def pause(self, at_most_s: float) -> None:
+        """Sleep before the next poll, for at most ``at_most_s``."""
+        share_s = _PAUSE_SHARE * (time.monotonic() - self._began_s)
+        time.sleep(min(max(_SHORTEST_PAUSE_S, share_s), self._longest_s, at_most_s))

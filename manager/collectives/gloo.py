@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
-from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.coordination.store import StoreConnections
 from ft_transport.runtime.fork_safety import delaying_forks
 from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
 from manager.collectives.gloo_abort import GlooSockets

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.coordination.store import StoreConnections
 from manager.errors import QuorumError, quorum_errors
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch
 
-from ft_transport.coordination.plain_values import from_json
+from ft_transport.coordination.ranks import from_json
 from ft_transport.errors import TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import HealFailedError, StatesDivergedError

@@ -27,7 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from ft_transport import PeerAuthenticationError, StateNotServedError, TransportError, UnknownHostError
-from ft_transport.coordination.rendezvous import nobody_listens
+from ft_transport.coordination.store import nobody_listens
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.recorder import current

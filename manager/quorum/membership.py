@@ -15,9 +15,8 @@ from typing import Final
 
 import msgspec
 
-from ft_transport.coordination.plain_values import from_json
-from ft_transport.coordination.rendezvous import nobody_listens
-from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.coordination.ranks import from_json
+from ft_transport.coordination.store import StoreConnections, nobody_listens
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.telemetry.metrics import Reading

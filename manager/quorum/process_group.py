@@ -10,8 +10,8 @@ from typing import Any, Final, cast
 
 import torch
 
-from ft_transport.coordination.rendezvous import decline, rendezvous
-from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.coordination.ranks import decline, rendezvous
+from ft_transport.coordination.store import StoreConnections
 from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture

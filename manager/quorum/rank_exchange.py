@@ -14,9 +14,8 @@ from typing import Final
 
 import msgspec
 
-from ft_transport.coordination.plain_values import from_json
-from ft_transport.coordination.ranks import RankMessages
-from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.coordination.ranks import RankMessages, from_json
+from ft_transport.coordination.store import StoreChannel
 from ft_transport.errors import TransportError
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline

@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
-from ft_transport.coordination.store_channel import StoreChannel
-from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.coordination.store import StoreChannel, StoreConnections
 from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
 from manager.config import ManagerConfig

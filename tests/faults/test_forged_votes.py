@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from ft_transport.checkpoint import directory
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.votes import Vote, encode, encode_all
 from ft_transport.errors import PeerProtocolError, TransportError
 

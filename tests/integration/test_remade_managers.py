@@ -12,7 +12,7 @@ import torch
 from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
-from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.coordination.store import StoreChannel
 from manager import Manager, QuorumError
 from manager.quorum.rank_exchange import RankExchange
 from manager.quorum.replica_identity import Incarnation

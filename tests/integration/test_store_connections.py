@@ -19,8 +19,8 @@ from programs import Program
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
-from ft_transport.coordination.rendezvous import rendezvous
-from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.coordination.ranks import rendezvous
+from ft_transport.coordination.store import StoreConnections
 from ft_transport.errors import DeadlineExceededError, RankGoneError
 from manager import Manager
 

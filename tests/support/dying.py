@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_transport.checkpoint import directory
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 
 _CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "writev")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -36,7 +36,7 @@ from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.save_job import SaveJob
 from ft_transport.checkpoint.stored_files import ReadRetries, read_manifest
 from ft_transport.checkpoint.writer_process import WriterProcess
-from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.state.snapshot import PendingSnapshot
 
 TIMEOUT_S = 60.0
@@ -190,10 +190,10 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
         )
     if phase in EXCHANGES:
         if phase == "divide the work":
-            return Injected(Exchange, "scatter", error, times)
+            return Injected(GlooExchange, "scatter", error, times)
         gathers = [each for each in EXCHANGES if each.startswith("gather")]
         numbers = iter(range(len(gathers)))
-        return Injected(Exchange, "gather", error, times, lambda *_args: gathers[next(numbers)] == phase)
+        return Injected(GlooExchange, "gather", error, times, lambda *_args: gathers[next(numbers)] == phase)
     return {
         "read the headers": Injected(SaveJob, "header", error, times),
         "set up the directory": Injected(NumberedDirectory, "begin", error, times),

@@ -20,7 +20,7 @@ from ft_transport.checkpoint.save_job import SaveJob, SaveMeans
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import WriterProcess
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import RankFailedError
 

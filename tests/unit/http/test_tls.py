@@ -36,7 +36,7 @@ from ft_transport import (
     TransportError,
 )
 from ft_transport import tls as tls_files
-from ft_transport.coordination.rendezvous import nobody_listens
+from ft_transport.coordination.store import nobody_listens
 from ft_transport.http.server import connection_slots, listener, tls_protocol
 from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
 

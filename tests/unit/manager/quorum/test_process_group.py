@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ft_transport.coordination.store_channel import DirectStore, StoreChannel
-from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.coordination.store import DirectStore, StoreChannel, StoreConnections
 from ft_transport.runtime.deadline import Deadline
 from manager import QuorumError
 from manager.quorum.decision import Decision, UpToDate

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.coordination.store import StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
 from ft_transport.keys import Keys
 from manager.errors import QuorumError, QuorumTimeoutError

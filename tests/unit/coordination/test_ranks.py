@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from ranks_on_threads import run_ranks
 from torch.distributed import HashStore
 
-from ft_transport.coordination.rendezvous import decline, nobody_listens, rendezvous
-from ft_transport.coordination.store_channel import DirectStore, StoreChannel
-from ft_transport.errors import DeadlineExceededError, RankGoneError
+from ft_transport.coordination.ranks import decline, from_json, from_msgpack, rendezvous
+from ft_transport.coordination.store import DirectStore, StoreChannel, nobody_listens
+from ft_transport.errors import DeadlineExceededError, PeerProtocolError, RankGoneError
 
 LONG = timedelta(seconds=60)
 AT_ONCE_S = 20.0
@@ -133,3 +134,22 @@ def test_a_name_that_nobody_answers_for_costs_no_more_than_the_probe(monkeypatch
     for thread in threading.enumerate():
         if thread.name == "ft-transport-look-up":
             thread.join(AT_ONCE_S)
+
+
+def test_a_value_of_the_kind_comes() -> None:
+    assert from_json(b'{"a":1}', msgspec.json.Decoder(dict[str, int])) == {"a": 1}
+    assert from_msgpack(b"\x92\x01\x02", msgspec.msgpack.Decoder(list[int])) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [b"", b"\xff", b'"\xff"', b"[" * 100_000, b"\x91" * 100_000, b'{"a":"b"}', b"\xdd\xff\xff\xff\xff", b"\xa1\xff"],
+)
+def test_anything_else_is_a_typed_error(encoded: bytes) -> None:
+    for decode in (
+        lambda: from_json(encoded, msgspec.json.Decoder(dict[str, int])),
+        lambda: from_msgpack(encoded, msgspec.msgpack.Decoder(dict[str, int])),
+    ):
+        with pytest.raises(PeerProtocolError, match="expected a dict of another rank") as caught:
+            decode()
+        assert len(str(caught.value)) < 1000

@@ -17,9 +17,9 @@ import pytest
 from ranks_on_threads import groups_of, run_ranks
 from torch.distributed import HashStore
 
-from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup, RankMessages
-from ft_transport.coordination.store_channel import DirectStore, StoreChannel
+from ft_transport.coordination.store import DirectStore, StoreChannel
 from ft_transport.coordination.votes import AbandonedError
 from ft_transport.errors import (
     CheckpointError,

@@ -12,8 +12,9 @@ from ranks_on_threads import run_ranks
 from torch.distributed import HashStore
 
 from ft_transport.coordination.ranks import RankMessages
-from ft_transport.coordination.store_channel import AT_ONCE, DirectStore, Pacing, StoreChannel
+from ft_transport.coordination.store import AT_ONCE, DirectStore, StoreChannel
 from ft_transport.errors import RankGoneError
+from ft_transport.runtime.deadline import Backoff
 
 LONG = timedelta(seconds=30)
 BRIEF = timedelta(milliseconds=50)
@@ -103,9 +104,9 @@ def test_a_long_wait_looks_seldom_and_a_short_one_often(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    pacing = Pacing()
+    backoff = Backoff()
     while now_s[0] < 60:
-        pacing.pause(at_most_s=60 - now_s[0] + 1e-9)
+        backoff.pause(at_most_s=60 - now_s[0] + 1e-9)
     assert pauses[0] < 0.001
     assert pauses == [*sorted(pauses[:-1]), pauses[-1]]
     assert max(pauses) == 0.05

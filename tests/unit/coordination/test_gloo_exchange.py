@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks_on_threads import groups_of, run_ranks
 
-from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import PeerProtocolError, RankGoneError
 
@@ -28,30 +28,30 @@ pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 @pytest.fixture
-def exchanges() -> Iterator[list[Exchange]]:
-    exchanges = [Exchange(group, "test", LONG) for group in groups_of(NUM_RANKS)]
+def exchanges() -> Iterator[list[GlooExchange]]:
+    exchanges = [GlooExchange(group, "test", LONG) for group in groups_of(NUM_RANKS)]
     yield exchanges
     for each in exchanges:
         each.close()
 
 
-def on_all(exchanges: list[Exchange], act: Callable[[Exchange], T]) -> list[T]:
+def on_all(exchanges: list[GlooExchange], act: Callable[[GlooExchange], T]) -> list[T]:
     return run_ranks(*(lambda each=each: act(each) for each in exchanges))  # type: ignore[misc]
 
 
-def test_the_first_rank_gathers_what_each_has(exchanges: list[Exchange]) -> None:
+def test_the_first_rank_gathers_what_each_has(exchanges: list[GlooExchange]) -> None:
     gathered = on_all(exchanges, lambda each: each.gather(b"x" * each.rank))
     assert gathered == [[b"", b"x", b"xx"], None, None]
 
 
-def test_each_rank_gets_what_the_first_has_for_it(exchanges: list[Exchange]) -> None:
+def test_each_rank_gets_what_the_first_has_for_it(exchanges: list[GlooExchange]) -> None:
     parts = [b"zero", b"", b"two"]
     assert on_all(exchanges, lambda each: each.scatter(parts if each.rank == 0 else None)) == parts
     assert on_all(exchanges, lambda each: each.broadcast(b"all" if each.rank == 0 else None)) == [b"all"] * NUM_RANKS
 
 
-def test_all_ranks_have_what_each_has(exchanges: list[Exchange]) -> None:
-    def act(each: Exchange) -> list[int]:
+def test_all_ranks_have_what_each_has(exchanges: list[GlooExchange]) -> None:
+    def act(each: GlooExchange) -> list[int]:
         work, later = each.begin_all_gather(torch.tensor([10 * each.rank]))
         each.wait(work)
         now = each.all_gather(torch.tensor([each.rank]))
@@ -61,14 +61,14 @@ def test_all_ranks_have_what_each_has(exchanges: list[Exchange]) -> None:
 
 
 def test_a_rank_alone_needs_no_other() -> None:
-    exchange = Exchange(RankGroup(), "test", LONG)
+    exchange = GlooExchange(RankGroup(), "test", LONG)
     assert exchange.gather(b"x") == [b"x"]
     assert exchange.scatter([b"x"]) == b"x"
     assert exchange.broadcast(b"x") == b"x"
 
 
-def test_a_rank_that_fails_ends_the_others_waits_and_the_next_group_works(exchanges: list[Exchange]) -> None:
-    def act(each: Exchange) -> list[bytes] | None:
+def test_a_rank_that_fails_ends_the_others_waits_and_the_next_group_works(exchanges: list[GlooExchange]) -> None:
+    def act(each: GlooExchange) -> list[bytes] | None:
         def gather() -> list[bytes] | None:
             if each.rank == 1:
                 raise ValueError("for the test")
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_ends_the_others_waits_and_the_next_group_works(exchan
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
-    first = Exchange(groups_of(2)[0], "test", BRIEF)
+    first = GlooExchange(groups_of(2)[0], "test", BRIEF)
     began_s = time.monotonic()
     with pytest.raises(RankGoneError, match=r"expected all 2 ranks to connect within 0:00:00\.5"):
         first.gather(b"x")
@@ -93,8 +93,8 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() ->
 
 
 @pytest.mark.parametrize("length", [2**62, -1])
-def test_a_length_that_cannot_be_is_not_believed(exchanges: list[Exchange], length: int) -> None:
-    def act(each: Exchange) -> None:
+def test_a_length_that_cannot_be_is_not_believed(exchanges: list[GlooExchange], length: int) -> None:
+    def act(each: GlooExchange) -> None:
         if each.rank == 1:  # announces what it does not have, in place of `gather`
             each.all_gather(torch.tensor([length]))
         else:
@@ -104,10 +104,10 @@ def test_a_length_that_cannot_be_is_not_believed(exchanges: list[Exchange], leng
     on_all(exchanges, act)
 
 
-def test_what_is_announced_takes_memory_only_as_it_comes(exchanges: list[Exchange]) -> None:
+def test_what_is_announced_takes_memory_only_as_it_comes(exchanges: list[GlooExchange]) -> None:
     peaks = []
 
-    def act(each: Exchange) -> None:
+    def act(each: GlooExchange) -> None:
         if each.rank == 1:
             each.all_gather(torch.tensor([4 << 30]))
             each.send(b"x" * 1000, 0)

@@ -1,17 +1,22 @@
-"""Cached connections to ``TCPStore``s, one to each, made when first needed; a `StoreChannel` calls each.
+"""Keys of a store of ``torch.distributed``: set, set once, wait; every wait polls until a deadline.
+
+A wait in the store itself can be neither interrupted nor abandoned, and blocks its connection for other threads. A
+`StoreChannel` calls a store that ``torch.distributed`` has connected to directly (`DirectStore`), and any other on the
+thread of a cached connection (`StoreConnection`).
 
 A client of a ``TCPStore`` looks up its host's name in its constructor, which takes seconds where the resolver is slow;
-so process groups reuse these connections. Calls of the client have no deadline: a call to a stopped process returns
-when that process goes on. So a thread of the connection makes the calls, and the caller waits for the thread no longer
-than its timeout.
+so process groups reuse connections. Calls of the client have no deadline: a call to a stopped process returns when that
+process goes on. So a thread of the connection makes the calls, and the caller waits for the thread no longer than its
+timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from datetime import timedelta
 from functools import partial
@@ -24,12 +29,134 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported, undecl
     TCPStore,
 )
 
-from ft_transport.coordination.rendezvous import nobody_listens
-from ft_transport.coordination.store_channel import StoreChannel
-from ft_transport.errors import DeadlineExceededError, RankGoneError
+from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
+from ft_transport.http.peer_address import AddressInfo, PeerAddress, look_up
+from ft_transport.runtime.deadline import Backoff, Deadline
 from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 
 T = TypeVar("T")
+
+AT_ONCE: Final = timedelta(0)
+"""The timeout of a wait that polls once."""
+
+
+class DirectStore:
+    """Calls the store of ``torch.distributed`` on the caller's own thread, which saves a switch between threads.
+
+    Timeouts do not apply: the trainer's own collectives need the store's process too.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+        """Call ``function``; see `StoreChannel.call`."""
+        del timeout, may_repeat
+        try:
+            return function(self._store)
+        except RuntimeError as error:  # DistError and its like
+            raise RankGoneError(f"expected the key-value store of torch.distributed to answer: {error}") from error
+
+
+class StoreChannel:
+    """The keys of one store. Any thread may call it, one after the other. All methods raise as `call`."""
+
+    def __init__(self, caller: DirectStore | StoreConnection) -> None:
+        self._caller = caller
+
+    def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+        """Call ``function`` with the store.
+
+        Args:
+            function: Receives the store.
+            timeout: For the store to answer.
+            may_repeat: Whether ``function`` may run a second time if the connection turns out to be broken.
+
+        Raises:
+            DeadlineExceededError: The store did not answer in time.
+            RankGoneError: The store does not answer.
+            Exception: Any error of ``function``.
+        """
+        return self._caller.call(function, timeout, may_repeat=may_repeat)
+
+    def set(self, key: str, value: str | bytes, timeout: timedelta) -> None:
+        """Set a key, and make sure that the store still answers."""
+
+        def set_and_see(store: Any) -> None:
+            store.set(key, value)
+            # A store does not answer to `set`; only this call shows that it is still there.
+            store.check([key])
+
+        self.call(set_and_see, timeout)
+
+    def post(self, key: str, value: str | bytes, timeout: timedelta) -> None:
+        """Set a key without waiting; if the store died, only the next call notices."""
+        self.call(lambda store: store.set(key, value), timeout)
+
+    def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> bytes:
+        """Set a key unless it is set already, and remove others. Return the value of the key."""
+
+        def set_and_remove(store: Any) -> bytes:
+            stored = bytes(store.compare_set(key, "", value))
+            for each in remove:
+                store.delete_key(each)
+            return stored
+
+        return self.call(set_and_remove, timeout)
+
+    def replace(self, key: str, old: str, new: str, timeout: timedelta) -> None:
+        """Set a key if it has the old value."""
+        self.call(lambda store: store.compare_set(key, old, new), timeout)
+
+    def add(self, key: str, number: int, timeout: timedelta) -> int:
+        """Add to a counter, and return its new value."""
+        return int(self.call(lambda store: store.add(key, number), timeout, may_repeat=False))
+
+    def remove(self, key: str, timeout: timedelta) -> None:
+        """Delete a key."""
+        self.call(lambda store: store.delete_key(key), timeout)
+
+    def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
+        """Return the keys that are not set."""
+        return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
+
+    def get(
+        self,
+        keys: Sequence[str],
+        timeout: timedelta,
+        *,
+        unless: Sequence[str] = (),
+        answer_timeout: timedelta = timedelta(0),
+    ) -> list[bytes] | None:
+        """Wait until all keys are set. Return their values, or ``None`` if they are not.
+
+        Args:
+            keys: The keys to wait for; at least one.
+            timeout: For the keys to be set; `AT_ONCE` to poll once.
+            unless: If one of these is set, the wait ends. Keys that were set before it are still found.
+            answer_timeout: For the store to answer, if that is longer: a busy machine may need more than a short
+                timeout.
+        """
+        deadline = Deadline.after(timeout)
+        backoff = Backoff()
+
+        def values(store: Any) -> list[bytes] | None:
+            return [bytes(store.get(key)) for key in keys] if store.check(list(keys)) else None
+
+        def look(store: Any) -> list[bytes] | None:
+            found = values(store)
+            if found is None and any(store.check([key]) for key in unless):
+                # Since the first poll, the keys may have been set, and then one that ends the wait.
+                found = values(store) or []
+            return found
+
+        while True:
+            found = self.call(look, max(answer_timeout, deadline.cap(timeout)))
+            if found is not None or deadline.is_over():
+                return found or None
+            backoff.pause(deadline.cap(timeout).total_seconds())
+
+
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
 _MAX_OTHERS: Final = 2
@@ -43,9 +170,9 @@ _SHORTEST_CONNECT_S: Final = 1.0
 
 
 class StoreConnections:
-    """One connection to each store. Any thread may call it.
+    """One connection to each store; closes those used least recently, because restarted replicas bring new stores.
 
-    Every replica that restarts brings another store, so the connections that were used least recently are closed.
+    Any thread may call it.
     """
 
     def __init__(self) -> None:
@@ -122,7 +249,7 @@ class StoreConnection:
         self._is_closed = False
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """Call ``function`` on the thread of the connection; see `StoreCaller.call`."""
+        """Call ``function`` on the thread of the connection; see `StoreChannel.call`."""
         deadline_s = time.monotonic() + timeout.total_seconds() + _GRACE_S
         while True:
             worker = self._running_worker(timeout)
@@ -244,3 +371,29 @@ def _finish(future: Future[Any], outcome: Any) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+def nobody_listens(address: str, timeout_s: float) -> bool:
+    """Return whether a host refuses connections at an address; not if it is invalid, or does not answer in time."""
+    give_up_s = time.monotonic() + timeout_s
+    try:
+        found = look_up(PeerAddress.from_url(address), timeout_s=timeout_s, is_given_up=lambda: False)
+    except (TransportError, OSError):
+        return False
+    return bool(found) and all(_is_refused(each, give_up_s) for each in found)
+
+
+def _is_refused(found: AddressInfo, give_up_s: float) -> bool:
+    family, kind, protocol, _, address = found
+    remaining_s = give_up_s - time.monotonic()
+    if remaining_s <= 0:
+        return False
+    try:
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(remaining_s)
+            connection.connect(address)
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False

@@ -17,10 +17,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ft_transport.coordination.exchange import Exchange
-from ft_transport.coordination.plain_values import from_msgpack
-from ft_transport.coordination.ranks import RankGroup, RankMessages
-from ft_transport.coordination.store_channel import AT_ONCE
+from ft_transport.coordination.gloo_exchange import GlooExchange
+from ft_transport.coordination.ranks import RankGroup, RankMessages, from_msgpack
+from ft_transport.coordination.store import AT_ONCE
 from ft_transport.coordination.votes import (
     AbandonedError,
     GiveUp,
@@ -71,7 +70,7 @@ class Agreement:
 
     def __init__(self, group: RankGroup, channel: str, timeout: timedelta) -> None:
         self.rank, self.size = group.rank, group.size
-        self.exchange: Final = Exchange(group, channel, timeout)
+        self.exchange: Final = GlooExchange(group, channel, timeout)
         self._messages = group.messages(channel, timeout)
         # In the form of `Vote.heard`, the latest last. They contain nonces of this run, so no other run has them.
         self._verdicts: deque[str] = deque(maxlen=_MAX_VERDICTS)

@@ -2,8 +2,8 @@
 
 The trainer's group is never used: its collectives and ours would meet in the wrong order. gloo closes all connections
 of a group when one operation fails or times out. A rank that fails for another reason drops its group
-(`Exchange.ending_on_failure`), so that its peers fail fast. All ranks then make a new group at the next use:
-`Exchange.reset` is called on all of them, because all have seen the vote that follows the failure.
+(`GlooExchange.ending_on_failure`), so that its peers fail fast. All ranks then make a new group at the next use:
+`GlooExchange.reset` is called on all of them, because all have seen the vote that follows the failure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES: Final = 4 << 30
 """Messages describe states, whose headers have at most 100 MB; a larger announced length is refused."""
 
 
-class Exchange:
+class GlooExchange:
     """Sends bytes between ranks. One thread at a time, the same calls on every rank.
 
     Methods that exchange data raise `RankGoneError` if a rank does not take part in time or its connection ends, and
