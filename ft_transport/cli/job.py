@@ -79,7 +79,7 @@ class JobProcess:
         since_s: For how long, in seconds, counted from the first look.
         error: Why it does not answer; empty if it does.
         step: Its step in the last quorum.
-        told: Its last answer, without the lists that `JobState` joins; ``None`` before the first one.
+        state: Its last answer, without the lists that `JobState` joins; ``None`` before the first one.
     """
 
     name: str
@@ -90,7 +90,7 @@ class JobProcess:
     since_s: float = 0.0
     error: str = ""
     step: int | None = None
-    told: ProcessState | None = None
+    state: ProcessState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +179,12 @@ class JobFinder:
 
     def _ask_process(self) -> None:
         try:
-            told = ask_state(self._address, self._connect, _STATE_S)
+            state = ask_state(self._address, self._connect, _STATE_S)
         except TransportError:
             return
-        manager = told.manager if told.manager is not None else ManagerStatus()
+        manager = state.manager if state.manager is not None else ManagerStatus()
         self._lighthouse, self._members = manager.lighthouse, manager.members
-        transport = told.transport if told.transport is not None else TransportStatus()
+        transport = state.transport if state.transport is not None else TransportStatus()
         name = manager.replica_id or transport.replica
         self._alone = (KnownMember(name=name_of(name) or "the process", replica_id=name, addresses=(self._address,)),)
 

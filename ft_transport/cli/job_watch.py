@@ -1,4 +1,4 @@
-"""Asks all processes of a job for ``/state``, at once, and makes one `JobState` of the answers.
+"""Asks all processes of a job for ``/state`` at once, and joins their answers to one `JobState`.
 
 It asks only addresses that a quorum or the Lighthouse names, never one of a request. With a job token, each process has
 to prove that it knows the token before it is asked for anything else.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from ft_transport.cli.job import FindJob, JobError, JobProcess, JobRecord, JobState, KnownJob, Presence
 from ft_transport.errors import PeerProtocolError, TransportError
@@ -44,17 +43,12 @@ _NUM_ERRORS: Final = 30
 _NUM_CHANGES: Final = 30
 _NUM_STEPS: Final = 30
 _MAX_TEXT: Final = 300
+_LATE: Final = ""
+"""In place of an answer: there was no time to ask."""
 
 
-class _Key(NamedTuple):
-    replica_id: str
-    group_rank: int
-
-
-class _Asked(NamedTuple):
-    told: ProcessState | None
-    error: str
-    is_late: bool = False
+_Key: TypeAlias = tuple[str, int]
+"""Id of a replica, and the rank of a process in it."""
 
 
 @dataclass(slots=True)
@@ -62,23 +56,13 @@ class _Seen:
     """The memory of one process.
 
     Attributes:
-        name: See `KnownMember`.
-        address: Its last address.
-        presence: Its presence in the last look.
-        since_s: When that began, by the clock.
-        told: Its last answer.
-        error: Why it did not answer.
-        step: Its step in the last quorum.
+        process: Its present row, with all lists of its last answer.
+        since_s: When its presence changed, by the clock.
         ahead_s: How far its clock is behind this one, in seconds.
     """
 
-    name: str
-    address: str
-    presence: Presence
+    process: JobProcess
     since_s: float
-    told: ProcessState | None = None
-    error: str = ""
-    step: int | None = None
     ahead_s: float = 0.0
 
 
@@ -101,12 +85,12 @@ class JobWatch:
         self._mutex = threading.Lock()
 
     def look(self) -> JobState:
-        """Asks all processes; takes a few seconds at most, and waits for a look that runs already."""
+        """Ask all processes; takes a few seconds at most, and waits for a look that runs already."""
         with self._mutex:
             return self._look()
 
     def recent(self) -> JobState:
-        """The last look, for as long as that look took, and at least for half a second; after that a new one.
+        """Return the last look for as long as that look took, and at least for half a second; after that a new one.
 
         So any number of browsers costs at most two looks a second, and at most half of the time.
         """
@@ -122,11 +106,10 @@ class JobWatch:
         num_left_out = self._note_members(job)
         answers = self._ask_all()
         now_s = self._clock()
-        silent = {member.replica_id for member in job.members if member.silent_s is not None}
         known = {member.replica_id for member in job.members}
+        expected = known - {member.replica_id for member in job.members if member.silent_s is not None}
         for key, seen in self._seen.items():
-            asked = answers.get(key)
-            _update(seen, asked, now_s, is_counted_on=key.replica_id in known and key.replica_id not in silent)
+            _update(seen, answers.get(key), now_s, is_expected=key[0] in expected)
         self._forget_the_past(now_s, known)
         return self._state(job, now_s, took_s=now_s - began_s, num_left_out=num_left_out)
 
@@ -135,21 +118,25 @@ class JobWatch:
         now_s, num_left_out = self._clock(), 0
         for member in job.members:
             for rank, address in enumerate(member.addresses or ("",)):
-                key = _Key(member.replica_id, rank)
-                seen = self._seen.get(key)
+                seen = self._seen.get((member.replica_id, rank))
                 if seen is None:
                     if member.silent_s is not None and not address:
                         continue  # It left before the first look, and its address is unknown.
                     if len(self._seen) >= MAX_PROCESSES:
                         num_left_out += 1
                         continue
-                    seen = self._seen[key] = _Seen(member.name, address, "coming", now_s)
-                seen.address = address or seen.address
-                seen.step = member.step if member.step is not None else seen.step
+                    new = JobProcess(name=member.name, replica_id=member.replica_id, group_rank=rank)
+                    seen = self._seen[member.replica_id, rank] = _Seen(new, now_s)
+                seen.process = replace(
+                    seen.process,
+                    address=address or seen.process.address,
+                    step=member.step if member.step is not None else seen.process.step,
+                )
         return num_left_out
 
-    def _ask_all(self) -> dict[_Key, _Asked]:
-        keys = [key for key, seen in self._seen.items() if seen.address]
+    def _ask_all(self) -> dict[_Key, ProcessState | str]:
+        """Return the states of the processes that answered, the errors of the others, and nothing for lack of time."""
+        keys = [key for key, seen in self._seen.items() if seen.process.address]
         if not keys:
             return {}
         # Each look begins with another process, so time does not always run out for the same ones.
@@ -157,61 +144,57 @@ class JobWatch:
         first = self._num_looks * _MAX_AT_ONCE % len(keys)
         until_s = self._clock() + _ROUND_S
         with SafeExecutor(min(_MAX_AT_ONCE, len(keys)), "ft-transport-watch") as pool:
-            asking: dict[_Key, Future[_Asked]] = {
-                key: pool.submit(self._ask, self._seen[key].address, until_s) for key in keys[first:] + keys[:first]
+            asking = {
+                key: pool.submit(self._ask, self._seen[key].process.address, until_s)
+                for key in keys[first:] + keys[:first]
             }
         return {key: future.result() for key, future in asking.items()}
 
-    def _ask(self, address: str, until_s: float) -> _Asked:
+    def _ask(self, address: str, until_s: float) -> ProcessState | str:
         within_s = min(_WITHIN_S, until_s - self._clock())
         if within_s <= 0:
-            return _Asked(None, "", is_late=True)
+            return _LATE
         try:
-            told = ask_state(address, self._connect, within_s)
-            return _Asked(_bounded(told, address), "")
+            return _bounded(ask_state(address, self._connect, within_s), address)
         except (TransportError, OSError) as error:
-            return _Asked(None, f"{type(error).__name__}: {error}"[:_MAX_TEXT])
+            return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
 
     def _forget_the_past(self, now_s: float, known: set[str]) -> None:
         """Forget replicas that came back under their name, and replicas that left long ago."""
+        rows = [seen.process for seen in self._seen.values()]
         there = {
-            (seen.name, key.group_rank)
-            for key, seen in self._seen.items()
-            if seen.presence in ("here", "coming") or (seen.presence == "silent" and key.replica_id in known)
+            (row.name, row.group_rank)
+            for row in rows
+            if row.presence in ("here", "coming") or (row.presence == "silent" and row.replica_id in known)
         }
-        self._seen = {
-            key: seen
-            for key, seen in self._seen.items()
-            if not (
-                (seen.presence == "gone" and ((seen.name, key.group_rank) in there or now_s - seen.since_s > _FORGET_S))
-                or (seen.presence == "coming" and key.replica_id not in known)
-            )
-        }
+
+        def is_past(seen: _Seen) -> bool:
+            row = seen.process
+            if row.presence == "gone":
+                return (row.name, row.group_rank) in there or now_s - seen.since_s > _FORGET_S
+            return row.presence == "coming" and row.replica_id not in known
+
+        self._seen = {key: seen for key, seen in self._seen.items() if not is_past(seen)}
 
     def _state(self, job: KnownJob, now_s: float, *, took_s: float, num_left_out: int) -> JobState:
         processes: list[JobProcess] = []
         records: list[JobRecord] = []
         errors: list[JobError] = []
         changes: dict[tuple[str, str, float], MembershipChange] = {}
-        for key, seen in sorted(self._seen.items(), key=lambda item: (item[1].name, item[0].group_rank, item[0])):
-            told = seen.told
-            if told is not None:
-                records += _records(seen.name, key.group_rank, told, seen.ahead_s)
-                errors += _errors(seen.name, key.group_rank, told, seen.ahead_s)
-                _add_changes(changes, told, seen.ahead_s)
-            processes.append(
-                JobProcess(
-                    name=seen.name,
-                    replica_id=key.replica_id,
-                    group_rank=key.group_rank,
-                    address=seen.address,
-                    presence=seen.presence,
-                    since_s=now_s - seen.since_s,
-                    error=seen.error,
-                    step=seen.step,
-                    told=replace(told, records=(), errors=(), changes=()) if told is not None else None,
-                )
-            )
+        for seen in sorted(
+            self._seen.values(), key=lambda seen: (seen.process.name, seen.process.group_rank, seen.process.replica_id)
+        ):
+            row, state, ahead_s = seen.process, seen.process.state, seen.ahead_s
+            if state is not None:
+                for record in state.records:
+                    shifted = replace(record, begun_unix_s=record.begun_unix_s + ahead_s)
+                    records.append(JobRecord(name=row.name, group_rank=row.group_rank, record=shifted))
+                for error in state.errors:
+                    late = replace(error, unix_s=error.unix_s + ahead_s)
+                    errors.append(JobError(name=row.name, group_rank=row.group_rank, error=late))
+                _add_changes(changes, state, ahead_s)
+                state = replace(state, records=(), errors=(), changes=())
+            processes.append(replace(row, since_s=now_s - seen.since_s, state=state))
         ordered = sorted(changes.values(), key=lambda each: each.unix_s)
         processes += _departed(ordered, {each.name for each in processes})
         records.sort(key=lambda each: each.record.begun_unix_s + each.record.length_s)
@@ -230,47 +213,36 @@ class JobWatch:
         )
 
 
-def _update(seen: _Seen, asked: _Asked | None, now_s: float, *, is_counted_on: bool) -> None:
+def _update(seen: _Seen, answer: ProcessState | str | None, now_s: float, *, is_expected: bool) -> None:
+    row = seen.process
     presence: Presence
-    if asked is None:
-        presence = "coming" if is_counted_on else "gone"
-    elif asked.is_late:
+    if answer is None:
+        presence = "coming" if is_expected else "gone"
+    elif answer == _LATE:
         return
-    elif asked.told is not None:
-        presence = "here"
-        seen.told, seen.error = asked.told, ""
-        seen.ahead_s = _unix_s() - asked.told.unix_s if asked.told.unix_s else 0.0
+    elif isinstance(answer, str):
+        presence = "silent" if is_expected else "gone"
+        row = replace(row, error=answer)
     else:
-        presence = "silent" if is_counted_on else "gone"
-        seen.error = asked.error
-    if presence != seen.presence:
-        # A replica that left was silent first: its absence began then.
-        if not (presence == "gone" and seen.presence == "silent"):
-            seen.since_s = now_s
-        seen.presence = presence
+        presence = "here"
+        row = replace(row, state=answer, error="")
+        seen.ahead_s = _unix_s() - answer.unix_s if answer.unix_s else 0.0
+    # A replica that left was silent first: its absence began then.
+    if presence != row.presence and (presence, row.presence) != ("gone", "silent"):
+        seen.since_s = now_s
+    seen.process = replace(row, presence=presence)
 
 
-def _records(name: str, group_rank: int, told: ProcessState, ahead_s: float) -> Iterable[JobRecord]:
-    for record in told.records:
-        shifted = replace(record, begun_unix_s=record.begun_unix_s + ahead_s)
-        yield JobRecord(name=name, group_rank=group_rank, record=shifted)
-
-
-def _errors(name: str, group_rank: int, told: ProcessState, ahead_s: float) -> Iterable[JobError]:
-    for error in told.errors:
-        yield JobError(name=name, group_rank=group_rank, error=replace(error, unix_s=error.unix_s + ahead_s))
-
-
-def _add_changes(changes: dict[tuple[str, str, float], MembershipChange], told: ProcessState, ahead_s: float) -> None:
+def _add_changes(changes: dict[tuple[str, str, float], MembershipChange], state: ProcessState, ahead_s: float) -> None:
     """Add the changes that one process reports. All survivors report the same departure; the earliest report counts."""
-    for change in told.changes:
+    for change in state.changes:
         key, shifted = (change.kind, change.replica_id, change.step), replace(change, unix_s=change.unix_s + ahead_s)
         if shifted.unix_s <= changes.setdefault(key, shifted).unix_s:
             changes[key] = shifted
 
 
 def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[JobProcess]:
-    """Replicas that left before the first look, as the survivors report them.
+    """Yield replicas that left before the first look, as the survivors report them.
 
     Args:
         changes: In the order in which they happened.
@@ -284,19 +256,19 @@ def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[
             )
 
 
-def _bounded(told: ProcessState, peer: str) -> ProcessState:
-    """Truncates a state, because every browser gets all states.
+def _bounded(state: ProcessState, peer: str) -> ProcessState:
+    """Truncate a state, because every browser gets all states.
 
     Raises:
         PeerProtocolError: The truncated state is still larger than that of any real process.
     """
-    manager, transport = told.manager, told.transport
+    manager, transport = state.manager, state.transport
     if manager is not None:
         manager = replace(manager, members=(), steps=manager.steps[-_NUM_STEPS:], rules=(), structure=())
     if transport is not None:
         transport = replace(transport, sends=transport.sends[-_NUM_FLOWS:], receives=transport.receives[-_NUM_FLOWS:])
     kept = replace(
-        told,
+        state,
         manager=manager,
         transport=transport,
         running=tuple(
@@ -306,13 +278,13 @@ def _bounded(told: ProcessState, peer: str) -> ProcessState:
                 transfers=each.transfers[:_NUM_TRANSFERS],
                 retries=short_retries(each.retries[-_NUM_RETRIES:]),
             )
-            for each in told.running[-_NUM_RUNNING:]
+            for each in state.running[-_NUM_RUNNING:]
         ),
-        records=tuple(shortened(record) for record in told.records[-_NUM_RECORDS:]),
-        errors=told.errors[-_NUM_ERRORS:],
+        records=tuple(shortened(record) for record in state.records[-_NUM_RECORDS:]),
+        errors=state.errors[-_NUM_ERRORS:],
         changes=tuple(
             replace(each, replica_id=each.replica_id[:_MAX_TEXT], text=each.text[:_MAX_TEXT])
-            for each in told.changes[-_NUM_CHANGES:]
+            for each in state.changes[-_NUM_CHANGES:]
         ),
     )
     num_bytes = len(encode_json(replace(kept, records=(), errors=())))

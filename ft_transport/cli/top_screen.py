@@ -93,7 +93,7 @@ def flows_of(job: JobState) -> dict[tuple[str, int], str]:
     names = {_netloc(process.address): process.name for process in job.processes if process.address}
     flows: dict[tuple[str, int], list[str]] = {}
     for process in job.processes:
-        transport = process.told.transport if process.told is not None and process.presence == "here" else None
+        transport = process.state.transport if process.state is not None and process.presence == "here" else None
         if transport is None:
             continue
         lines = flows.setdefault((process.name, process.group_rank), [])
@@ -149,18 +149,18 @@ def _condition(process: JobProcess) -> tuple[str, str]:
         case "coming":
             return "starting", "starting"
         case "here":
-            return _told_condition(process.told if process.told is not None else ProcessState())
+            return _condition_of(process.state if process.state is not None else ProcessState())
 
 
-def _told_condition(told: ProcessState) -> tuple[str, str]:
-    manager = told.manager
+def _condition_of(state: ProcessState) -> tuple[str, str]:
+    manager = state.manager
     if manager is None:
         return "serving", "serving"
     if manager.partial:
         return "partial", "partial state"
     match manager.activity:
         case "healing":
-            running = next((each for each in told.running if each.kind == "heal" and each.phases), None)
+            running = next((each for each in state.running if each.kind == "heal" and each.phases), None)
             phase = escape(running.phases[-1].name, 12) if running is not None else ""
             return "healing", f"heals {phase}".strip()
         case "waiting":
@@ -185,8 +185,8 @@ def _period_s(step: StepStatus) -> float:
 
 
 def _managers(rows: list[_Row]) -> list[ManagerStatus]:
-    tolds = (row.process.told for row in rows if row.process.presence == "here")
-    return [told.manager for told in tolds if told is not None and told.manager is not None]
+    states = (row.process.state for row in rows if row.process.presence == "here")
+    return [state.manager for state in states if state is not None and state.manager is not None]
 
 
 def _headline(job: JobState, rows: list[_Row]) -> Text:
@@ -245,7 +245,7 @@ def _table(rows: list[_Row], flows: dict[tuple[str, int], str], num_lines: int) 
 
 def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     process = row.process
-    manager = process.told.manager if process.told is not None else None
+    manager = process.state.manager if process.state is not None else None
     step = manager.step if manager is not None else process.step
     is_behind = manager is not None and process.presence == "here" and step is not None and top - step > 1
     text = Text(f"{row.title:<15.15} ")
@@ -275,7 +275,7 @@ def _spark(steps: tuple[StepStatus, ...]) -> str:
         return ""
     lengths = [_period_s(step) for step in last]
     longest_s = max(1e-9, min(max(lengths), 4 * median(lengths)))
-    # Any figure may have been told.
+    # A peer may report any figure.
     shares = (min(1.0, max(0.0, length_s / longest_s)) for length_s in lengths)
     bars = (_SPARKS[int(7 * share)] if step.is_committed else "×" for step, share in zip(last, shares, strict=True))
     return "".join(bars)
@@ -309,5 +309,5 @@ def _error_line(job: JobState, index: int) -> Text:
     each = job.errors[index]
     ago_s = max(0.0, job.unix_s - each.error.unix_s)
     count = f" {each.error.count}×" if each.error.count > 1 else ""
-    told = escape(each.error.text, 200)
-    return Text(f"  {_name(each.name)} {seconds(ago_s)} ago{count}: {told}", style="red")
+    text = escape(each.error.text, 200)
+    return Text(f"  {_name(each.name)} {seconds(ago_s)} ago{count}: {text}", style="red")

@@ -131,9 +131,9 @@ def look(lighthouse: str) -> tuple[int, JobState]:
 
 def activities(job: JobState) -> dict[str, str]:
     return {
-        each.name: each.told.manager.activity
+        each.name: each.state.manager.activity
         for each in job.processes
-        if each.presence == "here" and each.told is not None and each.told.manager is not None
+        if each.presence == "here" and each.state is not None and each.state.manager is not None
     }
 
 

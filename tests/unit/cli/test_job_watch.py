@@ -53,7 +53,7 @@ def test_a_replica_leaves_starts_again_and_is_back() -> None:
     with serving(process_status=watch) as served:
         known[:] = [KnownMember(name="b", replica_id="b:1", addresses=(f"{served.server.address}/checkpoint/",))]
         (process,) = looking.look().processes
-        assert (process.presence, process.told.manager.step) == ("here", 7)  # type: ignore[union-attr]
+        assert (process.presence, process.state.manager.step) == ("here", 7)  # type: ignore[union-attr]
     clock.now_s += 5
     (process,) = looking.look().processes
     assert (process.presence, process.since_s) == ("silent", 0.0)
@@ -87,7 +87,7 @@ def test_the_same_departure_told_by_all_survivors_is_one() -> None:
     # The processes' clocks are compared over a request.
     assert [each.unix_s for each in job.changes] == pytest.approx([49.0, 70.0], abs=1.0)
     assert max(len(each.text) for each in job.changes) < 400
-    assert all(each.told is not None and each.told.changes == () for each in job.processes)
+    assert all(each.state is not None and each.state.changes == () for each in job.processes)
 
 
 def test_a_replica_that_left_before_anybody_looked_has_a_row_until_it_returns() -> None:
@@ -215,10 +215,10 @@ def test_a_newer_version_may_say_more_and_an_older_one_less() -> None:
         job = watching(job_of(new=there, old=before)).look()
 
     new, old = job.processes
-    assert new.told is not None
-    assert new.told.manager is not None
-    assert new.told.manager.step == 9
-    assert (old.presence, old.told.manager if old.told else "") == ("here", None)
+    assert new.state is not None
+    assert new.state.manager is not None
+    assert new.state.manager.step == 9
+    assert (old.presence, old.state.manager if old.state else "") == ("here", None)
 
 
 def test_a_big_job_is_bounded_and_says_what_it_leaves_out() -> None:

@@ -51,7 +51,7 @@ def process(
         address=f"http://{name.lower()[:1]}:1/checkpoint/",
         presence=presence,
         since_s=12.0,
-        told=told,
+        state=told,
         **fields,  # type: ignore[arg-type]
     )
 
@@ -154,7 +154,7 @@ def test_no_figure_and_no_address_ends_it(figure: float, address: str) -> None:
         manager=ManagerStatus(step=2**62, activity="training", activity_s=figure, steps=steps, num_refused=2**62),
         transport=TransportStatus(receives=(flow,), sends=(flow,)),
     )
-    hostile = JobProcess(name="x", replica_id="x:1", address=address, presence="here", since_s=figure, told=told)
+    hostile = JobProcess(name="x", replica_id="x:1", address=address, presence="here", since_s=figure, state=told)
     phases = tuple(Phase(name="transfer", start_s=figure, length_s=figure) for _ in range(3))
     record = Record(kind="heal", begun_unix_s=figure, length_s=figure, outcome="ok", phases=phases)
     error = ErrorStatus(unix_s=figure, about="x", text="x")
@@ -204,7 +204,7 @@ def test_a_lighthouse_without_a_page_is_not_dead_where_replicas_train() -> None:
 
 def test_a_process_says_that_the_lighthouse_is_lost() -> None:
     told = ProcessState(manager=ManagerStatus(activity="training", is_lighthouse_lost=True))
-    lines = drawn(job(JobProcess(name="a", replica_id="a:1", presence="here", told=told)))
+    lines = drawn(job(JobProcess(name="a", replica_id="a:1", presence="here", state=told)))
     assert "THE LIGHTHOUSE DOES NOT ANSWER" in lines[1]
 
 
