@@ -161,9 +161,14 @@ def _allow_many_files() -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenedStates:
-    """Both; ``chunks`` are those that differ by their digests, where these decide.
+    """Both states.
 
-    ``steps_differ``: two replicas that came to no step at which both could be asked.
+    Attributes:
+        one: The first state.
+        other: The second state.
+        chunks: Chunks that differ by their digests; ``None`` if the bytes decide.
+        num_bytes_fetched: Number of bytes that came from replicas.
+        steps_differ: Whether two replicas came to no step at which both could be asked.
     """
 
     one: StoredState
@@ -208,9 +213,6 @@ def opened_states(
                 twin = files.fetch(one if is_url(one) else other, chosen, differing_from(known)).manifest
         elif by_digests:
             known, twin = _manifest_of(one), _manifest_of(other)
-        chunks = None
-        if known is not None and twin is not None and UnequalChunks.are_comparable(known, twin):
-            chunks = UnequalChunks(known, twin)
         paths = files.paths if files is not None else {}
         # DCP's metadata are read in a process each.
         with SafeExecutor(2, "ft-transport-open") as pool:
@@ -221,7 +223,7 @@ def opened_states(
         yield OpenedStates(
             opening[0].result(),
             opening[1].result(),
-            chunks,
+            UnequalChunks.of(known, twin),
             files.num_bytes if files is not None else 0,
             steps_differ=steps_differ,
         )
@@ -232,11 +234,8 @@ def _manifest_of(thing: str) -> Manifest | None:
     path = checkpoint_at(Path(thing))
     if path.is_dir() or DIGESTS not in open_source(thing).metadata:
         return None
-    file = StoredFile.at(path)
-    try:
+    with contextlib.closing(StoredFile.at(path)) as file:
         return read_manifest(file)
-    finally:
-        file.close()
 
 
 def _open(thing: str, fetched: Path | None) -> StoredState:
@@ -311,12 +310,8 @@ def find_differences(one: StoredState, other: StoredState, *, chunks: UnequalChu
             if twin is None:
                 found[name] = Difference(name=name, kind="only in A", one=_shown(tensor))
             elif (tensor.dtype, tensor.shape) != (twin.dtype, twin.shape):
-                found[name] = Difference(
-                    name=name,
-                    kind="dtype or shape" if kind == "elements" else "value",
-                    one=_shown(tensor),
-                    other=_shown(twin),
-                )
+                unlike: Kind = "dtype or shape" if kind == "elements" else "value"
+                found[name] = Difference(name=name, kind=unlike, one=_shown(tensor), other=_shown(twin))
             else:
                 ranges = chunks.ranges_of(name) if chunks is not None else None
                 size = tensor.num_bytes
@@ -327,18 +322,11 @@ def find_differences(one: StoredState, other: StoredState, *, chunks: UnequalChu
             if name not in ones:
                 found[name] = Difference(name=name, kind="only in B", other=_shown(twin))
     for kind, _, _ in sides:
-        tallies = compare(pairs[kind])
-        for pair in pairs[kind]:
-            if pair.name in tallies:
-                num_items = pair.one.num_bytes // pair.one.item_bytes
-                found[pair.name] = Difference(
-                    name=pair.name,
-                    kind=kind,
-                    num_items=num_items,
-                    tally=tallies[pair.name],
-                    one=_shown(pair.one),
-                    other=_shown(pair.other),
-                )
+        by_name = {pair.name: pair for pair in pairs[kind]}
+        for name, tally in compare(pairs[kind]).items():
+            tensor, shown = by_name[name].one, _shown(by_name[name].one)
+            num_items = tensor.num_bytes // tensor.item_bytes
+            found[name] = Difference(name=name, kind=kind, num_items=num_items, tally=tally, one=shown, other=shown)
     if has_values:
         _compare_metadata(one.contents.metadata, other.contents.metadata, found)
     order = {name: at for at, name in enumerate([*one.tensors, *one.values, *other.tensors, *other.values])}

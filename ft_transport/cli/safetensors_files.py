@@ -7,6 +7,7 @@ same header.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -133,13 +134,11 @@ def read_file(path: Path, *, file: str = "") -> Contents:
     Raises:
         UnreadableError: Not a safetensors file.
     """
-    opened = StoredFile.at(path)
-    try:
-        contents = read_header(opened.read, kind="safetensors file", name=str(path), file=file)
-    except OSError as error:
-        raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
-    finally:
-        opened.close()
+    with contextlib.closing(StoredFile.at(path)) as opened:
+        try:
+            contents = read_header(opened.read, kind="safetensors file", name=str(path), file=file)
+        except OSError as error:
+            raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
     ends = (part.start + part.num_bytes for part in _parts(contents))
     missing = max(0, max(ends, default=contents.data_start) - opened.num_bytes)
     troubles = _layout_troubles(contents, opened.num_bytes - contents.data_start, path.name)
@@ -188,13 +187,11 @@ def read_files(directory: Path, index: Path | None) -> Contents:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    file = StoredFile.at(index)
-    try:
-        return _index.decode(file.read(0, _MAX_BYTES)).weight_map
-    except DECODE_ERRORS as error:
-        raise UnreadableError(f"expected the index of a model in {index}: {error}") from error
-    finally:
-        file.close()
+    with contextlib.closing(StoredFile.at(index)) as file:
+        try:
+            return _index.decode(file.read(0, _MAX_BYTES)).weight_map
+        except DECODE_ERRORS as error:
+            raise UnreadableError(f"expected the index of a model in {index}: {error}") from error
 
 
 def _index_troubles(

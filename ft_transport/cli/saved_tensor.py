@@ -6,6 +6,7 @@ storage (torch/serialization.py, ``_save``). The pickle is parsed into tuples, s
 
 from __future__ import annotations
 
+import pickletools
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -143,8 +144,49 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
 
 @lru_cache(_NUM_KEPT)
 def _walk(pickled: bytes) -> Any:
-    """Walk a pickle; cached, because tensors of one dtype and shape have the same pickle."""
-    return walk_pickle(pickled)
+    """Parse a pickle into tuples, strings and numbers; cached: tensors of one dtype and shape share it.
+
+    A name becomes ``(module, name)``, a call ``(name, arguments)``, a persistent id ``("persistent", id)``. Time and
+    memory are proportional to the length of the pickle.
+
+    Raises:
+        ValueError: It is no pickle, or has opcodes that ``torch.save`` does not write for a tensor.
+        LookupError: It pops from an empty stack.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+    for opcode, argument, _ in pickletools.genops(pickled):
+        match opcode.name:
+            case "BINUNICODE" | "BININT1" | "BININT2" | "BININT" | "LONG1" | "BINFLOAT":
+                stack.append(argument)
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(opcode.name == "NEWTRUE")
+            case "GLOBAL":
+                stack.append(tuple(str(argument).split(" ", 1)))
+            case "BINPERSID":
+                stack.append(("persistent", stack.pop()))
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                _make_tuple(stack, len(stack) - marks.pop())
+            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3" | "REDUCE":
+                _make_tuple(stack, len(opcode.stack_before))
+            case "PROTO" | "STOP":
+                pass
+            case _:
+                raise ValueError(f"expected the pickle of a tensor, which has no {opcode.name}")
+    return stack.pop()
+
+
+def _make_tuple(stack: list[Any], count: int) -> None:
+    if not 0 <= count <= len(stack):
+        raise IndexError("it takes more than there is")
+    stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
 
 
 def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
@@ -195,103 +237,3 @@ def _widened(extra: bytes, stored: int, length: int, local: int) -> tuple[int, i
             local = wide.pop(0) if local == _FULL_32 else local
         at += num_bytes
     return stored, length, local
-
-
-def walk_pickle(pickled: bytes) -> Any:
-    """Parse a pickle.
-
-    A name becomes ``(module, name)``, a call ``(name, arguments)``, a persistent id ``("persistent", id)``.
-
-    Raises:
-        ValueError: An unsupported opcode.
-        LookupError: The pickle ends early, or pops from an empty stack.
-    """
-    machine = _Machine(pickled)
-    while (opcode := machine.take(1)) != b".":
-        step = _STEPS.get(opcode)
-        if step is None:
-            raise ValueError(f"expected the pickle of a tensor, which has no {opcode!r}")
-        step(machine)
-    return machine.stack.pop()
-
-
-class _Machine:
-    def __init__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-        self._at = 0
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
-        self.stack: list[Any] = []
-
-    def take(self, num_bytes: int) -> bytes:
-        """Return the next bytes."""
-        self._at += num_bytes
-        if self._at > len(self._pickled):
-            raise IndexError("it ends early")
-        return self._pickled[self._at - num_bytes : self._at]
-
-    def number(self, num_bytes: int, *, signed: bool = False) -> int:
-        """Return the next number."""
-        return int.from_bytes(self.take(num_bytes), "little", signed=signed)
-
-    def name(self) -> None:
-        """Push a module and a name in it."""
-        lines = []
-        for _ in range(2):
-            end = self._pickled.index(b"\n", self._at)
-            lines.append(self._pickled[self._at : end].decode())
-            self._at = end + 1
-        self.stack.append(tuple(lines))
-
-    def keep(self, num_bytes: int) -> None:
-        """Store the top of the stack under a number."""
-        self._memo[self.number(num_bytes)] = self.stack[-1]
-
-    def recall(self, num_bytes: int) -> None:
-        """Push a stored value."""
-        self.stack.append(self._memo[self.number(num_bytes)])
-
-    def mark(self) -> None:
-        """Begin a tuple."""
-        self._marks.append(len(self.stack))
-
-    def since_mark(self) -> None:
-        """Make a tuple of the values since its beginning."""
-        self.last(len(self.stack) - self._marks.pop())
-
-    def last(self, count: int) -> None:
-        """Make a tuple of the last values."""
-        start = len(self.stack) - count
-        if not 0 <= start <= len(self.stack):
-            raise IndexError("it takes more than there is")
-        self.stack[start:] = [tuple(self.stack[start:])]
-
-    def persistent(self) -> None:
-        """Make a persistent reference."""
-        self.stack.append(("persistent", self.stack.pop()))
-
-
-_STEPS: Final[dict[bytes, Callable[[_Machine], object]]] = {
-    b"\x80": lambda machine: machine.take(1),  # PROTO
-    b"c": _Machine.name,  # GLOBAL
-    b"q": lambda machine: machine.keep(1),  # BINPUT
-    b"r": lambda machine: machine.keep(4),  # LONG_BINPUT
-    b"h": lambda machine: machine.recall(1),  # BINGET
-    b"j": lambda machine: machine.recall(4),  # LONG_BINGET
-    b"X": lambda machine: machine.stack.append(machine.take(machine.number(4)).decode()),  # BINUNICODE
-    b"K": lambda machine: machine.stack.append(machine.number(1)),  # BININT1
-    b"M": lambda machine: machine.stack.append(machine.number(2)),  # BININT2
-    b"J": lambda machine: machine.stack.append(machine.number(4, signed=True)),  # BININT
-    b"\x8a": lambda machine: machine.stack.append(machine.number(machine.number(1), signed=True)),  # LONG1
-    b"G": lambda machine: machine.stack.extend(struct.unpack(">d", machine.take(8))),  # BINFLOAT
-    b"\x88": lambda machine: machine.stack.append(True),  # NEWTRUE
-    b"\x89": lambda machine: machine.stack.append(False),  # NEWFALSE
-    b"(": _Machine.mark,  # MARK
-    b"t": _Machine.since_mark,  # TUPLE
-    b")": lambda machine: machine.last(0),  # EMPTY_TUPLE
-    b"\x85": lambda machine: machine.last(1),  # TUPLE1
-    b"\x86": lambda machine: machine.last(2),  # TUPLE2
-    b"\x87": lambda machine: machine.last(3),  # TUPLE3
-    b"Q": _Machine.persistent,  # BINPERSID
-    b"R": lambda machine: machine.last(2),  # REDUCE
-}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +19,9 @@ from ft_transport.http.client.manifests import fetch_manifest, with_digests
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.settings import FetchProgress, TransportSettings
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.transfer.file_client import FetchedFile, FilePlan, fetch_to_file
+from ft_transport.transfer.file_client import FetchedFile, fetch_to_file
 from ft_transport.transfer.sources import asking
-from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.manifest import Manifest, TensorEntry
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _WHOLE: Final = timedelta(days=30)
@@ -35,8 +36,8 @@ _MORE_PATIENCE: Final = 4.0
 _LARGEST_LEAD: Final = 1 << 16
 
 Manifests = tuple[Manifest, Manifest]
-SettingsFor = Callable[[float], FetchSettings]
-"""Makes the settings of a fetch with a longest silence in seconds, counted from now."""
+Peers = tuple[PeerAddress, PeerAddress]
+_Ask = Callable[[StepSelector, float], Manifests]
 _ITEM: Final = 16
 """Length of the longest element in bytes."""
 
@@ -44,10 +45,10 @@ _ITEM: Final = 16
 def settings_for_files(
     progress_timeout_s: float, on_progress: Callable[[FetchProgress], None] | None = None
 ) -> FetchSettings:
-    """How the command fetches to files, with the job's token and certificates from the environment.
+    """Return the settings for fetches to files, with the job's token and certificates from the environment.
 
     Args:
-        progress_timeout_s: How long nothing may come.
+        progress_timeout_s: Longest time without data, in seconds, counted from now.
         on_progress: Called after each chunk.
 
     Raises:
@@ -68,10 +69,10 @@ class SnapshotFiles:
     """Fetches snapshots into a directory.
 
     Attributes:
-        directory: That.
-        timeout_s: How long nothing may come.
+        directory: The directory.
+        timeout_s: Longest time without data, in seconds.
         paths: The newest file of each URL.
-        num_bytes: That came in all.
+        num_bytes: Number of bytes of all fetches.
     """
 
     directory: Path
@@ -86,7 +87,7 @@ class SnapshotFiles:
         step: StepSelector,
         wanted: Callable[[Manifest], Collection[int]] | None,
     ) -> FetchedFile:
-        """Fetches the wanted chunks of a snapshot; all without that.
+        """Fetch the chunks of a snapshot that ``wanted`` chooses from its manifest; all chunks by default.
 
         Raises:
             TransportError: The replica cannot be asked, or the file not be written.
@@ -98,7 +99,7 @@ class SnapshotFiles:
             path,
             settings=settings_for_files(self.timeout_s),
             recorder=Recorder(),
-            on_plan=_ignore,
+            on_plan=lambda _plan: None,
             wanted=wanted,
         )
         self.num_bytes += sum(transfer.num_bytes for transfer in fetched.record.transfers)
@@ -119,10 +120,7 @@ class SnapshotFiles:
         """
         peers = (PeerAddress.from_url(one), PeerAddress.from_url(other))
         for _ in range(_MAX_TRIES):
-            with asked_for_one_step(peers, step, settings_for=settings_for_files, timeout_s=self.timeout_s) as (
-                first_asked,
-                second_asked,
-            ):
+            with asked_for_one_step(peers, step, timeout_s=self.timeout_s) as (first_asked, second_asked):
                 try:
                     second = self.fetch(other, second_asked.step, differing_from(first_asked))
                     first = self.fetch(one, first_asked.step, differing_from(second_asked))
@@ -143,51 +141,47 @@ def _are_the_same(one: Manifest, other: Manifest) -> bool:
     return (one.digests, one.tensors) == (other.digests, other.tensors)
 
 
-def _ignore(_plan: FilePlan) -> None:
-    pass
-
-
 def differing_from(known: Manifest | None) -> Callable[[Manifest], Collection[int]] | None:
-    """The chunks that are wanted of a manifest besides a known one."""
+    """Return a function that chooses the chunks in which a manifest differs from a known one."""
     if known is None:
         return None
 
     def wanted(manifest: Manifest) -> Collection[int]:
-        if UnequalChunks.are_comparable(known, manifest):
-            return UnequalChunks(known, manifest).numbers
-        return range(manifest.chunks.num_chunks)
+        unequal = UnequalChunks.of(known, manifest)
+        return unequal.numbers if unequal is not None else range(manifest.chunks.num_chunks)
 
     return wanted
 
 
+@dataclass(frozen=True, slots=True)
 class UnequalChunks:
     """The chunks with different digests in two snapshots of one layout.
 
     Attributes:
         numbers: Chunk indices whose digests differ.
+        tensors: Both snapshots' tensors by name.
+        chunk_bytes: Length of a chunk.
     """
 
-    def __init__(self, one: Manifest, other: Manifest) -> None:
-        assert one.digests is not None, "comparable"
-        assert other.digests is not None, "comparable"
-        pairs = zip(one.digests, other.digests, strict=True)
-        self.numbers = frozenset(number for number, (first, second) in enumerate(pairs) if first != second)
-        self._chunk_bytes = one.chunks.chunk_bytes
-        self._tensors = {entry.name: entry for entry in one.tensors}
+    numbers: frozenset[int]
+    tensors: Mapping[str, TensorEntry]
+    chunk_bytes: int
 
-    @staticmethod
-    def are_comparable(one: Manifest, other: Manifest) -> bool:
-        """Whether equal digests of chunks imply equal tensors."""
-        return (
-            one.digests is not None
-            and other.digests is not None
-            and (one.digester, one.tensors, one.chunks) == (other.digester, other.tensors, other.chunks)
-        )
+    @classmethod
+    def of(cls, one: Manifest | None, other: Manifest | None) -> UnequalChunks | None:
+        """Compare digests; ``None`` if equal digests of chunks would not imply equal tensors."""
+        if one is None or other is None or one.digests is None or other.digests is None:
+            return None
+        if (one.digester, one.tensors, one.chunks) != (other.digester, other.tensors, other.chunks):
+            return None
+        pairs = zip(one.digests, other.digests, strict=True)
+        numbers = frozenset(number for number, (first, second) in enumerate(pairs) if first != second)
+        return cls(numbers, {entry.name: entry for entry in one.tensors}, one.chunks.chunk_bytes)
 
     def ranges_of(self, name: str) -> Sequence[tuple[int, int]]:
         """Return the byte ranges of a tensor in these chunks, extended to whole elements."""
-        entry = self._tensors[name]
-        size, step = entry.end - entry.start, self._chunk_bytes
+        entry = self.tensors[name]
+        size, step = entry.end - entry.start, self.chunk_bytes
         if not size:
             return []
         ranges: list[tuple[int, int]] = []
@@ -204,9 +198,7 @@ class UnequalChunks:
 
 
 @contextmanager
-def asked_for_one_step(
-    peers: tuple[PeerAddress, PeerAddress], step: int | None, *, settings_for: SettingsFor, timeout_s: float
-) -> Iterator[Manifests]:
+def asked_for_one_step(peers: Peers, step: int | None, *, timeout_s: float) -> Iterator[Manifests]:
     """Return both manifests with digests, of a common step if possible, otherwise of their newest steps.
 
     While the context is open, both replicas keep their snapshots, at least for the time of a lease.
@@ -214,44 +206,42 @@ def asked_for_one_step(
     Args:
         peers: The replicas.
         step: The required step; any step by default.
-        settings_for: Makes the settings of a fetch.
         timeout_s: Longest silence in seconds.
 
     Raises:
         TransportError: A replica is unreachable, or does not serve the required step.
     """
-    with _Replicas(peers, settings_for) as replicas:
+    with ExitStack() as connected:
+        ask = partial(_ask_both, connected, peers)
         if step is not None:
-            yield replicas.ask(step, timeout_s)
+            yield ask(step, timeout_s)
             return
         began_s = time.monotonic()
-        manifests = replicas.ask(LATEST, timeout_s)
+        manifests = ask(LATEST, timeout_s)
         if manifests[0].step != manifests[1].step:
             took_s = time.monotonic() - began_s
             patience_s = min(timeout_s, max(_LEAST_PATIENCE_S, _MORE_PATIENCE * took_s))
             steps = [manifest.step for manifest in manifests]
             manifests = (
-                _of_the_one_behind(replicas, steps)
-                or _of_a_step_to_come(replicas, steps, patience_s)
-                or replicas.ask(LATEST, timeout_s)
+                _of_the_one_behind(ask, steps) or _of_a_step_to_come(ask, steps, patience_s) or ask(LATEST, timeout_s)
             )
         yield manifests
 
 
-def _of_the_one_behind(replicas: _Replicas, steps: list[int]) -> Manifests | None:
+def _of_the_one_behind(ask: _Ask, steps: list[int]) -> Manifests | None:
     """Return both manifests of the first replica's step, if the other one still serves that step."""
     try:
-        return replicas.ask(min(steps), _LEAST_PATIENCE_S)
+        return ask(min(steps), _LEAST_PATIENCE_S)
     except (StepNotServedError, DeadlineExceededError):
         return None
 
 
-def _of_a_step_to_come(replicas: _Replicas, steps: list[int], patience_s: float) -> Manifests | None:
+def _of_a_step_to_come(ask: _Ask, steps: list[int], patience_s: float) -> Manifests | None:
     """Ask for steps further and further ahead, until neither replica has passed one; ``None`` if they stand still."""
     newest, until_s, lead = max(steps), time.monotonic() + patience_s, 1
     while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:
         try:
-            return replicas.ask(newest + lead, left_s)
+            return ask(newest + lead, left_s)
         except DeadlineExceededError:
             return None
         except StepNotServedError as error:
@@ -260,36 +250,18 @@ def _of_a_step_to_come(replicas: _Replicas, steps: list[int], patience_s: float)
     return None
 
 
-class _Replicas:
-    """Asks both replicas; a context manager that closes its connections."""
+def _ask_both(connected: ExitStack, peers: Peers, step: StepSelector, timeout_s: float) -> Manifests:
+    """Ask both at once, over new connections. The first error ends the other request, too."""
+    # Earlier snapshots are not needed, and must not keep their places.
+    connected.close()
+    settings = settings_for_files(timeout_s)
+    connections = [connected.enter_context(Connection.of(peer, settings)) for peer in peers]
 
-    def __init__(self, peers: tuple[PeerAddress, PeerAddress], settings_for: SettingsFor) -> None:
-        self._peers = peers
-        self._settings_for = settings_for
-        self._held = ExitStack()
+    def ask(connection: Connection) -> Manifest:
+        manifest = fetch_manifest(connection, step, settings)
+        return with_digests(connection, manifest, max_failures=settings.max_failures)
 
-    def __enter__(self) -> _Replicas:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self._held.close()
-
-    def ask(self, step: StepSelector, timeout_s: float) -> Manifests:
-        """Ask both at once. The first error ends the other request, too.
-
-        Raises:
-            TransportError: A replica did not answer.
-        """
-        # Earlier snapshots are not needed, and must not keep their places.
-        self._held.close()
-        settings = self._settings_for(timeout_s)
-        connections = [self._held.enter_context(Connection.of(peer, settings)) for peer in self._peers]
-
-        def ask(connection: Connection) -> Manifest:
-            manifest = fetch_manifest(connection, step, settings)
-            return with_digests(connection, manifest, max_failures=settings.max_failures)
-
-        with asking(connections, ask, at_once=2) as (asked, answered):
-            for _ in asked:
-                answered.get().result()
-        return asked[0].result(), asked[1].result()
+    with asking(connections, ask, at_once=2) as (asked, answered):
+        for _ in asked:
+            answered.get().result()
+    return asked[0].result(), asked[1].result()

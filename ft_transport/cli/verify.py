@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import zlib
@@ -108,14 +109,11 @@ def verify_command(
 
 def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]:
     path = checkpoint_at(Path(thing))
-    if contents.kind == OURS:
-        yield from _of_ours(path)
+    is_of_ranks = path.is_dir() and any(path.glob(OF_A_RANK))
+    if contents.kind == OURS or (is_of_ranks and (path / MANIFEST).exists()):
+        yield from _of_ours(path.resolve(), contents.step)
         return
     notes += contents.notes
-    is_of_ranks = path.is_dir() and any(path.glob(OF_A_RANK))
-    if is_of_ranks and (path / MANIFEST).exists():
-        yield from _of_renamed(path)
-        return
     troubles = [*contents.troubles, *tensor_troubles(contents)]
     troubles += file_troubles(path, contents) if contents.form == "dcp" else ()
     if is_of_ranks:
@@ -125,7 +123,7 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
         )
     sums = Sums()
     if not troubles and contents.form == "dcp":
-        troubles = [*find_damage(path, contents, sums)]
+        troubles = [*find_damaged_records(path, contents, sums)]
     yield from troubles
     if not troubles and DIGESTS in contents.metadata:
         try:
@@ -162,19 +160,8 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
     return Contents(kind=f"snapshot of {peer}", tensors=tuple(entries), step=manifest.step)
 
 
-def _of_ours(path: Path) -> Iterator[str]:
-    from ft_transport import CheckpointStore
-
-    step = int(path.resolve().name.removeprefix("step-"))
-    with CheckpointStore(path.resolve().parent, read_only=True) as store:
-        try:
-            store.verify(step)
-        except CheckpointDamagedError as error:
-            yield f"{type(error).__name__}: {error}"
-
-
-def _of_renamed(path: Path) -> Iterator[str]:
-    """Compares the files of a checkpoint whose directory has another name than ``step-N``."""
+def _of_ours(path: Path, step: int | None) -> Iterator[str]:
+    """Compare the files of a checkpoint of ours with its manifest; without ``step``, of whichever step it is."""
     from ft_transport import StoreSettings
     from ft_transport.checkpoint.stored_files import (
         ReadRetries,
@@ -187,7 +174,7 @@ def _of_renamed(path: Path) -> Iterator[str]:
     settings = StoreSettings()
     retries = ReadRetries(settings.retry_s)
     try:
-        manifest = read_manifest(path, None, settings.trust(), retries)
+        manifest = read_manifest(path, step, settings.trust(), retries)
         damaged = find_damage(path, manifest.files, manifest.hash, retries, lambda: None)
         if not damaged:
             decode_rank_files(read_rank_files(path, manifest, retries), manifest)
@@ -245,8 +232,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     Raises:
         ManifestError: They cannot be compared: the job token is missing, or it is no such file.
     """
-    file = StoredFile.at(path)
-    try:
+    with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)
         if manifest.digests is None:
             raise ManifestError("expected digests, they were to come later")
@@ -257,8 +243,6 @@ def digest_troubles(path: Path) -> Iterator[str]:
         for chunk in find_damaged(manifest, views, num_threads=default_num_threads()):
             start, end = manifest.chunks.range_of(chunk, chunk + 1)
             yield f"{escape(path.name)}: bytes [{start}, {end}) of the data differ from their digest"
-    finally:
-        file.close()
 
 
 def read_manifest(file: StoredFile) -> Manifest:
@@ -280,7 +264,7 @@ class Sums:
     num_without: int = 0
 
 
-def find_damage(path: Path, contents: Contents, sums: Sums) -> Iterator[str]:
+def find_damaged_records(path: Path, contents: Contents, sums: Sums) -> Iterator[str]:
     """Yield the damages in the data files of a DCP checkpoint: broken envelopes, and bytes that differ from their sums.
 
     Args:
