@@ -21,7 +21,8 @@ import typer
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.errors import TransportError
 from ft_transport.http.bind_address import ADVERTISE_VARIABLE, addresses_of, advertised_host, interfaces
-from ft_transport.http.client.rate_probe import Connect, PeerStatus, ProbedRate, ask_status, connecting, probe_rates
+from ft_transport.http.client.manifests import PeerStatus
+from ft_transport.http.client.rate_probe import Connect, ProbedRate, ask_status, connecting, probe_rates
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.settings import TransportSettings

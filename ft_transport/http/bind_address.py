@@ -20,14 +20,18 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.peer_address import PeerAddress, is_address
 from ft_transport.runtime.fork_safety import making_socket
 
 logger = logging.getLogger(__name__)
 
+IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+_SIOCGIFCONF: Final = 0x8912  # linux/sockios.h
+_MAX_INTERFACES: Final = 512
+_IFREQ: Final = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
+"""``struct ifreq`` with an IPv4 address (man 7 netdevice)."""
 ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
 """Environment variable with the host name, address or network interface that peers should use."""
-_SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 LISTEN_BACKLOG: Final = 4096
 """A client that finds it full retries after a second; a connection waiting in the kernel costs next to nothing."""
 _LOOPBACKS: Final = ("127.0.0.1", "::1")
@@ -137,13 +141,13 @@ def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
     chosen = setting or os.environ.get(ADVERTISE_VARIABLE) or (None if _is_wildcard(bound) else bound)
     if not chosen:
         name = socket.gethostname()
-        return name if _resolves(name) else "127.0.0.1"
+        return name if addresses_of(name) else "127.0.0.1"
     if chosen in {name for _, name in socket.if_nameindex()}:
         return interface_address(chosen)
     try:
         address = ipaddress.ip_address(chosen.strip("[]"))
     except ValueError:
-        if _resolves(chosen):
+        if addresses_of(chosen):
             return chosen
         raise ConfigurationError(
             f"expected a host, an address or one of the interfaces {sorted(name for _, name in socket.if_nameindex())} "
@@ -158,21 +162,13 @@ def interface_address(name: str) -> str:
     Raises:
         ConfigurationError: The interface has none, or the platform does not report it.
     """
-    if sys.platform == "linux":
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                return socket.inet_ntoa(answer[20:24])
-            except OSError:
-                pass
-        try:
-            lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        except OSError:  # IPv6 is switched off
-            lines = []
-        for line in lines:
-            digits, _index, _prefix, scope, _flags, interface = line.split()
-            if interface == name and scope in ("00", "10"):
-                return f"[{ipaddress.IPv6Address(int(digits, 16))}]"
+    found = [
+        each
+        for each, interface in interfaces().items()
+        if interface == name and (each.version == 4 or not each.is_link_local)
+    ]
+    for address in sorted(found, key=lambda each: each.version):
+        return f"[{address}]" if address.version == 6 else str(address)
     raise ConfigurationError(f"expected the network interface {name!r} to have an address to advertise, found none")
 
 
@@ -182,18 +178,6 @@ def _is_wildcard(host: str | None) -> bool:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def _resolves(name: str) -> bool:
-    return bool(addresses_of(name))
-
-
-IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-_SIOCGIFCONF: Final = 0x8912  # linux/sockios.h
-_MAX_INTERFACES: Final = 512
-_IFREQ: Final = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
-"""``struct ifreq`` with an IPv4 address (man 7 netdevice)."""
 
 
 def advertised_url(
@@ -232,9 +216,9 @@ def advertised_url(
             "where a proxy passes connections on, name its address in TransportSettings.reached_at"
         )
     by_address = interfaces()
-    own = [each for each in found if is_own(each)]
+    own = [each for each in found if each.is_loopback or can_bind(str(each))]
     if found and not own and str(peer) not in reached_at:
-        if is_guarded and _is_literal(peer.host):
+        if is_guarded and is_address(peer.host):
             raise ConfigurationError(
                 f"expected to advertise an address of this host, got {peer.host}, which is none of "
                 f"{sorted({str(each) for each in by_address})}; where it is translated on the way, name {peer} in "
@@ -260,11 +244,6 @@ def advertised_url(
         )
     logger.info("peers are told %s: %s", url, ", ".join(_described(each, by_address) for each in found) or "unknown")
     return url
-
-
-def is_own(address: IPAddress) -> bool:
-    """Whether ``address`` is an address of this host."""
-    return address.is_loopback or can_bind(str(address))
 
 
 def interfaces() -> dict[IPAddress, str]:
@@ -297,11 +276,3 @@ def _described(address: IPAddress, by_address: dict[IPAddress, str]) -> str:
     plain = ipaddress.ip_address(str(address).partition("%")[0])
     name = by_address.get(plain) or ("loopback" if address.is_loopback else "no interface of this host")
     return f"{address} (IPv{address.version}, {name})"
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

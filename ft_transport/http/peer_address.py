@@ -96,7 +96,7 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
         UnknownHostError: The name does not exist.
         OSError: The resolver failed.
     """
-    if _is_address(peer.host):
+    if is_address(peer.host):
         return _ask(peer)
     found = _look_up_on_thread(peer)
     give_up_s = time.monotonic() + timeout_s
@@ -113,7 +113,7 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
 def _ask(peer: PeerAddress) -> list[AddressInfo]:
     try:
         # For a str Python first imports the codec of international names: 1 to 2 ms of a process's first fetch.
-        host = peer.host.encode() if _is_address(peer.host) else peer.host
+        host = peer.host.encode() if is_address(peer.host) else peer.host
         return list(socket.getaddrinfo(host, peer.port, type=socket.SOCK_STREAM))
     except socket.gaierror as error:
         if error.errno not in _UNKNOWN:
@@ -154,7 +154,8 @@ def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
         return found
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Whether ``host`` is an IP address, with or without a zone."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

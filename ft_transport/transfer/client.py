@@ -16,7 +16,7 @@ from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.client.chunks import Receivers, fetch_data
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
-from ft_transport.http.client.manifests import digest_chunks, fetch_server_id, find_damaged
+from ft_transport.http.client.manifests import digest_chunks, fetch_status, find_damaged
 from ft_transport.http.client.same_host import fetch_from_memory
 from ft_transport.http.client.slices import Source, fetch_ranges, fetch_slices
 from ft_transport.http.peer_address import PeerAddress
@@ -144,7 +144,7 @@ class StateClient(Generic[T]):
         try:
             settings = self.fetch_settings(timeout)
             with Connection.of(PeerAddress.from_url(address), settings) as connection:
-                found = fetch_server_id(connection)
+                found = fetch_status(connection).server
         except TransportError as error:
             raise ConfigurationError(
                 f"expected to reach this transport at the address that peers are told, {address}: {error}; set "

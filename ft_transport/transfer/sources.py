@@ -29,7 +29,7 @@ from ft_transport.errors import (
 from ft_transport.http.client.chunks import SourceFile
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
-from ft_transport.http.client.manifests import fetch_manifest, fetch_server_id, with_digests
+from ft_transport.http.client.manifests import fetch_manifest, fetch_status, with_digests
 from ft_transport.http.client.same_host import is_on_this_host
 from ft_transport.http.client.slices import Source
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
@@ -374,7 +374,7 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
     timeouts = dataclasses.replace(settings.timeouts, deadline_s=deadline_s)
     try:
         with Connection.of(peer, dataclasses.replace(settings, timeouts=timeouts)) as connection:
-            fetch_server_id(connection)
+            fetch_status(connection)
     except (PeerError, DeadlineExceededError) as error:
         return not isinstance(error, (PeerUnreachableError, DeadlineExceededError))
     return True

@@ -34,7 +34,7 @@ import msgspec
 
 from ft_transport.coordination import votes
 from ft_transport.errors import TransportError
-from ft_transport.http.client.manifests import fetch_server_id
+from ft_transport.http.client.manifests import fetch_status
 from ft_transport.http.client.responses import begin_session
 from ft_transport.http.client.responses import make_challenge
 from ft_transport.http.client.rate_probe import ask_status
@@ -66,7 +66,6 @@ decodes = {
     "votes": lambda: votes.decode_all(b"[]", 1),
     "error": lambda: votes.describe(TransportError("it failed", step=3, path="weight")),
     "status": lambda: ask_status("peer:1", lambda *_: Connection(), within_s=1.0),
-    "server": lambda: fetch_server_id(Connection()),
     "session": lambda: begin_session(keys, challenge, b"{}"),
     "delta": lambda: decode_delta((1).to_bytes(8, "little") + b"x"),
     "member": lambda: SignedReports(None).members_of([stranger], "own"),

@@ -6,19 +6,17 @@ kernel hands them out.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from queue import SimpleQueue
 from typing import Final, Generic, Protocol
 
 from ft_transport.errors import DeadlineExceededError, TransportError
 from ft_transport.http.client.connection import Connection
-from ft_transport.http.client.connection_pool import ConnectionPool, TransferLog
+from ft_transport.http.client.connection_pool import ConnectionPool
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.runtime.handler_safety import SafeCondition, SafeThread
-from ft_transport.runtime.threads import start
+from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.threads import run_on_threads
 from ft_transport.settings import FetchProgress
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import current
@@ -92,13 +90,10 @@ class FetchPool(Generic[Unit]):
         self._changed = SafeCondition()
         # ...and workers that pause before a request wait for the end.
         self._pausing = SafeCondition(self._changed)
-        self._connections = ConnectionPool(self._connect)
+        self._connections = ConnectionPool(sources, self._connect, num_sources=self._num_sources)
         self._used_by: dict[WorkerIndex, Connection] = {}
         self._recording = current()
-        self._log = TransferLog(sources, num_sources=self._num_sources)
         self._interruption: BaseException | None = None
-        self._ended: set[WorkerIndex] = set()
-        self._ends: SimpleQueue[WorkerIndex] = SimpleQueue()
         self._started_s = time.monotonic()
         self._is_looked_after = False
         self._done_bytes = 0
@@ -116,37 +111,19 @@ class FetchPool(Generic[Unit]):
         Returns or raises only when no thread writes to the destination any more, even if signal handlers raise
         meanwhile.
         """
-        threads = [
-            SafeThread(
-                target=self._work_on_thread, args=(WorkerIndex(index),), name=f"ft-transport-fetch-{index}", daemon=True
-            )
-            for index in range(1, self._num_workers)
-        ]
         try:
             if self._recording is not None:
                 self._recording.follow(self._transfers)
-            for thread in threads:
-                start(thread)
-            self._work(WorkerIndex(0))
+            run_on_threads(
+                self._work, self._num_workers, name="ft-transport-fetch", failed=self._interrupt, needs_all=True
+            )
         except BaseException as error:
             self._interrupt(error)
-        # Not Thread.join: after a signal handler raises in it, it takes a running thread for an ended one. Starts are
-        # not counted: such a handler may come before the count. A thread that begins only now finds that the fetch has
-        # ended.
-        while len(self._ended) < sum(thread.ident is not None for thread in threads):
-            try:
-                self._ends.get()
-            except BaseException as error:
-                self._interrupt(error)
-        for thread in threads:
-            if thread.ident is not None:
-                with contextlib.suppress(RuntimeError):  # The thread begins only now.
-                    thread.join()
         with self._changed:
             self._connections.close()
             if self._recording is not None:
                 self._recording.follow(None)
-                for transfer in self._log.transfers():
+                for transfer in self._connections.transfers():
                     self._recording.transfer(transfer)
         if self._interruption is not None:
             raise self._interruption
@@ -160,18 +137,9 @@ class FetchPool(Generic[Unit]):
         if not self._changed.acquire(timeout=_LOOK_S):
             return []
         try:
-            return self._log.transfers()
+            return self._connections.transfers()
         finally:
             self._changed.release()
-
-    def _work_on_thread(self, worker: WorkerIndex) -> None:
-        try:
-            self._work(worker)
-        except BaseException as error:
-            self._interrupt(error)
-        finally:
-            self._ended.add(worker)
-            self._ends.put(worker)
 
     def _interrupt(self, error: BaseException) -> None:
         """End the fetch after an unexpected ``error``; ``run`` raises it again."""
@@ -179,7 +147,8 @@ class FetchPool(Generic[Unit]):
             self._interruption = error
         self._abort(TransportError(f"the fetch was interrupted: {type(error).__name__}"))
 
-    def _work(self, worker: WorkerIndex) -> None:
+    def _work(self, number: int) -> None:
+        worker = WorkerIndex(number)
         try:
             while True:
                 with self._changed:
@@ -191,14 +160,11 @@ class FetchPool(Generic[Unit]):
                     self._changed.notify()
                     connection = self._connections.take(instruction.source)
                     self._used_by[worker] = connection
-                    num_opened = connection.num_opened
-                    self._log.begun(instruction.source)
                 try:
                     self._perform(worker, instruction, connection)
                 finally:
                     with self._changed:
                         self._used_by.pop(worker, None)
-                        self._log.ended(instruction.source, connection, num_opened_before=num_opened)
                         self._connections.give_back(instruction.source, connection)
         finally:
             # A worker ends when the fetch does.
@@ -294,7 +260,7 @@ class FetchPool(Generic[Unit]):
                     return
                 # First, because an error of the caller's callback must end a fetch even at its last unit.
                 self._report_progress(num_bytes)
-                self._log.received(request.source, num_bytes)
+                self._connections.received(request.source, num_bytes)
                 if self._machine.unit_landed(worker, unit):
                     self._wake_all()
                 is_cut_short = num_left > 0 and not self._machine.has_request(worker)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from typing import Final, TypeAlias
 
 import msgspec
@@ -30,6 +31,7 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_digests, decode_header
+from ft_transport.wire.nodes import Count
 from ft_transport.wire.routes import (
     DELTA_ROUTE,
     DIGESTS_ROUTE,
@@ -136,26 +138,63 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
         time.sleep(min(_RETRY_PAUSE_S, max(0.0, timeouts.end_s() - time.monotonic())))
 
 
-def fetch_server_id(connection: Connection) -> str:
-    """Return the server's id, which it drew at random when it started.
+@dataclass(frozen=True, slots=True)
+class PeerInterface:
+    """An address of a peer, and the peer's name for its interface."""
+
+    interface: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatus:
+    """The status of a server of this package (``GET /status``).
+
+    Attributes:
+        server: Its id, drawn at random when it started.
+        replica: Name of its replica.
+        step: Step of its newest snapshot; ``None`` without one.
+        snapshot: Name of that snapshot.
+        snapshot_bytes: Size of that snapshot.
+        clients: Number of current receivers.
+        unix_s: The peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if unknown.
+        interfaces: Further addresses of the server, without the loopback; empty if it listens on one address.
+    """
+
+    server: str
+    replica: str = ""
+    step: Count | None = None
+    snapshot: str | None = None
+    snapshot_bytes: Count = 0
+    clients: Count = 0
+    unix_s: float = 0.0
+    interfaces: tuple[PeerInterface, ...] = field(default=())
+
+
+_status_decoder: Final = msgspec.json.Decoder(PeerStatus)
+
+
+def fetch_status(connection: Connection) -> PeerStatus:
+    """Request a server's status.
 
     Raises:
         PeerError: The server cannot be reached, refuses, or is not of this package.
         DeadlineExceededError: The server did not answer in time.
     """
     response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
+    date = response.headers.get("Date", "")
     body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
     try:
-        return _status_decoder.decode(body).server
+        return replace(_status_decoder.decode(body), unix_s=_unix_s(date))
     except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(connection.peer)) from error
 
 
-class _Status(msgspec.Struct):
-    server: str
-
-
-_status_decoder: Final = msgspec.json.Decoder(_Status)
+def _unix_s(date: str) -> float:
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _read_manifest(connection: Connection, step: StepSelector, after: int | None, settings: FetchSettings) -> Manifest:

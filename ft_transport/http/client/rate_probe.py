@@ -5,27 +5,22 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
-from ft_transport.errors import PeerProtocolError, TransportError, escape_peer_text
+from ft_transport.errors import TransportError, escape_peer_text
 from ft_transport.http.bind_address import interfaces
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.connection_pool import interface_of
 from ft_transport.http.client.fetch_settings import Timeouts
+from ft_transport.http.client.manifests import PeerInterface, PeerStatus, fetch_status
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.telemetry.process_state import ProcessState, decode_state
 from ft_transport.tls import Certificates
 from ft_transport.wire.manifest import SnapshotId
-from ft_transport.wire.nodes import Count
-from ft_transport.wire.routes import FULL_ROUTE, STATE_ROUTE, STATUS_ROUTE, bound_path
+from ft_transport.wire.routes import FULL_ROUTE, STATE_ROUTE, bound_path
 
-_MAX_STATUS_BYTES: Final = 1 << 20
 _MAX_STATE_BYTES: Final = 512 << 10
 _PIECE_BYTES: Final = 256 << 10
 _MAX_BYTES: Final = 256 << 20
@@ -34,42 +29,6 @@ _MAX_NAME: Final = 64
 
 Connect = Callable[[PeerAddress, float], Connection]
 """Makes a connection to a peer; all its requests end within the given seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerInterface:
-    """An address of a peer, and the peer's name for its interface."""
-
-    interface: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerStatus:
-    """The status of a server of this package (``GET /status``).
-
-    Attributes:
-        replica: Name of its replica.
-        server: Its id, drawn at random when it started.
-        step: Step of its newest snapshot; ``None`` without one.
-        snapshot: Name of that snapshot.
-        snapshot_bytes: Size of that snapshot.
-        clients: Number of current receivers.
-        unix_s: The peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if unknown.
-        interfaces: Further addresses of the server, without the loopback; empty if it listens on one address.
-    """
-
-    replica: str = ""
-    server: str = ""
-    step: Count | None = None
-    snapshot: str | None = None
-    snapshot_bytes: Count = 0
-    clients: Count = 0
-    unix_s: float = 0.0
-    interfaces: tuple[PeerInterface, ...] = field(default=())
-
-
-_status_decoder: Final = msgspec.json.Decoder(PeerStatus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +76,7 @@ def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerS
         TransportError: The server cannot be reached, refuses, or is not of this package.
     """
     with connect(peer, within_s) as connection:
-        response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
-        date = response.headers.get("Date", "")
-        body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
-    try:
-        return replace(_status_decoder.decode(body), unix_s=_unix_s(date))
-    except DECODE_ERRORS as error:
-        raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(peer)) from error
+        return fetch_status(connection)
 
 
 def ask_state(address: str, connect: Connect, within_s: float) -> ProcessState:
@@ -140,13 +93,6 @@ def ask_state(address: str, connect: Connect, within_s: float) -> ProcessState:
     with connect(PeerAddress.from_url(address), within_s) as connection:
         response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
         return decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES))
-
-
-def _unix_s(date: str) -> float:
-    try:
-        return parsedate_to_datetime(date).timestamp()
-    except (ValueError, OverflowError):
-        return 0.0
 
 
 def probe_rates(peer: PeerAddress, status: PeerStatus, connect: Connect, *, seconds_each: float) -> list[ProbedRate]:

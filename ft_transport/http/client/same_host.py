@@ -6,19 +6,17 @@ code end a fetch.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from queue import SimpleQueue
 from typing import Final
 
 from ft_transport.errors import DeadlineExceededError, PeerProtocolError, TransportError
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.shared_memory import LentMemory
-from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
+from ft_transport.runtime.threads import run_on_threads
 from ft_transport.settings import FetchProgress
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import MEMORY_ROUTE, bound_path, decode_ticket
@@ -156,28 +154,16 @@ class _Copying:
         self._started_s = time.monotonic()
         self._is_over = False
         self._error: BaseException | None = None
-        self._ends: SimpleQueue[None] = SimpleQueue()
-        self._ended: set[int] = set()
 
     def run(self, num_threads: int) -> None:
         """Copy on this thread and others; return or raise when none of them writes any more."""
-        threads = [
-            SafeThread(target=self._work_on_thread, args=(index,), name=f"ft-transport-copy-{index}", daemon=True)
-            for index in range(1, min(num_threads, len(self._chunks)))
-        ]
-        try:
-            for thread in threads:
-                with contextlib.suppress(ThreadRefusedError):  # No further thread: the others do its part.
-                    thread.start()
-            self._work()
-        except BaseException as error:
-            self._fail(error)
-        # Not Thread.join: after a signal handler raises in it, it takes a running thread for an ended one.
-        while len(self._ended) < sum(thread.ident is not None for thread in threads):
-            try:
-                self._ends.get()
-            except BaseException as error:
-                self._fail(error)
+        run_on_threads(
+            lambda _number: self._work(),
+            min(num_threads, len(self._chunks)),
+            name="ft-transport-copy",
+            failed=self._fail,
+            needs_all=False,
+        )
         if self._error is not None:
             raise self._error
 
@@ -187,15 +173,6 @@ class _Copying:
         if self._digests is None and not self._lent.was_held():
             return list(self._chunks)
         return [chunk for chunk in self._chunks if chunk not in self._landed]
-
-    def _work_on_thread(self, index: int) -> None:
-        try:
-            self._work()
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            self._ended.add(index)
-            self._ends.put(None)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, Exception) and not isinstance(error, TransportError):

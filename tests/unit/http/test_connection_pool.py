@@ -13,6 +13,8 @@ class FakeConnection:
         self.peer = peer
         self.is_interrupted = False
         self.is_open = True
+        self.num_opened = 1
+        self.local_address = self.reached = ""
 
     def interrupt(self) -> None:
         self.is_interrupted = True
@@ -28,7 +30,7 @@ def kept() -> tuple[ConnectionPool, list[Any]]:
         made.append(FakeConnection(peer))
         return cast(Connection, made[-1])
 
-    return ConnectionPool(connect), made
+    return ConnectionPool([], connect, num_sources=0), made
 
 
 def test_whoever_asks_a_peer_next_gets_the_connection_that_is_open_to_it() -> None:
