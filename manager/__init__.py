@@ -29,11 +29,11 @@ from manager.errors import UnfinishedReductionError as UnfinishedReductionError
 
 if TYPE_CHECKING:
     from manager.collectives.gloo import GlooProcessGroup as GlooProcessGroup
-    from manager.collectives.gloo import ReplicaProcessGroup as ReplicaProcessGroup
     from manager.collectives.managed_work import ManagedWork as ManagedWork
+    from manager.collectives.process_group import ReplicaProcessGroup as ReplicaProcessGroup
     from manager.config import ManagerConfig as ManagerConfig
-    from manager.integrations.diloco import guard_diloco as guard_diloco
-    from manager.integrations.local_sgd import guard_local_sgd as guard_local_sgd
+    from manager.local_updates import guard_diloco as guard_diloco
+    from manager.local_updates import guard_local_sgd as guard_local_sgd
     from manager.manager import Manager as Manager
     from manager.quorum.decision import WorldSizeMode as WorldSizeMode
     from manager.quorum.lighthouse import embedded_lighthouse as embedded_lighthouse

@@ -17,10 +17,9 @@ from typing_extensions import Unpack
 import ft_transport
 from ft_transport import ConfigurationError
 from ft_transport.runtime.deadline import Deadline
-from manager.collectives.gloo import ReplicaProcessGroup
-from manager.collectives.gradients import named_parameters
 from manager.collectives.managed_work import ManagedWork, never_failing
-from manager.collectives.reconfigurable import Reconfigurable
+from manager.collectives.process_group import Reconfigurable, ReplicaProcessGroup
+from manager.collectives.reductions import named_parameters
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig, TorchftKeywords, named_arguments
 from manager.errors import ManagerError, ReportedError
 from manager.lifecycle import ends_what_it_owns

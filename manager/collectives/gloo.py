@@ -1,25 +1,41 @@
-"""The collectives between replicas: a process group that the manager configures again whenever the members change.
+"""torch's gloo process group, which the manager configures again whenever the members change.
 
-`GlooProcessGroup` wraps torch's own gloo group in the four methods that the manager calls. Every process group of
-torchft (``torchft.process_group.ProcessGroup``) has the same methods, so the manager accepts its NCCL groups, too.
+gloo cannot abort a collective: ``ProcessGroupGloo.abort()`` of torch 2.13 does nothing, and the group's destructor
+waits for collectives that run. Other members would wait for this replica until the group's timeout. Shutting the
+sockets down ends every wait on both sides at once.
+
+gloo does not expose its sockets. Each rank publishes its address in the store (gloo/rendezvous/context.cc, ``Rank``:
+length and name of the host, then length and bytes of each address, which begin with a ``sockaddr``), and all its
+connections have that address at one end. `GlooSockets` searches the process's descriptors for sockets with one of these
+addresses. If an address cannot be read, no socket is found, and the group's timeout limits the waits.
+
+Children inherit the sockets of gloo, whether forked or started otherwise. A peer would not see the end of a killed
+replica while such a child lives, so the sockets are closed in children.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import os
+import socket
+import stat
+import struct
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.store import StoreConnections
-from ft_transport.runtime.fork_safety import delaying_forks
+from ft_transport.runtime.fork_safety import close_in_children, delaying_forks
 from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
-from manager.collectives.gloo_abort import GlooSockets
 from manager.errors import quorum_errors
 
 _LOOK_AFTER_S: Final = 1.0
@@ -28,35 +44,6 @@ _SPARE_DESCRIPTORS: Final = 8
 """A member opens one for each other member and four more (torch 2.13), and some for connections to stores."""
 _GLOO_CONTEXT: Final = 0
 """The prefix of the ranks' keys in the store, for a process group's first (and only) gloo context."""
-
-
-class ReplicaProcessGroup(Protocol):
-    """A process group with one rank per replica; signatures as in torchft's ``ProcessGroup``."""
-
-    def configure(  # noqa: PLR0917 - torchft's signature
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        """Leaves the current group and joins the next one at ``store_addr`` (``host:port/prefix``). Blocks."""
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Begins an allreduce in place; returns a ``torch.distributed.Work``."""
-
-    def abort(self) -> None:
-        """Ends the group at once; threads that wait in one of its collectives fail."""
-
-    def errored(self) -> Exception | None:
-        """Returns an error that the group noticed by itself."""
-
-    def shutdown(self) -> None:
-        """Releases all resources."""
 
 
 class GlooProcessGroup:
@@ -83,34 +70,22 @@ class GlooProcessGroup:
         self._mutex = threading.Lock()
         self._world_size = 1
 
-    def configure(  # noqa: PLR0917 - torchft's signature
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
+    def configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, *_others: Any, **_named: Any
     ) -> None:
-        """Meet the other members. A group of one member needs no store.
+        """Meet the other members; a group of one member needs no store. torchft's other arguments are not used.
 
         Args:
             store_addr: ``host:port/prefix``; the prefix must not have been used before.
-            replica_id: For messages.
+            replica_id: Not used.
             rank: Rank in the group.
             world_size: Number of members.
-            quorum_id: Not used.
-            group_rank: Not used.
-            group_world_size: Not used.
-            global_ranks: Not used.
 
         Raises:
             QuorumError: The store does not answer.
             RuntimeError: The other members did not arrive in time.
         """
-        del replica_id, quorum_id, group_rank, group_world_size, global_ranks
+        del replica_id
         self.abort()
         self._world_size = world_size
         if world_size == 1:
@@ -166,21 +141,18 @@ class GlooProcessGroup:
         Raises:
             RuntimeError: The group was aborted, or gloo refuses.
         """
-        if self._world_size == 1:
-            return _Done(tensors)
-        with self._mutex:
-            group, sockets = self._group, self._sockets
-        if group is None or sockets is None:
-            raise RuntimeError("expected a process group, and it has been aborted")
-        return WatchedWork(group.allreduce(tensors, opts), sockets, self._timeout)
+        return _Done(tensors) if self._world_size == 1 else self._begin("allreduce", tensors, opts)
 
     def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin to gather a tensor of each member; errors as for `allreduce`."""
+        return self._begin("allgather", output_tensors, input_tensors, opts)
+
+    def _begin(self, collective: str, *arguments: Any) -> WatchedWork:
         with self._mutex:
             group, sockets = self._group, self._sockets
         if group is None or sockets is None:
             raise RuntimeError("expected a process group, and it has been aborted")
-        return WatchedWork(group.allgather(output_tensors, input_tensors, opts), sockets, self._timeout)
+        return WatchedWork(getattr(group, collective)(*arguments), sockets, self._timeout)
 
     def abort(self) -> None:
         """Close the connections to the other members, so that collectives fail on all of them."""
@@ -284,3 +256,127 @@ class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
+
+
+_OPEN_FILES: Final = Path("/proc/self/fd")
+_ESTABLISHED: Final = 1
+"""``tcpi_state`` (``TCP_ESTABLISHED`` in ``linux/tcp_states.h``), the first byte of ``struct tcp_info``."""
+_LENGTH: Final = struct.Struct("<Q")
+_IPV4_END: Final = 8
+_IPV6_START: Final = 8
+_IPV6_END: Final = 24
+
+Endpoint: TypeAlias = tuple[str, int]
+"""Address, IPv4 wherever it can be, and port."""
+
+
+class GlooSockets:
+    """The sockets of one process group, found right after its setup.
+
+    Args:
+        own: This rank's address, as in the store.
+        others: The other ranks' addresses.
+    """
+
+    def __init__(self, own: bytes, others: Sequence[bytes]) -> None:
+        self._sockets: list[tuple[int, int]] = []
+        self._is_shut_down = False
+        self._own: Endpoint | None = None
+        self._others: frozenset[Endpoint] = frozenset()
+        try:
+            self._own = _endpoint_in(own)
+            self._others = frozenset(_endpoint_in(other) for other in others)
+        except (ValueError, struct.error):
+            return
+        close_in_children(self)
+        for descriptor in _descriptors():
+            inode = _inode_of(descriptor)
+            if inode is None:
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                if not self.is_mine(duplicate):
+                    continue
+                fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.fcntl(descriptor, fcntl.F_GETFD) | fcntl.FD_CLOEXEC)
+                if _other_end_of(duplicate) is not None:
+                    self._sockets.append((descriptor, inode))
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """Return whether a socket is a connection of this group, or its listener."""
+        if self._own is None or candidate.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        return _endpoint(candidate.getsockname()) == self._own or _other_end_of(candidate) in self._others
+
+    def __len__(self) -> int:
+        """Return the number of sockets found."""
+        return len(self._sockets)
+
+    def have_ended(self) -> bool:
+        """Return whether either end of a connection has closed it. Thread-safe."""
+        return self._is_shut_down or any(not _is_established(*each) for each in self._sockets)
+
+    def shut_down(self) -> None:
+        """End the connections: waits on them fail at once, here and at the other end."""
+        found, self._sockets = self._sockets, []
+        self._is_shut_down = bool(found)
+        for descriptor, inode in found:
+            # gloo may have closed the socket, and another file may have its number.
+            if _inode_of(descriptor) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _is_established(descriptor: int, inode: int) -> bool:
+    if _inode_of(descriptor) != inode:
+        return False
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            return duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    except OSError:
+        return False
+
+
+def _endpoint_in(encoded: bytes) -> Endpoint:
+    (name_bytes,) = _LENGTH.unpack_from(encoded)
+    start = 2 * _LENGTH.size + name_bytes
+    address = encoded[start : start + _IPV6_END]
+    if len(address) < _IPV6_END:
+        raise ValueError("expected a sockaddr")
+    family = int.from_bytes(address[:2], "little")
+    port = int.from_bytes(address[2:4], "big")
+    if family == socket.AF_INET:
+        return str(ipaddress.IPv4Address(address[4:_IPV4_END])), port
+    if family == socket.AF_INET6:
+        return _normal(str(ipaddress.IPv6Address(address[_IPV6_START:_IPV6_END]))), port
+    raise ValueError(f"expected an Internet address, got family {family}")
+
+
+def _normal(host: str) -> str:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped if mapped is not None else address)
+
+
+def _descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(_OPEN_FILES)]
+    except OSError:  # no Linux
+        return []
+
+
+def _inode_of(descriptor: int) -> int | None:
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+
+
+def _endpoint(name: tuple[Any, ...]) -> Endpoint:
+    return _normal(name[0]), name[1]
+
+
+def _other_end_of(connection: socket.socket) -> Endpoint | None:
+    try:
+        return _endpoint(connection.getpeername())
+    except OSError:  # a listener, or closed meanwhile
+        return None

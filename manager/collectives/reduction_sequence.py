@@ -36,7 +36,6 @@ from manager.collectives.reductions import (
     Reduction,
     ReductionLog,
     is_cut_short,
-    shortest,
 )
 from manager.errors import ReductionMismatchError
 
@@ -201,7 +200,7 @@ class ReductionSequence:
                 return False
         own = Announcement(num, is_last, self._log.digest(num))
         announced = [Announcement.decode(each) for each in self._gather(own.encode())]
-        num = shortest(announced)
+        num = min(each.num for each in announced)
         digests = [each.digest for each in announced]
         if any(each.num != num for each in announced):
             digests = [Digest.decode(each) for each in self._gather(self._log.digest(num).encode())]

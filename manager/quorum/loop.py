@@ -14,10 +14,9 @@ import torch
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.telemetry.metrics import weakly
-from manager.collectives.gloo import ReplicaProcessGroup
-from manager.collectives.gradients import NamedParameters
 from manager.collectives.managed_work import ManagedWork
-from manager.collectives.reconfigurable import Reconfigurable
+from manager.collectives.process_group import Reconfigurable, ReplicaProcessGroup
+from manager.collectives.reductions import NamedParameters
 from manager.config import ManagerConfig
 from manager.errors import (
     CommitFailedError,

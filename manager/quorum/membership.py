@@ -20,8 +20,7 @@ from ft_transport.coordination.store import StoreConnections, nobody_listens
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.telemetry.metrics import Reading
-from manager.collectives.gloo import ReplicaProcessGroup
-from manager.collectives.reconfigurable import Reconfigurable
+from manager.collectives.process_group import Reconfigurable, ReplicaProcessGroup
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.errors import quorum_errors
 from manager.quorum.decision import Decision, Rules, decide

@@ -15,8 +15,8 @@ from ft_transport.coordination.store import StoreConnections
 from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
-from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
-from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
+from manager.collectives.gloo import GlooProcessGroup
+from manager.collectives.process_group import Reconfigurable, ReconfigurableGroup, ReplicaProcessGroup
 from manager.collectives.reduction_sequence import GatheringGroup, ReductionSequence
 from manager.collectives.reductions import Reduction, ReductionLog
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors

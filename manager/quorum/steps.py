@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.state.dtensors import is_dtensor
-from manager.collectives.gradients import NamedParameters, average_gradients, gradients_of
 from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
-from manager.collectives.reductions import ReducedTensor, Reduction
+from manager.collectives.reductions import NamedParameters, ReducedTensor, Reduction, average_gradients, gradients_of
 from manager.errors import ManagerError, ReductionMismatchError
 from manager.quorum.comparison import StateComparison
 from manager.quorum.differences import StructureWatch

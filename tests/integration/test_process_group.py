@@ -23,8 +23,7 @@ from made_objects import made
 from quorum_threads import run_replicas
 from torch.distributed import AllreduceOptions, PrefixStore, TCPStore
 
-from manager.collectives.gloo import GlooProcessGroup, WatchedWork
-from manager.collectives.gloo_abort import GlooSockets
+from manager.collectives.gloo import GlooProcessGroup, GlooSockets, WatchedWork
 
 LONG = timedelta(seconds=60)
 AT_ONCE_S = 20.0

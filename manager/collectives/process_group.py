@@ -1,8 +1,8 @@
-"""Process groups with a ``reconfigure`` method: torch's own from 2.14 on, and torchft's since 2026.
+"""The process groups that a manager accepts: torchft's, and those with a ``reconfigure`` method.
 
-Each member has a handle; ``reconfigure`` takes the handles of all members in the order of their ranks
-(``ReconfigureOptions`` in torch/csrc/distributed/c10d; torchft/process_group.py, ``reconfigure_with_store``). Members
-exchange their handles through the store of the quorum.
+torch's own groups have it from 2.14 on, and torchft's since 2026. Each member has a handle; ``reconfigure`` takes the
+handles of all members in the order of their ranks (``ReconfigureOptions`` in torch/csrc/distributed/c10d;
+torchft/process_group.py, ``reconfigure_with_store``). Members exchange their handles through the quorum's store.
 """
 
 from __future__ import annotations
@@ -15,6 +15,35 @@ import torch
 
 from ft_transport.coordination.store import StoreConnections
 from manager.errors import QuorumError, quorum_errors
+
+
+class ReplicaProcessGroup(Protocol):
+    """A process group with one rank per replica; signatures as in torchft's ``ProcessGroup``."""
+
+    def configure(  # noqa: PLR0917 - torchft's signature
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Leaves the current group and joins the next one at ``store_addr`` (``host:port/prefix``). Blocks."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begins an allreduce in place; returns a ``torch.distributed.Work``."""
+
+    def abort(self) -> None:
+        """Ends the group at once; threads that wait in one of its collectives fail."""
+
+    def errored(self) -> Exception | None:
+        """Returns an error that the group noticed by itself."""
+
+    def shutdown(self) -> None:
+        """Releases all resources."""
 
 
 class Reconfigurable(Protocol):
@@ -47,7 +76,7 @@ class _Options:
 
 
 class ReconfigurableGroup:
-    """Adapts a `Reconfigurable` to the methods that the manager calls (`gloo.ReplicaProcessGroup`).
+    """Adapts a `Reconfigurable` to the methods that the manager calls (`ReplicaProcessGroup`).
 
     Args:
         group: The process group; each new quorum reconfigures it.

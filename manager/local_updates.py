@@ -1,8 +1,8 @@
-"""A guard for torchft's DiLoCo (torchft/local_sgd.py): its outer sync changes the state inside the write lock too.
+"""Guards for torchft's DiLoCo and LocalSGD (torchft/local_sgd.py): their syncs change the state inside the write lock.
 
-torchft takes the lock for the inner optimizer's step alone. At an outer sync, DiLoCo then restores the global
-parameters, lets the outer optimizer step and saves the result, while readers are let in. And its state functions copy
-the backup of the global parameters at every call, although that changes at an outer sync only.
+torchft takes the lock for the inner optimizer's step alone, and lets readers in while a sync changes state: LocalSGD
+writes the averaged parameters; DiLoCo restores the global parameters, lets the outer optimizer step and saves the
+result. DiLoCo's state functions copy the backup of the global parameters at every call, although it changes at a sync.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.optim import Optimizer
 
+from ft_transport.state.dtensors import is_dtensor
 from manager.errors import ManagerError
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.optimizer_guard import GUARD_FLAG, OptimizerAttachment, flag_seldom
@@ -94,3 +95,34 @@ def _live_state(fragment: DiLoCoFragment) -> dict[str, object]:
         "outer_optimizer": fragment._outer_optimizer.state_dict(),
         "original_parameters": dict(fragment.original_parameters),
     }
+
+
+def guard_local_sgd(manager: StateManager, local_sgd: Any) -> None:
+    """Make the parameters' change at every sync of ``local_sgd`` a write section of the manager.
+
+    Call it once, after making the ``LocalSGD`` and before training. The averaging itself holds no lock. Its optimizer
+    may then be attached.
+
+    Args:
+        manager: The manager of ``local_sgd``.
+        local_sgd: A ``torchft.local_sgd.LocalSGD``.
+
+    Raises:
+        ManagerError: ``local_sgd`` is no ``LocalSGD``, or it belongs to another manager.
+    """
+    if not hasattr(local_sgd, "_average") or getattr(local_sgd, "_manager", None) is not manager:
+        raise ManagerError(
+            f"expected a torchft.local_sgd.LocalSGD that was made with this manager, got {type(local_sgd).__name__}"
+        )
+
+    def perform_sync() -> None:
+        averages = local_sgd._average()
+        if not local_sgd._manager.should_commit():
+            return
+        with manager.writing("LocalSGD's sync"):
+            for parameter, average in zip(local_sgd._model.parameters(), averages, strict=True):
+                data = parameter.data
+                (data.to_local() if is_dtensor(data) else data).copy_(average)
+
+    local_sgd._perform_sync = perform_sync
+    setattr(local_sgd, GUARD_FLAG, "guard_local_sgd")
