@@ -9,22 +9,25 @@ import argparse
 import json
 import os
 import queue
+import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from rich.console import Console
+from rich.table import Table
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manager import LighthouseUnavailableError, embedded_lighthouse
-from manager.demo.comparison import compare
 from manager.demo.replica import HEARTBEAT_TIMEOUT, NAMES, TIMEOUT
-from manager.demo.replica_process import ENDED, Event, Launch, ReplicaProcess
+from manager.demo.replica_process import ENDED, Event, ReplicaProcess
 
 _EVENT_TIMEOUT_S: Final = 120.0
 _NUM_RANKS: Final = 2
@@ -92,7 +95,7 @@ class Demo:
         finally:
             # A request that a SIGKILL cuts off is an error to the Lighthouse, which would log it as the demo's last
             # line.
-            running = [process for processes in self._running.values() for process in processes]
+            running = self._all_running()
             deadline_s = time.monotonic() + _LEAVE_S
             for process in running:
                 process.leave()
@@ -104,17 +107,17 @@ class Demo:
 
     def _start(self, name: str) -> None:
         size = ["--width", str(self._arguments.width), "--num-layers", str(self._arguments.num_layers)]
-        launches: list[Launch | None] = [None]
-        if self._num_ranks > 1:
-            # As torchrun's agent does: the store outlives the ranks.
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._stores.append(store)
-            launches = [Launch(group_rank, self._num_ranks, store.port) for group_rank in range(self._num_ranks)]
+        # As torchrun's agent does: the store outlives the ranks.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stores.append(store)
+        start = partial(ReplicaProcess.start, lighthouse=self._lighthouse, num_ranks=self._num_ranks)
         self._running[name] = [
-            ReplicaProcess.start(name, self._events, size, lighthouse=self._lighthouse, launch=launch)
-            for launch in launches
+            start(name, self._events, size, rank=rank, store_port=store.port) for rank in range(self._num_ranks)
         ]
         self._all.extend(self._running[name])
+
+    def _all_running(self) -> list[ReplicaProcess]:
+        return [process for processes in self._running.values() for process in processes]
 
     def _kill(self, name: str) -> None:
         for process in self._running.pop(name):
@@ -137,12 +140,11 @@ class Demo:
             return
         targets = [
             {
-                "targets": [urlsplit(process.metrics).netloc],
-                "labels": {"demo_replica": name, "process": str(process.process.pid)},
+                "targets": [urlsplit(each.metrics).netloc],
+                "labels": {"demo_replica": each.name, "process": str(each.process.pid)},
             }
-            for name, processes in self._running.items()
-            for process in processes
-            if process.metrics
+            for each in self._all_running()
+            if each.metrics
         ]
         written = self._arguments.targets.with_suffix(".new")
         written.write_text(json.dumps(targets))
@@ -150,7 +152,7 @@ class Demo:
 
     def _stand_still(self) -> None:
         """Stop all replicas at one step, so that their metrics do not change any more."""
-        running = [process for processes in self._running.values() for process in processes]
+        running = self._all_running()
         step = max(max(process.digests) for process in running) + _STEPS_TO_STILLNESS
         for process in running:
             process.stand_still(step)
@@ -242,6 +244,56 @@ def parse(arguments_of_caller: Sequence[str] | None, *, program: str) -> argpars
     if arguments.width < 64 or arguments.width % 64 or arguments.num_layers < 1 or arguments.steps < 1:
         parser.error("expected a width that is a multiple of 64, and at least one layer and one step")
     return arguments
+
+
+def compare(
+    console: Console, started: Sequence[ReplicaProcess], *, names: Sequence[str], num_ranks: int, num_steps: int
+) -> bool:
+    """Show the last steps of all replicas, and compare the states of every step over all starts.
+
+    Args:
+        console: The terminal.
+        started: Every process that was started.
+        names: Names of the replicas.
+        num_ranks: Number of ranks of each replica.
+        num_steps: Number of steps to show.
+
+    Returns:
+        Whether all states of one step were equal on all replicas, and all replicas had a common step.
+    """
+    console.rule("what they held, bit for bit")
+    # Ranks of the same number have the same part.
+    by_step: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
+    differing: set[tuple[int, int]] = set()
+    for process in started:
+        for step, digest in process.digests.items():
+            held = (step, process.group_rank)
+            if any(digest != other for other in by_step[held].values()):
+                differing.add(held)
+            by_step[held][process.name] = digest
+    table = Table()
+    place = ("step", "rank") if num_ranks > 1 else ("step",)
+    for heading in (*place, *(f"state of {name}" for name in names), ""):
+        table.add_column(heading, no_wrap=True)
+    common = [held for held in sorted(by_step) if len(by_step[held]) == len(names)]
+    for held in common[-num_steps * num_ranks :]:
+        verdict = "[bold red]DIFFERENT[/]" if held in differing else "[green]equal[/]"
+        shown = [str(number) for number in held[: len(place)]]
+        table.add_row(*shown, *(by_step[held][name] for name in names), verdict)
+    console.print(table)
+    num_held = len({step for step, _ in by_step})
+    seconds = [value for process in started for value in process.step_seconds.values()]
+    num_killed = len(started) // num_ranks - len(names)
+    console.print(
+        f"{num_held} steps, {num_killed} replica{'s' if num_killed > 1 else ''} killed and healed; a step took "
+        f"{statistics.median(seconds) * 1e3:.0f} ms, the longest one {max(seconds) * 1e3:.0f} ms, which waited for "
+        "the Lighthouse to notice a death"
+    )
+    if differing or not common:
+        console.print(f"[bold red]{len({step for step, _ in differing})} of {num_held} steps differ[/]")
+    else:
+        console.print(f"[bold green]every state of {num_held} steps was the same on all replicas[/]")
+    return not differing and bool(common)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 from ft_transport.runtime.child_python import child_command, child_environment
 from ft_transport.runtime.handler_safety import SafeThread
@@ -16,8 +16,7 @@ from ft_transport.runtime.handler_safety import SafeThread
 ENDED: Final = "ended"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """One line from one start of a replica, and when it came."""
 
     replica: str
@@ -25,27 +24,6 @@ class Event:
     name: str
     fields: dict[str, Any]
     received_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Values that torchrun would give a rank of a replica: its number, and the address of the replica's store."""
-
-    group_rank: int
-    num_ranks: int
-    store_port: int
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables of torchrun (``torch/distributed/run.py``)."""
-        return {
-            "RANK": str(self.group_rank),
-            "LOCAL_RANK": str(self.group_rank),
-            "WORLD_SIZE": str(self.num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store_port),
-            # The store is the launcher's, not rank 0's.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
 
 
 @dataclass(slots=True)
@@ -84,7 +62,9 @@ class ReplicaProcess:
         arguments: list[str],
         *,
         lighthouse: str,
-        launch: Launch | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        store_port: int = 0,
     ) -> ReplicaProcess:
         """Start the process; its events arrive in the queue.
 
@@ -93,19 +73,34 @@ class ReplicaProcess:
             events: The queue of its events.
             arguments: Size of the model.
             lighthouse: Address of the Lighthouse.
-            launch: The rank's number and store, if the replica has several ranks.
+            rank: Rank in the replica.
+            num_ranks: Number of the replica's ranks.
+            store_port: Port of the store at which several ranks meet.
         """
-        variables = launch.environment() if launch is not None else {}
+        # As torchrun sets them (torch/distributed/run.py). The store is the launcher's, not rank 0's.
+        torchrun = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         process = subprocess.Popen(
             child_command("manager.demo.replica", "main", name, *arguments),
-            env={**child_environment(), **variables, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error"},
+            env={
+                **child_environment(),
+                **(torchrun if num_ranks > 1 else {}),
+                "TORCHFT_LIGHTHOUSE": lighthouse,
+                "RUST_LOG": "error",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert process.stdout is not None, "it was asked for a pipe"
         SafeThread(target=_read_events, args=(name, process.pid, process.stdout, events), daemon=True).start()
-        return cls(name, launch.group_rank if launch is not None else 0, process)
+        return cls(name, rank, process)
 
     def note(self, event: Event) -> None:
         """Process one report."""
@@ -147,14 +142,9 @@ class ReplicaProcess:
 
 
 def _read_events(name: str, process_id: int, lines: IO[str], events: queue.SimpleQueue[Event]) -> None:
-    def put(event: str, fields: dict[str, Any]) -> None:
-        events.put(Event(replica=name, process_id=process_id, name=event, fields=fields, received_s=time.monotonic()))
-
     with lines:
         for line in lines:
-            try:
+            with suppress(json.JSONDecodeError):  # cut off when it was killed
                 fields = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # cut off when it was killed
-            put(fields.pop("event"), fields)
-    put(ENDED, {})
+                events.put(Event(name, process_id, fields.pop("event"), fields, time.monotonic()))
+    events.put(Event(name, process_id, ENDED, {}, time.monotonic()))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 pytest.importorskip("torchft")
 
-from manager.demo.comparison import compare
+from manager.demo.__main__ import compare
 from manager.demo.replica_process import ReplicaProcess
 
 _SMALL = ["--steps", "3", "--width", "64", "--num-layers", "1"]
