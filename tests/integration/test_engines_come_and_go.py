@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,8 @@ import torch
 from aiohttp import web
 from engine_servers import BASE_MODEL, SGLangStandIn, SkyRLStandIn, StandIn, VLLMStandIn, serving
 from programs import run
+from publishers import adapter, engine_of
+from publishers import publishing as publishing_to
 from ranks_on_threads import groups_of, run_ranks
 from served_memory import until
 
@@ -28,45 +31,20 @@ from ft_transport import (
     EngineConnection,
     EngineState,
     HTTPTransport,
-    LoRAAdapter,
     Publisher,
     PublishError,
     PullingEngine,
     SGLangEngine,
-    SkyRLEngine,
     TransportSettings,
     VLLMEngine,
     WeightReceiver,
 )
 from ft_transport.coordination.ranks import RankGroup
 
-CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": {"q", "v"}}
 SOON = timedelta(seconds=10)
 OFTEN = timedelta(seconds=0.1)
 NUM_POLLS = 5
-
-
-def adapter(version: int) -> LoRAAdapter:
-    name = "base_model.model.layers.0.q.lora_{}.weight"
-    tensors = {name.format("A"): torch.full((4, 8), float(version)), name.format("B"): torch.ones(8, 4)}
-    return LoRAAdapter(tensors, CONFIG)
-
-
-def engine_of(stand_in: StandIn, **keywords: Any) -> Any:
-    kinds: list[tuple[type[StandIn], Any]] = [
-        (SkyRLStandIn, SkyRLEngine),
-        (VLLMStandIn, VLLMEngine),
-        (SGLangStandIn, SGLangEngine),
-    ]
-    return next(engine for kind, engine in kinds if isinstance(stand_in, kind))(stand_in.url, **keywords)
-
-
-@contextmanager
-def publishing(root: Path, *stand_ins: StandIn, **keywords: Any) -> Iterator[Publisher]:
-    """A publisher that asks engines often, and keeps only what they use."""
-    chosen: Any = {"keep": 1, "keep_for": timedelta(0), "poll_interval": OFTEN, **keywords}
-    with serving(*stand_ins), Publisher([engine_of(each) for each in stand_ins], root, **chosen) as publisher:
-        yield publisher
+publishing = partial(publishing_to, poll_interval=OFTEN)
 
 
 def state_of(publisher: Publisher, url: str) -> EngineState:

@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 from engine_servers import BASE_MODEL, SGLangStandIn, SkyRLStandIn, StandIn, VLLMStandIn, serving
 from programs import run
+from publishers import CONFIG, adapter, engine_of, publishing
 from safetensors.torch import load_file
 from served_memory import until
 from torch import nn
@@ -34,34 +35,13 @@ from ft_transport import (
     PublishError,
     PullingEngine,
     SGLangEngine,
-    SkyRLEngine,
     StaleVersionError,
     TransportSettings,
     VLLMEngine,
     WeightReceiver,
 )
 
-CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": {"q", "v"}}
 SOON = timedelta(seconds=10)
-
-
-def adapter(version: int) -> LoRAAdapter:
-    name = "base_model.model.layers.0.q.lora_{}.weight"
-    tensors = {name.format("A"): torch.full((4, 8), float(version)), name.format("B"): torch.ones(8, 4)}
-    return LoRAAdapter(tensors, CONFIG)
-
-
-def engine_of(stand_in: StandIn, **keywords: Any) -> Any:
-    kinds: dict[type[StandIn], Any] = {VLLMStandIn: VLLMEngine, SGLangStandIn: SGLangEngine, SkyRLStandIn: SkyRLEngine}
-    return kinds[type(stand_in)](stand_in.url, **keywords)
-
-
-@contextmanager
-def publishing(root: Path, *stand_ins: StandIn, **keywords: Any) -> Iterator[Publisher]:
-    """A publisher that keeps only what engines use."""
-    chosen: Any = {"keep": 1, "keep_for": timedelta(0), **keywords}
-    with serving(*stand_ins), Publisher([engine_of(each) for each in stand_ins], root, **chosen) as publisher:
-        yield publisher
 
 
 def value_of(stand_in: StandIn) -> float:
