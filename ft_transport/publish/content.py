@@ -28,7 +28,6 @@ Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
 Files: TypeAlias = Mapping[str, Path | bytes | str | Mapping[str, Any]]
 _MAX_BYTES: Final = 256 << 20
 """Limit of all files together; a tokenizer has some 30 MB, and rank 0 holds them in memory."""
-_MAX_NAME_BYTES: Final = 255
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _INDEX_SUFFIX: Final = ".index.json"
 Renamed: TypeAlias = dict[str, str | None]
@@ -281,7 +280,7 @@ def _check_file_name(name: object) -> None:
         or not name
         or name.startswith(".")
         or any(character in name for character in "/\\\0")
-        or len(name.encode(errors="replace")) > _MAX_NAME_BYTES
+        or len(name.encode(errors="replace")) > 255
         or not _is_text(name)
     ):
         raise PublishError(

@@ -29,11 +29,8 @@ from ft_transport.publish.report import EngineReport, EngineState, Outcome
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 2.0
 _NUM_DOUBTFUL: Final = 4
 """Limits how many versions an engine that hangs for good keeps on disk."""
-_MAX_SHOWN_CHARACTERS: Final = 3000
 _GIVING_WAY_S: Final = 15.0
 _ANSWER_S: Final = 5.0
 Finding: TypeAlias = Literal["good", "lost", "down", "busy"]
@@ -237,7 +234,7 @@ class EngineDelivery:
         record = self.record
         connection = record.connection(session)
         check_applied(record.engine, self.delivery)
-        pause_s = _FIRST_PAUSE_S
+        pause_s = 0.1
         while True:
             if record.link.unfinished:
                 # The request that resumes the engine must not come in the middle of the next attempt.
@@ -260,12 +257,12 @@ class EngineDelivery:
                     )
                 return version
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, 2.0)
 
 
 def _shown(text: str) -> str:
     """Return an engine's answer in the form of reports and logs."""
-    return escape_peer_text(text, max_characters=_MAX_SHOWN_CHARACTERS)
+    return escape_peer_text(text, max_characters=3000)
 
 
 async def poll(record: EngineRecord, newest: Delivery, session: aiohttp.ClientSession) -> Finding:

@@ -56,7 +56,6 @@ from ft_transport.wire.delta import Delta, apply_changes, decode_delta
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_TURN_S: Final = 0.05
 _DELTA_SURPLUS_BYTES: Final = 16 << 20
 """Allowance for a delta's header; the rest of a delta is smaller than the weights."""
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -99,7 +98,7 @@ class DeltaDirectory:
         del connection
         # A directory that hangs blocks one thread, and not all threads that serve the other engines.
         while (version := await in_daemon_thread(self._write_in_turn, delivery)) is None:
-            await asyncio.sleep(_TURN_S)
+            await asyncio.sleep(0.05)
         return version
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:

@@ -39,7 +39,6 @@ DIGESTS_NAME: Final = ".digests.json"
 SAFETENSORS: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 << 20
 """Maximum header of a safetensors file that the safetensors library accepts."""
-_MAX_DIGESTS_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 4 << 20
 _digests_decoder: Final = msgspec.json.Decoder(dict[str, str])
 _header_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -174,7 +173,7 @@ def digests_in(directory: Path) -> dict[str, int]:
     """
     file = directory / DIGESTS_NAME
     try:
-        recorded = _digests_decoder.decode(read_regular(file, max_bytes=_MAX_DIGESTS_BYTES))
+        recorded = _digests_decoder.decode(read_regular(file, max_bytes=64 << 20))
         return {name: int(each, 16) for name, each in recorded.items()}
     except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, *DECODE_ERRORS) as error:
         raise RestoreError(f"expected the digests of a version in {file}: {error}") from error

@@ -31,7 +31,6 @@ _MAX_BACKOFF: Final = 6
 """Largest factor by which the poll interval grows for an engine that is down, or loses versions again and again."""
 _own_random: Final = random.Random()
 """Separate from the process's generator: the trainer's random numbers must not depend on the number of polls."""
-_HEARTBEAT_S: Final = 0.25
 _CLOSING_S: Final = 15.0
 
 T = TypeVar("T")
@@ -376,7 +375,7 @@ class EngineNotifier:
                 await asyncio.to_thread(self._reports.beat)
             except TransportError as error:
                 logger.warning("the other ranks could not be shown that this one is alive: %s", error)
-            await asyncio.sleep(_HEARTBEAT_S)
+            await asyncio.sleep(0.25)
 
 
 def _removed(report: EngineReport) -> EngineReport:

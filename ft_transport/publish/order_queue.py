@@ -14,7 +14,6 @@ from ft_transport.publish.engines.pulling import Order, Reason
 
 _MAX_WAITING: Final = 8
 _LEAST_BYTES_PER_S: Final = 1 << 20
-_CLOSING_S: Final = 5.0
 
 
 class OrderRefusedError(TransportError):
@@ -73,7 +72,7 @@ class OrderQueue:
             self._running.handle.cancel("the receiver is being closed")
         for task in (self._working, self._watching):
             if task is not None:
-                await asyncio.wait({task}, timeout=_CLOSING_S)
+                await asyncio.wait({task}, timeout=5.0)
 
     def _admit(self, entry: _Entry) -> None:
         source, version = entry.source, entry.order.version

@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 _SILENCE_TIMEOUT: Final = timedelta(seconds=5)
 """How long rank 0 may go without a heartbeat while engines are notified."""
-_EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Added to the engines' deadline: time to post the report, and to find it."""
 
@@ -286,7 +285,7 @@ class Publisher:
     def _close_at_exit(self) -> None:
         # A forked child has none of the threads.
         if self._process_id == os.getpid() and not self._is_closed:
-            self.close(_EXIT_TIMEOUT)
+            self.close(timedelta(seconds=60))
 
     def __enter__(self) -> Publisher:
         return self

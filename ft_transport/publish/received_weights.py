@@ -44,14 +44,9 @@ from ft_transport.wire.delta import TensorChanges
 
 logger = logging.getLogger(__name__)
 
-_NUM_CONNECTIONS: Final = 4
-_STALL_TIMEOUT: Final = timedelta(seconds=10)
 _UNREACHABLE_TIMEOUT: Final = timedelta(seconds=10)
 """A publisher orders only versions that it already serves, so no receiver needs to wait for its start."""
 
-_MAX_ADDRESSES: Final = 8
-_LOOK_UP_S: Final = 5.0
-_CONNECT_S: Final = 3.0
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Weights: TypeAlias = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
@@ -96,11 +91,11 @@ class ReceivedWeights:
         self._allowed = allowed
         self._paused = paused
         self._timeout = timeout
-        settings = TransportSettings(stall_timeout=_STALL_TIMEOUT, tls=tls)
+        settings = TransportSettings(stall_timeout=timedelta(seconds=10), tls=tls)
         self._client = StateClient[Any](
             settings,
             timeout=timeout,
-            num_connections=_NUM_CONNECTIONS,
+            num_connections=4,
             keys=keys,
             certificates=settings.certificates(),
             recorder=Recorder(),
@@ -337,7 +332,7 @@ def addresses_or_none(peer: PeerAddress, is_given_up: Callable[[], bool] = lambd
 
 def _addresses_of(peer: PeerAddress, is_given_up: Callable[[], bool]) -> list[IPAddress]:
     try:
-        found = look_up(peer, timeout_s=_LOOK_UP_S, is_given_up=is_given_up)
+        found = look_up(peer, timeout_s=5.0, is_given_up=is_given_up)
     except PeerUnreachableError:
         raise
     except OSError as error:
@@ -347,7 +342,7 @@ def _addresses_of(peer: PeerAddress, is_given_up: Callable[[], bool]) -> list[IP
         address = ipaddress.ip_address(str(host))
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
         addresses[mapped or address] = None
-    return list(addresses)[:_MAX_ADDRESSES]
+    return list(addresses)[:8]
 
 
 def _first_that_answers(addresses: Sequence[PeerAddress], peer: PeerAddress) -> PeerAddress:
@@ -355,7 +350,7 @@ def _first_that_answers(addresses: Sequence[PeerAddress], peer: PeerAddress) -> 
     for address in addresses:
         started_s = time.monotonic()
         try:
-            with socket.create_connection((address.host, address.port), timeout=_CONNECT_S):
+            with socket.create_connection((address.host, address.port), timeout=3.0):
                 return address
         except OSError as error:
             failures.append(f"{address}: {type(error).__name__} after {time.monotonic() - started_s:.1f} s")

@@ -58,11 +58,7 @@ from ft_transport.tls import TLSFiles
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHOWN_CHARACTERS: Final = 2000
-_MAX_REQUEST_BYTES: Final = 8 << 10
-_MAX_CONNECTIONS: Final = 64
 _MAX_ORDERS: Final = 32
-_KEEP_ALIVE_S: Final = 10.0
 _PATIENCE_S: Final = 10.0
 """How long a slow fetch may go on while another order waits."""
 
@@ -199,12 +195,12 @@ class _OrderServer:
             lambda order, handle: received.fetch(order.address, order.version, handle), patience_s=_PATIENCE_S
         )
         self._num_orders = 0
-        self._slots = ConnectionSlots(_MAX_CONNECTIONS, time.monotonic)
+        self._slots = ConnectionSlots(64, time.monotonic)
         self._peer_log = PeerLog(logger, time.monotonic)
         self._server = AppServer(
             listening=listening,
             name="ft-transport-weights",
-            keep_alive_s=_KEEP_ALIVE_S,
+            keep_alive_s=10.0,
             slots=self._slots,
             peer_log=self._peer_log,
             # No client is a member: only the content of an order proves membership.
@@ -220,7 +216,7 @@ class _OrderServer:
         self._server.join()
 
     def _make_app(self) -> web.Application:
-        app = web.Application(middlewares=[_close_after, self._guard], client_max_size=_MAX_REQUEST_BYTES)
+        app = web.Application(middlewares=[_close_after, self._guard], client_max_size=8 << 10)
         order_route = rf"{ROUTE}/{{version:\d{{1,{MAX_VERSION_DIGITS}}}}}"
         app.add_routes([web.get(ROUTE, self._answer_question), web.post(order_route, self._answer_order)])
         return app
@@ -338,5 +334,5 @@ def _reason_of(error: Exception) -> Reason:
 
 def _shown(error: Exception) -> str:
     """Return an error as one printable line: it may contain text from a peer."""
-    text = f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS]
+    text = f"{type(error).__name__}: {error}"[:2000]
     return "".join(each if each.isprintable() else " " for each in text)

@@ -35,8 +35,6 @@ _LONGEST_PAUSE_S: Final = 0.25
 """A thousand ranks may wait, and one process serves the store."""
 _NUM_REPORTS: Final = 256
 """Number of versions whose reports are available; older reports are deleted."""
-_NUM_PUBLISHED: Final = 1000
-_MAX_ENGINES: Final = 100
 _CREDENTIALS: Final = re.compile(r"//[^/]*@")
 
 
@@ -132,13 +130,7 @@ def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     counted = [each for each in present if each.is_counted] or present
     num_confirmed = sum(each.outcome == "confirmed" for each in counted)
     num_pending = sum(each.outcome == "pending" for each in counted)
-    match policy:
-        case "all":
-            num_needed = len(counted)
-        case "quorum":
-            num_needed = len(counted) // 2 + 1 if counted else 0
-        case "best_effort":
-            num_needed = 0
+    num_needed = {"all": len(counted), "quorum": len(counted) // 2 + 1 if counted else 0, "best_effort": 0}[policy]
     if num_confirmed + num_pending < num_needed:
         return "bad"
     if policy == "best_effort":
@@ -287,7 +279,7 @@ class EngineLag:
         self._states = states
         self._clock = clock
         self._mutex = threading.Lock()
-        self._published: deque[tuple[int, float]] = deque(maxlen=_NUM_PUBLISHED)
+        self._published: deque[tuple[int, float]] = deque(maxlen=1000)
 
     def published(self, version: int) -> None:
         """Record a published version, greater than every earlier one."""
@@ -304,7 +296,7 @@ class EngineLag:
         if not states:
             for name in ("engine_version", "engine_lag_versions", "engine_lag_seconds"):
                 yield Reading(name, None)
-        for state in states[:_MAX_ENGINES]:
+        for state in states[:100]:
             version = state.version if state.version is not None else -1
             missing = [since_s for number, since_s in published if number > version]
             labels = (_shown(state.url),)

@@ -29,7 +29,6 @@ from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
 
-_STAGING_PAUSE_S: Final = 0.1
 _STAGING_TIMEOUT: Final = timedelta(minutes=10)
 
 
@@ -142,7 +141,7 @@ class StoredVersions:
                 # Slow engines still read earlier versions. The wait must not hold a thread: other engines need them.
                 if time.monotonic() > deadline_s:
                     raise
-            await asyncio.sleep(_STAGING_PAUSE_S)
+            await asyncio.sleep(0.1)
         self._newest_served = max(version, self._newest_served or 0)
 
     def _prepare(self, transport: HTTPTransport[Any], version: int, directory: Path) -> dict[str, torch.Tensor]:

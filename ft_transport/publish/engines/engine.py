@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES: Final = 1 << 20
 _MAX_SHOWN_CHARACTERS: Final = 2000
 _RESUME_TIMEOUT_S: Final = 30.0
-_RESUME_PAUSE_S: Final = 0.2
-_REFUSAL_BODY_S: Final = 2.0
 NO_ROUTE: Final = (404, 405)
 """Statuses of a route that an engine does not have."""
 Kind = Literal["adapter", "weights"]
@@ -32,7 +30,6 @@ LEFT_PAUSED: Final = (
 )
 _afterwards: Final[set[asyncio.Task[None]]] = set()
 """The loop itself refers to a task only weakly."""
-_MAX_DIGITS: Final = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +226,7 @@ class EngineConnection:
                 return
             except (EngineRefusedError, EngineUnreachableError, TimeoutError, asyncio.TimeoutError) as error:
                 failure = error
-            await asyncio.sleep(_RESUME_PAUSE_S)
+            await asyncio.sleep(0.2)
         logger.warning("%s could not be resumed within %g s: %s", self.url, _RESUME_TIMEOUT_S, failure)
 
     async def _request(
@@ -245,7 +242,7 @@ class EngineConnection:
             ) as response:
                 status = response.status
                 # A refusal counts even if its body is incomplete.
-                patience_s = _REFUSAL_BODY_S if status >= 300 else None
+                patience_s = 2.0 if status >= 300 else None
                 await asyncio.wait_for(_read(response.content, data), patience_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, OSError) as error:
             if status is None or status < 300:
@@ -343,7 +340,7 @@ def weight_version(answer: Answer) -> int | None:
     """
     fields = answer.json()
     version = fields.get("weight_version") if isinstance(fields, dict) else None
-    if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
+    if not isinstance(version, str) or not version.isdecimal() or len(version) > 18:
         return None
     return int(version)
 
