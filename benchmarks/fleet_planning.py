@@ -10,8 +10,8 @@ from benchmarks.options import Options
 from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport.errors import PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Request, WorkerIndex
-from ft_transport.wire.fleet import Fleet
-from ft_transport.wire.fleet_work import FleetWork
+from ft_transport.wire.swarm import Swarm
+from ft_transport.wire.swarm_work import SwarmWork
 
 _NUM_CHUNKS: Final = 20_000
 _NUM_HOSTS: Final = 64
@@ -57,10 +57,10 @@ def measure(options: Options) -> Group:
 
 def _seconds_of(answers: Answers) -> float:
     """Of this process's own time, for other processes decide nothing."""
-    fleet = Fleet(num_sources=_NUM_HOSTS, num_receivers=_NUM_HOSTS, own=_NUM_HOSTS // 3)
+    fleet = Swarm(num_sources=_NUM_HOSTS, num_receivers=_NUM_HOSTS, own=_NUM_HOSTS // 3)
     names = [f"host {number}" for number in range(2 * _NUM_HOSTS - 1)]
     began_s = time.process_time()
-    work = FleetWork([(0, _NUM_CHUNKS)], num_chunks=_NUM_CHUNKS, fleet=fleet, num_connections=4)
+    work = SwarmWork([(0, _NUM_CHUNKS)], num_chunks=_NUM_CHUNKS, swarm=fleet, num_connections=4)
     machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=4)
     while machine.stopped is None:
         workers = [WorkerIndex(index) for index in range(work.num_workers)]

@@ -1,6 +1,6 @@
 """Hosts, links and a clock that are not there, around the machines that decide in a real fetch.
 
-Each receiver has a `FetchMachine` with `FleetWork`; what it asks for takes as long as links of given rates need, shared
+Each receiver has a `FetchMachine` with `SwarmWork`; what it asks for takes as long as links of given rates need, shared
 max-min fairly by all that goes over them at one time. Nothing is random unless its caller is.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from ft_transport.errors import PeerNotReadyError, PeerUnreachableError, TransportError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
-from ft_transport.wire.fleet import Fleet
-from ft_transport.wire.fleet_work import FleetWork
+from ft_transport.wire.swarm import Swarm
+from ft_transport.wire.swarm_work import SwarmWork
 
 _TICK_S: Final = 0.25
 _NEVER: Final = float("inf")
@@ -113,9 +113,9 @@ class Outcome:
 class _Receiver:
     number: int
     host: Host
-    fleet: Fleet
+    fleet: Swarm
     own_sources: Sequence[int]
-    work: FleetWork
+    work: SwarmWork
     machine: FetchMachine[int]
     num_workers: int
     landed: bytearray
@@ -155,10 +155,10 @@ class _Simulation:
         self._receivers = []
         for number, host in enumerate(fetch.receivers):
             own_sources = [(number * num_each + index) % num_sources for index in range(num_each)]
-            fleet = Fleet(num_sources=num_each, num_receivers=num_receivers, own=number)
+            fleet = Swarm(num_sources=num_each, num_receivers=num_receivers, own=number)
             names = [f"host {index}" for index in range(num_each + num_receivers - 1)]
             missing = host.missing if host.missing is not None else [(0, fetch.num_chunks)]
-            work = FleetWork(missing, num_chunks=fetch.num_chunks, fleet=fleet, num_connections=fetch.num_connections)
+            work = SwarmWork(missing, num_chunks=fetch.num_chunks, swarm=fleet, num_connections=fetch.num_connections)
             machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=4)
             landed = bytearray(b"\x01" * fetch.num_chunks)
             for first, end in missing:

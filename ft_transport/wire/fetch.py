@@ -1,7 +1,7 @@
 """The fetch machine: decides what each connection does next, without any input or output.
 
 Workers (one connection each) ask ``next`` for an instruction, perform it, and report the result. A fetch consists of
-units, which land, or fail, one by one: chunks of a file (``wire.fleet_work``) or frames of planned reads
+units, which land, or fail, one by one: chunks of a file (``wire.swarm_work``) or frames of planned reads
 (``wire.read_work``). The work knows which units are missing and which sources may deliver them. The machine knows the
 workers and the sources: it drops sources that keep failing, delays retries, and stops when all units have landed or
 none can.
@@ -27,6 +27,8 @@ SourceIndex = NewType("SourceIndex", int)
 
 _FIRST_RETRY_S: Final = 0.05
 _LONGEST_RETRY_S: Final = 2.0
+_FAILED_ENOUGH: Final = 2
+"""Number of failures in a row after which a relay is not waited for."""
 
 Unit = TypeVar("Unit")
 
@@ -87,6 +89,16 @@ class SourceState:
     num_silent: int = 0
     num_interrupted: int = 0
     dropped: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether a relay is not waited for any more."""
+        return self.dropped or self.failures >= _FAILED_ENOUGH or self.num_silent > 0
+
+    @property
+    def load(self) -> tuple[int, int, int, int]:
+        """A sort key: the lower, the sooner the source delivers."""
+        return self.num_interrupted, self.num_dry, self.num_active, self.failures
 
 
 @dataclass(slots=True)

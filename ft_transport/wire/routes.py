@@ -122,7 +122,7 @@ CHUNK_HEADER: Final = struct.Struct(">QI")
 A request to another receiver names half-open ranges of the data's bytes, each of whole chunks:
 ``?ranges=4194304-8388608,0-1048576``. The answer has all these chunks as they land there, beginning with the first of
 those that have landed. The number is how many chunks the furthest receiver known to the sender has received, without
-those it had before (see ``wire.swarm``). The answer is as long as all chunks together, and ends early if the rest does
+those it had before (see ``wire.ring``). The answer is as long as all chunks together, and ends early if the rest does
 not land in time.
 """
 MAX_RANGES: Final = 64

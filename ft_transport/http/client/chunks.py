@@ -1,6 +1,6 @@
 """Fetches the data of a snapshot: chunks over parallel connections, each byte straight into its final memory.
 
-``wire.fetch`` and ``wire.fleet_work`` decide which peer to ask for which chunks; ``fetch_pool`` runs the threads.
+``wire.fetch`` and ``wire.swarm_work`` decide which peer to ask for which chunks; ``fetch_pool`` runs the threads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay
 from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import FetchMachine, Request
-from ft_transport.wire.fleet import Fleet
-from ft_transport.wire.fleet_work import FleetWork
 from ft_transport.wire.manifest import Manifest, SnapshotId
 from ft_transport.wire.routes import CHUNK_HEADER, FULL_ROUTE, bound_path, format_ranges, relay_path, relayed_bytes
 from ft_transport.wire.snapshot import Memory
+from ft_transport.wire.swarm import Swarm
+from ft_transport.wire.swarm_work import SwarmWork
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,10 @@ def fetch_data(
     num_chunks = manifest.chunks.num_chunks
     ranges = [(run.start, run.stop) for run in runs_of(chunks)] if chunks is not None else [(0, num_chunks)]
     others = receivers.others if receivers is not None else ()
-    work = FleetWork(
+    work = SwarmWork(
         ranges,
         num_chunks=num_chunks,
-        fleet=Fleet(
+        swarm=Swarm(
             num_sources=len(sources),
             num_receivers=1 + len(others),
             own=receivers.own if receivers is not None else 0,

@@ -18,8 +18,8 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, Wait, WorkerIndex
-from ft_transport.wire.fleet import Fleet
-from ft_transport.wire.fleet_work import MAX_CHUNKS_PER_REQUEST, FleetWork
+from ft_transport.wire.swarm import Swarm
+from ft_transport.wire.swarm_work import MAX_CHUNKS_PER_REQUEST, SwarmWork
 
 Verified: TypeAlias = list[int]
 
@@ -27,10 +27,10 @@ Verified: TypeAlias = list[int]
 def _machine(
     num_chunks: int, sources: int = 1, workers: int = 1, max_failures: int = 3, num_in_flight: int = 1
 ) -> FetchMachine[int]:
-    work = FleetWork(
+    work = SwarmWork(
         [(0, num_chunks)],
         num_chunks=num_chunks,
-        fleet=Fleet(num_sources=sources),
+        swarm=Swarm(num_sources=sources),
         num_connections=workers,
         num_in_flight=num_in_flight,
     )

@@ -6,13 +6,12 @@ import pytest
 
 from ft_transport.errors import PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Wait, WorkerIndex
-from ft_transport.wire.fleet import Fleet
-from ft_transport.wire.fleet_work import FleetWork
-from ft_transport.wire.slow_peers import Delivery, RelayPace
+from ft_transport.wire.swarm import Delivery, RelayRates, Swarm
+from ft_transport.wire.swarm_work import SwarmWork
 
 
 def _looked(
-    pace: RelayPace, elapsed_s: float, *num_left: int, of: int = 100, num_from_sources: int = 100
+    pace: RelayRates, elapsed_s: float, *num_left: int, of: int = 100, num_from_sources: int = 100
 ) -> int | None:
     """Which relay is too slow, where so many chunks are left of each."""
     relays = {number: Delivery(left, of - left) for number, left in enumerate(num_left)}
@@ -21,7 +20,7 @@ def _looked(
 
 def _is_too_slow(elapsed_s: float, num_left: int, *, num_from_sources: int = 100) -> bool:
     """100 chunks came from the sources in 2 s; then it was looked, and is again."""
-    pace = RelayPace()
+    pace = RelayRates()
     assert _looked(pace, 2.0, 100, num_from_sources=num_from_sources) is None
     return _looked(pace, elapsed_s, num_left, num_from_sources=num_from_sources) is not None
 
@@ -45,7 +44,7 @@ def test_a_pause_is_no_sign() -> None:
 
 
 def test_the_longer_it_took_before_the_longer_is_waited() -> None:
-    pace = RelayPace()
+    pace = RelayRates()
     assert _looked(pace, 40.0, 100) is None
     assert _looked(pace, 49.0, 100) is None
     assert _looked(pace, 51.0, 100) == 0
@@ -53,7 +52,7 @@ def test_the_longer_it_took_before_the_longer_is_waited() -> None:
 
 @pytest.mark.parametrize("num_left", [50, 16, 4, 1])
 def test_what_has_come_excuses_nobody_who_stops_then(num_left: int) -> None:
-    pace = RelayPace()
+    pace = RelayRates()
     assert _looked(pace, 2.0, 100) is None
     assert _looked(pace, 2.6, num_left) is None
     # No longer than the own block has taken, and the sources take for that.
@@ -65,7 +64,7 @@ def test_without_sources_to_compare_with_nobody_is_slow() -> None:
 
 
 def test_who_follows_is_judged_by_itself() -> None:
-    pace = RelayPace()
+    pace = RelayRates()
     assert _looked(pace, 2.0, 100) is None
     pace.restart()
     assert _looked(pace, 3.0, 100) is None
@@ -73,7 +72,7 @@ def test_who_follows_is_judged_by_itself() -> None:
 
 
 def test_of_several_the_one_is_slow_that_brings_nothing_now() -> None:
-    pace = RelayPace()
+    pace = RelayRates()
     # The second one has brought more so far.
     assert _looked(pace, 2.0, 90, 30) is None
     assert _looked(pace, 3.0, 60, 30) is None
@@ -104,8 +103,8 @@ def _with_its_own_block(
     num_receivers: int, *, source_goes: bool = False
 ) -> tuple[FetchMachine[int], WorkerIndex, WorkerIndex]:
     """A receiver that has taken its block of 64 chunks, while a relay kept up; one worker is idle, one at the relay."""
-    fleet = Fleet(num_sources=1, num_receivers=num_receivers, own=0)
-    work = FleetWork([(0, 64)], num_chunks=64, fleet=fleet, num_connections=1)
+    fleet = Swarm(num_sources=1, num_receivers=num_receivers, own=0)
+    work = SwarmWork([(0, 64)], num_chunks=64, swarm=fleet, num_connections=1)
     names = ["source", *(f"relay {number}" for number in range(1, num_receivers))]
     machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=1)
     own, relay = WorkerIndex(0), WorkerIndex(1)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ft_transport.errors import FetchFailedError, PeerNotReadyError, PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
-from ft_transport.wire.fleet import Fleet
-from ft_transport.wire.fleet_work import FleetWork
+from ft_transport.wire.swarm import Swarm
+from ft_transport.wire.swarm_work import SwarmWork
 
 _MAX_ROUNDS = 5_000
 _LONGEST_WAIT = 40
@@ -27,8 +27,8 @@ class _Receiver:
 
     number: int
     machine: FetchMachine[int]
-    work: FleetWork
-    fleet: Fleet
+    work: SwarmWork
+    fleet: Swarm
     num_workers: int
     landed: dict[int, None] = field(default_factory=dict)
     furthest: int = 0
@@ -58,8 +58,8 @@ class _Job:
         relays = [f"relay{index}" for index in range(num_receivers - 1)]
         self.receivers = []
         for number in range(num_receivers):
-            fleet = Fleet(num_sources=num_sources, num_receivers=num_receivers, own=number)
-            work = FleetWork([(0, num_chunks)], num_chunks=num_chunks, fleet=fleet, num_connections=4)
+            fleet = Swarm(num_sources=num_sources, num_receivers=num_receivers, own=number)
+            work = SwarmWork([(0, num_chunks)], num_chunks=num_chunks, swarm=fleet, num_connections=4)
             machine: FetchMachine[int] = FetchMachine(work, sources=[*names, *relays], max_failures=3)
             self.receivers.append(_Receiver(number, machine, work, fleet, num_workers or work.num_workers))
 
@@ -267,8 +267,8 @@ def test_who_loses_its_sources_gets_everything_from_the_others(
 def test_connections_are_for_the_sources_and_one_for_each_relay(
     num_sources: int, num_receivers: int, num_workers: int, num_own: int
 ) -> None:
-    fleet = Fleet(num_sources=num_sources, num_receivers=num_receivers)
-    work = FleetWork([(0, 100)], num_chunks=100, fleet=fleet, num_connections=4)
+    fleet = Swarm(num_sources=num_sources, num_receivers=num_receivers)
+    work = SwarmWork([(0, 100)], num_chunks=100, swarm=fleet, num_connections=4)
     # However many receivers there are, so many threads are enough.
     assert work.num_workers == num_workers
     names = [f"host{index}" for index in range(num_sources + num_receivers - 1)]

@@ -19,16 +19,14 @@ connection has not begun to receive.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
-from ft_transport.wire.fleet import BlockQueue, Fleet, StandIns
 from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.routes import MAX_RANGES
-from ft_transport.wire.slow_peers import Delivery, RelayPace, slowest_to_end
+from ft_transport.wire.swarm import BlockQueue, Blocks, Delivery, RelayRates, Swarm, slowest_to_end
 
 MAX_CHUNKS_PER_REQUEST: Final = 64
 _MAX_WORKERS: Final = 16
@@ -39,9 +37,7 @@ half a megabyte."""
 _DRY_ENOUGH: Final = 2
 """Consecutive empty answers after which a relay is not waited for..."""
 _DRY_AT_FIRST: Final = 6
-"""...or, in a ring, while few chunks have come from the sources..."""
-_FAILED_ENOUGH: Final = 2
-"""...and the number of failures with the same effect."""
+"""...or, in a ring, while few chunks have come from the sources."""
 _HOPELESSLY_DRY: Final = 8
 """Empty answers of all relays together after which the fetch gives up if no source is left..."""
 _LEAST_HOPELESSLY_DRY: Final = 3
@@ -55,18 +51,15 @@ _LEAST_REQUESTS_PER_BLOCK: Final = 32
 """Minimum number of requests for the own block, if it has as many chunks."""
 _LEAST_REQUESTS_PER_RELAY: Final = 8
 """Minimum number of requests for another receiver's block, if there are more relays than concurrent requests."""
-_MOST_TAKEN_OVER: Final = 4
-"""Maximum chunks, and at most a small part of the missing ones, that a receiver with a complete own block takes
-over."""
 
 
-class FleetWork:
+class SwarmWork:
     """Chunks by number, for ``wire.fetch``.
 
     Args:
         ranges: Chunks to fetch, half-open and ascending; the receiver has the others.
         num_chunks: Number of chunks of the state.
-        fleet: The sources and the receivers.
+        swarm: The sources and the receivers.
         num_connections: Maximum connections of the receiver to one source.
         num_in_flight: Chunks that fit in the buffers of a connection. They are lost if a worker takes over the rest of
             another worker's request, so a worker takes over no fewer.
@@ -81,45 +74,33 @@ class FleetWork:
         ranges: Sequence[tuple[int, int]],
         *,
         num_chunks: int,
-        fleet: Fleet,
+        swarm: Swarm,
         num_connections: int,
         num_in_flight: int = 1,
     ) -> None:
-        self._fleet = fleet
+        self._swarm = swarm
         self._num_in_flight = num_in_flight
-        number = fleet.num_receivers
-        self._num_own_requests = max(
-            1, max(1, min(num_connections, num_chunks)) // number, min(fleet.num_sources, num_connections)
-        )
+        number = swarm.num_receivers
+        own_share = min(num_connections, num_chunks) // number
+        self._num_own_requests = max(1, own_share, min(swarm.num_sources, num_connections))
         self.num_workers = min(_MAX_WORKERS, self._num_own_requests + number - 1)
-        self._starts = [index * num_chunks // number for index in range(number)]
-        ends = [*self._starts[1:], num_chunks]
         self._chunks_per_block = max(1, num_chunks // number)
         # Then a request to each relay may last until the relay has its block.
         self._is_one_each = self._num_own_requests + number - 1 <= _MAX_WORKERS
         self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
-        blocks = [range(first, end) for first, end in zip(self._starts, ends, strict=True)]
-        self._queues = [BlockQueue(receiver, block) for receiver, block in enumerate(blocks)]
-        self._own = self._queues[fleet.own]
-        before, after = self._queues[: fleet.own], self._queues[fleet.own + 1 :]
-        # Each receiver begins with a different relay.
-        self._others = [(fleet.relay_of(queue.receiver), queue) for queue in (*after, *before)]
-        self._by_source = [*[self._own] * fleet.num_sources, *before, *after]
-        self._num_from_sources = 0
-        self.num_left = 0
-        for first, end in ranges:
-            for queue, chunks in self._by_block(range(first, end)):
-                queue.add(chunks)
-                queue.num_left += len(chunks)
-                queue.num_lacking += len(chunks)
-                self.num_left += len(chunks)
-        self._take_over_some()
-        self._in_turn = [(fleet.own + far) % fleet.num_sources for far in range(fleet.num_sources)]
-        self._before = fleet.relay_of((fleet.own - 1) % number)
-        self._pace = RelayPace()
-        self._ring: Ring | None = None
         is_ring = has_ring(num_receivers=number, num_chunks=num_chunks)
-        self._stand_ins = StandIns(self._queues, own=fleet.own, is_ring=is_ring)
+        self._blocks = Blocks(ranges, num_chunks=num_chunks, swarm=swarm, is_ring=is_ring)
+        self._own = self._blocks.own
+        before, after = self._blocks.queues[: swarm.own], self._blocks.queues[swarm.own + 1 :]
+        # Each receiver begins with a different relay.
+        self._others = [(swarm.relay_of(queue.receiver), queue) for queue in (*after, *before)]
+        self._by_source = [*[self._own] * swarm.num_sources, *before, *after]
+        self._num_from_sources = 0
+        self.num_left = sum(queue.num_left for queue in self._blocks.queues)
+        self._in_turn = [(swarm.own + far) % swarm.num_sources for far in range(swarm.num_sources)]
+        self._before = swarm.relay_of((swarm.own - 1) % number)
+        self._rates = RelayRates()
+        self._ring: Ring | None = None
         if is_ring:
             self._ring = Ring(
                 num_chunks=num_chunks,
@@ -127,7 +108,7 @@ class FleetWork:
                 num_relayed=self.num_left - self._own.num_left,
                 num_own_requests=self._num_own_requests,
             )
-        self._is_only_source = number == fleet.num_sources == 1
+        self._is_only_source = number == swarm.num_sources == 1
         self._least_per_request = max(1, min(_LEAST_AT_THE_END, self.num_left // (16 * self.num_workers)))
 
     def heard(self, num_landed: int) -> None:
@@ -151,7 +132,7 @@ class FleetWork:
             if taken is not None or ring.num_asked or self._expects_own(sources):
                 return taken
             # Receivers that have chunks which the sources have not sent can deliver them.
-            self._leave_ring()
+            ring.has_left = True
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
             taken = self._take_own(sources, under_way) or self._take_relayed(sources)
@@ -163,21 +144,22 @@ class FleetWork:
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
         """See ``wire.fetch.Work``. Stops waiting for a relay, or the ring, that has become slow."""
-        if self._own.num_left or not self._has_source_at_hand(sources):
-            self._pace.restart()
+        has_source = any(not each.dropped and not each.num_dry for each in sources[: self._swarm.num_sources])
+        if self._own.num_left or not has_source:
+            self._rates.restart()
             return None
         ring = self._ring if self._ring is not None and self._ring.num_asked else None
         if ring is not None:
-            relays = {self._fleet.own: Delivery(ring.num_asked, ring.num_relayed_landed)}
+            relays = {self._swarm.own: Delivery(ring.num_asked, ring.num_relayed_landed)}
         else:
             relays = {queue.receiver: Delivery(queue.num_left, queue.num_landed) for _, queue in self._others}
-        slow = self._pace.too_slow(elapsed_s, num_from_sources=self._num_from_sources, relays=relays)
+        slow = self._rates.too_slow(elapsed_s, num_from_sources=self._num_from_sources, relays=relays)
         if slow is None:
             return None
         if ring is not None:
             ring.has_left = True
         else:
-            self._queues[slow].is_slow = True
+            self._blocks.queues[slow].is_slow = True
         return "may take"
 
     def landed(
@@ -189,9 +171,9 @@ class FleetWork:
         """Take note of a chunk; its number and its source make no difference."""
         self.num_left -= 1
         queue, ring = self._by_source[source], self._ring
-        owner = queue if unit in queue.block else self._queues[self._owner_of(unit)]
+        owner = queue if unit in queue.block else self._blocks.owner(unit)
         owner.num_lacking -= 1
-        if source < self._fleet.num_sources:
+        if source < self._swarm.num_sources:
             self._num_from_sources += 1
         if ring is not None and self._is_of_ring(source):
             owner.num_left -= 1
@@ -215,11 +197,11 @@ class FleetWork:
                 else:
                     queue.add(chunks)
         if queue.is_out:
-            self._deal(queue)
-        if any(not each.dropped for each in sources[: self._fleet.num_sources]):
+            self._blocks.deal(queue)
+        if any(not each.dropped for each in sources[: self._swarm.num_sources]):
             return None
         # The limit of a single relay does not apply to each of them: no missing chunk lands anywhere.
-        relays = [each.num_dry for each in sources[self._fleet.num_sources :] if not each.dropped]
+        relays = [each.num_dry for each in sources[self._swarm.num_sources :] if not each.dropped]
         if relays and (min(relays) < _LEAST_HOPELESSLY_DRY or sum(relays) < _HOPELESSLY_DRY):
             return None
         names = ", ".join(each.name for each in sources)
@@ -233,7 +215,7 @@ class FleetWork:
             return next((each for each in under_way if each.source == self._before and not each.is_interrupted), None)
         if self._own.missing:
             return None
-        number = self._fleet.num_sources
+        number = self._swarm.num_sources
         if all(state.dropped for state in sources[:number]):
             # The chunks would return to the queue, and be requested from the same relay again.
             return None
@@ -243,23 +225,13 @@ class FleetWork:
         usable = [state for state in sources[:number] if not state.dropped and not state.num_dry]
         return slowest_to_end([each for each in under_way if each.source < number], sources, usable)
 
-    def _take_over_some(self) -> None:
-        """Take over a few chunks of another block, if the own one is complete, to measure the rate of the sources."""
-        fullest = max(self._queues, key=lambda queue: queue.num_missing)
-        if self._own.num_left or not fullest.num_missing:
-            return
-        chunks = fullest.take(max(1, min(_MOST_TAKEN_OVER, self.num_left // (4 * self._fleet.num_receivers))))
-        fullest.num_left -= len(chunks)
-        self._own.add(chunks)
-        self._own.num_left += len(chunks)
-
     def _take_own(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> tuple[SourceIndex, range] | None:
         if not self._own.missing:
             return None
-        num_asked = sum(each.source < self._fleet.num_sources for each in under_way)
-        if num_asked >= self._num_own_requests and self._fleet.num_receivers > 1:
+        num_asked = sum(each.source < self._swarm.num_sources for each in under_way)
+        if num_asked >= self._num_own_requests and self._swarm.num_receivers > 1:
             return None
         source = self._best_source(sources)
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
@@ -276,10 +248,7 @@ class FleetWork:
 
     def _expects_own(self, sources: Sequence[SourceState]) -> bool:
         """Whether the sources still have to send chunks, and one of them can."""
-        return self._own.num_left > 0 and any(not each.dropped for each in sources[: self._fleet.num_sources])
-
-    def _has_source_at_hand(self, sources: Sequence[SourceState]) -> bool:
-        return any(not each.dropped and not each.num_dry for each in sources[: self._fleet.num_sources])
+        return self._own.num_left > 0 and any(not each.dropped for each in sources[: self._swarm.num_sources])
 
     def _is_of_ring(self, source: SourceIndex) -> bool:
         """Whether requests to this source are the ring's; it gets no others at that time."""
@@ -294,8 +263,8 @@ class FleetWork:
             return None
         units: list[int] = []
         num_ranges = 0
-        number, own = self._fleet.num_receivers, self._fleet.own
-        for queue in (self._queues[(own - far) % number] for far in range(1, number)):
+        number, own = self._swarm.num_receivers, self._swarm.own
+        for queue in (self._blocks.queues[(own - far) % number] for far in range(1, number)):
             while queue.missing:
                 if not units or units[-1] + 1 != queue.missing[0].start:
                     num_ranges += 1
@@ -310,17 +279,16 @@ class FleetWork:
         assert self._ring is not None
         self._ring.num_asked = 0
         for run in runs_of(units):
-            for queue, chunks in self._by_block(run):
+            for queue, chunks in self._blocks.parts(run):
                 queue.add(chunks)
         state = sources[self._before]
         if state.failures:
             self._pass_over(sources)
         elif state.num_dry and not self._ring.is_settled and self._expects_own(sources):
             # If the sources are slow, or have many clients, the first chunk takes long.
-            if state.num_dry >= _DRY_AT_FIRST:
-                self._leave_ring()
+            self._ring.has_left |= state.num_dry >= _DRY_AT_FIRST
         elif state.num_dry or state.num_interrupted or self._ring.was_cut:
-            self._leave_ring()
+            self._ring.has_left = True
         else:
             # The predecessor had no more of them in time, or failed; the next request shows which.
             self._ring.was_cut = True
@@ -328,24 +296,19 @@ class FleetWork:
     def _pass_over(self, sources: Sequence[SourceState]) -> None:
         """Switch to the next receiver upstream, if there is one, because the predecessor failed."""
         assert self._ring is not None
-        number = self._fleet.num_receivers
-        gone = self._fleet.receiver_of(self._before)
+        number = self._swarm.num_receivers
+        gone = self._swarm.receiver_of(self._before)
         following = (gone - 1) % number
-        if following == self._fleet.own or _is_gone(sources[self._fleet.relay_of(following)]):
-            self._leave_ring()
+        if following == self._swarm.own or sources[self._swarm.relay_of(following)].is_gone:
+            self._ring.has_left = True
             return
-        self._before = self._fleet.relay_of(following)
+        self._before = self._swarm.relay_of(following)
         # The receiver behind a failed one fetches its block from the sources.
-        self._queues[gone].is_out = True
-        self._deal(self._queues[gone])
+        self._blocks.queues[gone].is_out = True
+        self._blocks.deal(self._blocks.queues[gone])
         self._others = [other for other in self._others if not other[1].is_out]
-        self._pace.restart()
+        self._rates.restart()
         self._ring = self._ring.joined_again(num_own=self._own.num_left, num_relayed=self.num_left - self._own.num_left)
-
-    def _leave_ring(self) -> None:
-        """Ask each relay for its own block from now on."""
-        assert self._ring is not None
-        self._ring.has_left = True
 
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """Return a request to the relay with most missing chunks; among equals each receiver takes a different one."""
@@ -357,7 +320,7 @@ class FleetWork:
                 # With fewer workers than relays, two relays that wait for each other would ask again for ever.
                 if is_dry_left_out and state.num_dry >= _DRY_ENOUGH:
                     continue
-                if not state.num_active and not _is_gone(state):
+                if not state.num_active and not state.is_gone:
                     best, most = (relay, queue), queue.num_missing
         if best is None:
             return None
@@ -370,8 +333,13 @@ class FleetWork:
 
     def _take_from_anybody(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """Return a request, if none is under way, to the working source or relay with the fewest empty answers."""
-        queue = next((queue for queue in self._queues if queue.missing), None)
-        there = [index for index, state in enumerate(sources) if self._may_deliver(index, state)]
+        queue = next((queue for queue in self._blocks.queues if queue.missing), None)
+        number = self._swarm.num_sources
+        there = [
+            index
+            for index, state in enumerate(sources)
+            if not state.dropped and (index < number or state.num_dry < _HOPELESSLY_DRY)
+        ]
         if queue is None or not there:
             return None
         asked = SourceIndex(min(there, key=lambda index: (sources[index].num_dry, index)))
@@ -387,9 +355,9 @@ class FleetWork:
         for relay, queue in self._others:
             if queue.num_left and not queue.is_out:
                 state = sources[relay]
-                if _is_gone(state) or (not expects_own and self._keeps_waiting(queue, state)):
+                if state.is_gone or (not expects_own and self._keeps_waiting(queue, state)):
                     queue.is_out = is_any = True
-                    self._deal(queue)
+                    self._blocks.deal(queue)
         if is_any:
             self._others = [other for other in self._others if not other[1].is_out]
         return is_any
@@ -403,27 +371,16 @@ class FleetWork:
             return False
         # Compare only with relays whose whole block is here: before that, a few chunks more or less mean nothing.
         of_best_relay = max((other.num_landed for _, other in self._others if not other.num_lacking), default=0)
-        is_much_slower = of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1)
-        return is_much_slower or (self._ring is not None and self._is_alone_behind(queue))
-
-    def _is_alone_behind(self, queue: BlockQueue) -> bool:
-        """Whether only chunks of one relay's block are missing, but many: that relay delays the ring."""
-        return self.num_left == queue.num_lacking and queue.num_lacking * _MUCH_LEFT > len(queue.block)
-
-    def _deal(self, queue: BlockQueue) -> None:
-        """Deal each run of chunks that a receiver was to deliver to the next receiver in its line."""
-        missing, queue.missing, queue.num_missing = queue.missing, [], 0
-        for chunks in missing:
-            for block, part in self._by_block(chunks):
-                for to, dealt in self._stand_ins.of(block.receiver, part):
-                    to.add(dealt)
-                    queue.num_left -= len(dealt)
-                    to.num_left += len(dealt)
+        if of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1):
+            return True
+        # If only chunks of one relay's block are missing, but many, that relay delays the ring.
+        is_alone_behind = self.num_left == queue.num_lacking and queue.num_lacking * _MUCH_LEFT > len(queue.block)
+        return self._ring is not None and is_alone_behind
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
         """Return the least busy source; among equals each receiver takes a different one."""
         usable = [index for index in self._in_turn if not sources[index].dropped]
-        return SourceIndex(min(usable, key=lambda index: _busy(sources[index]))) if usable else None
+        return SourceIndex(min(usable, key=lambda index: sources[index].load)) if usable else None
 
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
         """Return few chunks at first for several sources, until each shows how fast it is, and few at the end."""
@@ -434,31 +391,8 @@ class FleetWork:
         divisor = (self._num_from_sources + 1) * 2 * (state.num_active + 1)
         share = self._own.num_missing * (state.num_landed + 1) // divisor
         most = MAX_CHUNKS_PER_REQUEST
-        if self._fleet.num_receivers > 1:
+        if self._swarm.num_receivers > 1:
             # A source serves small requests in turns, but long answers at different rates: all would wait for the
             # slowest.
             most = min(most, self._chunks_per_block // _LEAST_REQUESTS_PER_BLOCK)
         return max(1, min(most, state.num_landed + 1, share))
-
-    def _may_deliver(self, index: int, state: SourceState) -> bool:
-        return not state.dropped and (index < self._fleet.num_sources or state.num_dry < _HOPELESSLY_DRY)
-
-    def _by_block(self, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
-        """Yield the parts of a run of chunks, with the block of each."""
-        while chunks:
-            queue = self._queues[self._owner_of(chunks.start)]
-            num_chunks = queue.block.stop - chunks.start
-            yield queue, chunks[:num_chunks]
-            chunks = chunks[num_chunks:]
-
-    def _owner_of(self, chunk: int) -> int:
-        return bisect_right(self._starts, chunk) - 1
-
-
-def _is_gone(relay: SourceState) -> bool:
-    return relay.dropped or relay.failures >= _FAILED_ENOUGH or relay.num_silent > 0
-
-
-def _busy(state: SourceState) -> tuple[int, int, int, int]:
-    """Return a sort key: the lower, the sooner the source delivers."""
-    return state.num_interrupted, state.num_dry, state.num_active, state.failures
