@@ -92,6 +92,7 @@ def _remake(error_type: type[ManagerError], args: tuple[object, ...], fields: di
     return error
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LockTimeoutError(ManagerError, TimeoutError):
     """The state lock could not be taken before the deadline.
 
@@ -101,12 +102,9 @@ class LockTimeoutError(ManagerError, TimeoutError):
         holders: Every open section at the deadline.
     """
 
-    def __init__(self, *, wanted: str, waited_s: float, holders: tuple[LockHolder, ...]) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.wanted = wanted
-        self.waited_s = waited_s
-        self.holders = holders
+    wanted: str
+    waited_s: float
+    holders: tuple[LockHolder, ...]
 
     def __str__(self) -> str:
         """Name every holder, its purpose and its age."""
@@ -115,6 +113,7 @@ class LockTimeoutError(ManagerError, TimeoutError):
         return f"waited {self.waited_s:.1f} s to {self.wanted}; {state}"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LockOrderError(ManagerError):
     """The requested section would have to wait for the calling thread itself.
 
@@ -123,11 +122,8 @@ class LockOrderError(ManagerError):
         holders: The open sections of the calling thread.
     """
 
-    def __init__(self, *, wanted: str, holders: tuple[LockHolder, ...]) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.wanted = wanted
-        self.holders = holders
+    wanted: str
+    holders: tuple[LockHolder, ...]
 
     def __str__(self) -> str:
         """Name the sections that the thread must release first."""
@@ -135,6 +131,7 @@ class LockOrderError(ManagerError):
         return f"cannot {self.wanted} before this thread releases what it holds: the lock is held {held}"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LockNotHeldError(ManagerError):
     """A section was released that is not open.
 
@@ -143,11 +140,8 @@ class LockNotHeldError(ManagerError):
         what: Its purpose.
     """
 
-    def __init__(self, *, kind: Kind, what: str) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.kind: Kind = kind
-        self.what = what
+    kind: Kind
+    what: str
 
     def __str__(self) -> str:
         """Name the section."""
@@ -168,10 +162,6 @@ class RegistryError(ManagerError):
         self.reason = reason
         self.keys = keys
 
-    def __str__(self) -> str:
-        """Return the reason."""
-        return escape_controls(self.reason)
-
 
 class StateMismatchError(RegistryError):
     """The registered objects cannot load a peer's state, so another attempt is useless. Nothing was received."""
@@ -190,6 +180,7 @@ class LoaderOrderError(ManagerError):
         self.key = key
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StateTornError(ManagerError):
     """The replica has a partial state and must not step: training would spread the damage.
 
@@ -198,11 +189,8 @@ class StateTornError(ManagerError):
         reason: Why that failed.
     """
 
-    def __init__(self, *, step: int | str, reason: str) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.step = step
-        self.reason = reason
+    step: int | str
+    reason: str
 
     def __str__(self) -> str:
         """Name the step, the reason and the remedy."""
@@ -235,6 +223,7 @@ class LighthouseUnavailableError(QuorumError):
     """torchft is not installed, or the Lighthouse does not answer."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StatesDivergedError(QuorumError):
     """Replicas have different states of one step, and no majority agrees.
 
@@ -245,15 +234,10 @@ class StatesDivergedError(QuorumError):
         store_address: Address of the store for that exchange.
     """
 
-    def __init__(
-        self, *, step: int, replicas: tuple[str, ...], store_address: str, tensors: tuple[str, ...] = ()
-    ) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.step = step
-        self.replicas = replicas
-        self.store_address = store_address
-        self.tensors = tensors
+    step: int
+    replicas: tuple[str, ...]
+    store_address: str
+    tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Name the tensors."""
@@ -265,6 +249,7 @@ class StatesDivergedError(QuorumError):
         )
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ReductionMismatchError(QuorumError):
     """Replicas began to reduce different tensors in one step, or in another order.
 
@@ -273,11 +258,8 @@ class ReductionMismatchError(QuorumError):
         reductions: The next reduction of each replica, by id.
     """
 
-    def __init__(self, *, position: int, reductions: tuple[tuple[str, str], ...]) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.position = position
-        self.reductions = reductions
+    position: int
+    reductions: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
         """Name both sides."""
@@ -326,6 +308,7 @@ class RecoveryFailedError(ManagerError):
     """Neither a live peer nor a durable checkpoint could provide a state."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class HealFailedError(ManagerError):
     """The replica could not heal, and makes no further attempt.
 
@@ -334,11 +317,8 @@ class HealFailedError(ManagerError):
         reasons: The reason of each attempt, with its source.
     """
 
-    def __init__(self, *, step: int, reasons: tuple[str, ...]) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.step = step
-        self.reasons = reasons
+    step: int
+    reasons: tuple[str, ...]
 
     def __str__(self) -> str:
         """List the reasons."""
@@ -369,6 +349,7 @@ class ReportedError(ManagerError):
         return f"{type(self.original_exception).__name__}: {self.original_exception}"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CommitFailedError(ManagerError, RuntimeError):
     """Too many steps in a row were not committed.
 
@@ -378,12 +359,9 @@ class CommitFailedError(ManagerError, RuntimeError):
         reasons: The reasons of the last failure.
     """
 
-    def __init__(self, *, step: int, num_failures: int, reasons: tuple[str, ...]) -> None:
-        """Keep the fields; see the class."""
-        super().__init__()
-        self.step = step
-        self.num_failures = num_failures
-        self.reasons = reasons
+    step: int
+    num_failures: int
+    reasons: tuple[str, ...]
 
     def __str__(self) -> str:
         """Return the number of failures and the last reasons."""

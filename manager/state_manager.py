@@ -17,8 +17,8 @@ from ft_transport.runtime.handler_safety import SafeEnd
 from manager.errors import ManagerError
 from manager.lifecycle import Unclosed, Usability, ends_what_it_owns, interrupts_own_call
 from manager.recovery.checkpoints import ResumeKeys
+from manager.recovery.peers import PeerOptions, Recovery
 from manager.recovery.replica import Replica
-from manager.recovery.values import PeerOptions, Recovery
 from manager.state.optimizer_guard import OptimizerAttachment
 from manager.state.registry import Scope
 
@@ -84,7 +84,7 @@ class StateManager:
         """
         if (load_state_dict is None) != (state_dict is None):
             raise ValueError("expected both load_state_dict and state_dict, or neither")
-        self._replica = Replica.compose(
+        self._replica = Replica(
             timeout, checkpoint_transport, checkpoint_store, prefault=prefault, save_every=save_every
         )
         self._state = self._replica.state

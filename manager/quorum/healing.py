@@ -35,7 +35,7 @@ from manager.errors import HealFailedError, ManagerError, QuorumError, StateMism
 from manager.quorum.decision import Decision, Heals
 from manager.quorum.members import RunningMember
 from manager.quorum.quorum_round import Participant, format_error
-from manager.recovery.values import PeerOptions
+from manager.recovery.peers import PeerOptions
 from manager.state.optimizer_states import Memory, memory_at, memory_of_optimizers, tensors_in
 from manager.state.registration_check import nonfinite_parameters
 

@@ -15,7 +15,7 @@ from ft_transport.runtime.handler_safety import SafeFuture
 from ft_transport.telemetry.metrics import MetricValues
 from manager.errors import ManagerError, RegistryError
 from manager.quorum.decision import next_lineage
-from manager.recovery.values import Recovery, shown
+from manager.recovery.peers import Recovery, shown
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.compatibility import check_fit
 from manager.state.parameter_order import (

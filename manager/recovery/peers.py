@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+import msgspec
 
 import ft_transport
 from ft_transport import TransportError
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
+from ft_transport.coordination.votes import Failure, describe, rebuild
+from ft_transport.runtime.deadline import Deadline
 from ft_transport.state.placements import spans_ranks
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
-from manager.recovery.rank_agreement import RecoveringRanks
-from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.optimizer_states import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
 from manager.state.parameter_order import TAKEN_OVER, OrderTakenOverError, incoming_names
@@ -30,17 +33,66 @@ if TYPE_CHECKING:
     from ft_transport import HTTPTransport, Received
     from ft_transport.state.matching import Incoming
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 _LAYOUT_ADVICE: Final = "replicas of another layout are recovered from by the addresses of all their ranks"
+_MAX_SHOWN: Final = 5
+_MAX_SHOWN_CHARACTERS: Final = 500
+
+_addresses_decoder: Final = msgspec.msgpack.Decoder(list[str])
+_step_decoder: Final = msgspec.msgpack.Decoder(tuple[int, Failure | None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """The result of `Manager.recover` or `Manager.resume`.
+
+    Attributes:
+        step: The committed step that this replica's state shows now.
+        source: The address or directory that the state came from.
+    """
+
+    step: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """How the state of a peer is received; see `StateManager.recover`.
+
+    Attributes:
+        timeout: For all of it.
+        unreachable_timeout: How long the peer may be out of reach before the first byte; ``None``: ``timeout``.
+        progress_timeout: How long the transfer may go without a byte; ``None``: ``timeout``.
+        in_quorum: Whether the step has to be the peer's present state, and the next recovery goes on from the data of
+            this one if it fails. That data is not overwritten then; nothing but the mark of a partial state keeps a
+            step from being taken with it.
+        verify: Whether the loaded state is compared with the peer's.
+        max_bytes_per_s: Limit of the rate before a quorum, in which only later changes are received; otherwise
+            ``None``.
+        others: Addresses of further peers that hold the same state, read from at once.
+        relays: Addresses of all that receive this state now, this replica's own too.
+    """
+
+    timeout: timedelta
+    unreachable_timeout: timedelta | None = None
+    progress_timeout: timedelta | None = None
+    in_quorum: bool = False
+    verify: bool = True
+    max_bytes_per_s: float | None = None
+    others: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+
+
+def shown(differences: Sequence[str]) -> str:
+    """Return the first few differences, for a message."""
+    return "; ".join(differences[:_MAX_SHOWN]) + ("; …" if len(differences) > _MAX_SHOWN else "")
 
 
 class PeerRecovery:
-    """Receives a peer's state and loads it. Owned by the training thread.
-
-    Args:
-        state: This replica's state.
-        transport: Receives.
+    """Receives a peer's state with a transport and loads it. Owned by the training thread.
 
     Attributes:
         counts: States that were received and loaded.
@@ -59,7 +111,7 @@ class PeerRecovery:
 
     @property
     def knows_most(self) -> bool:
-        """Return whether an earlier recovery received the state, except for later changes."""
+        """Whether an earlier recovery received the state, except for later changes."""
         return self._before is not None
 
     def discard_partial(self) -> None:
@@ -82,71 +134,57 @@ class PeerRecovery:
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
         """See `StateManager.recover`. Takes no checkpoint."""
+        deadline = Deadline.after(options.timeout)
         with self._transport.recorder.begin("heal", phase="rendezvous") as recording:
-            if options.is_warm:
+            if options.max_bytes_per_s is not None:
                 recording.note(warm_join="before the first quorum, while the others train")
-            recovery = self._recover_from(metadata, step, options, process_group)
+            addresses = _checked_addresses(metadata, self._transport.metadata())
+            source: str | list[str] = metadata if isinstance(metadata, str) else addresses
+            if step != "latest":
+                step = checked_step(step)
+            if process_group is None:
+                recovery = self._recover_alone(source, step, options, deadline)
+            else:
+                ranks = RecoveringRanks(RankGroup.of(process_group, keys=self._transport.keys), options.timeout)
+                if step == "latest":
+                    step = ranks.agree_on_step(self._transport, addresses, timeout=options.timeout)
+                recovery, failures = ranks.run(partial(self._recover, source, step, options, deadline, ranks.rank))
+                if failures:
+                    reason = f"this rank has received it, others of this replica have not: {failures}"
+                    self._state.mark_partial(recovery.step, reason)
+                    self._state.refuse_partial()
             recording.describe(step=recovery.step)
             return recovery
 
-    def _recover_from(
-        self,
-        metadata: str | Sequence[str],
-        step: int | Literal["latest"],
-        options: PeerOptions,
-        process_group: dist.ProcessGroup | None,
-    ) -> Recovery:
-        addresses = _checked_addresses(metadata, self._transport.metadata())
-        source: str | list[str] = metadata if isinstance(metadata, str) else addresses
-        if step != "latest":
-            step = checked_step(step)
-        if process_group is None:
-            return self._recover_once_more(source, step, options)
-        start_s = time.monotonic()
-        ranks = RecoveringRanks(RankGroup.of(process_group, keys=self._transport.keys), options.timeout)
-        if step == "latest":
-            step = ranks.agree_on_step(self._transport, addresses, timeout=options.timeout)
-        return self._recover_on_all_ranks(
-            ranks, source, step, replace(options, timeout=_left(options.timeout, start_s))
-        )
-
-    def _recover_once_more(
-        self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions
+    def _recover_alone(
+        self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions, deadline: Deadline
     ) -> Recovery:
         """Recover; restart if a tensor that was assumed to be unchanged differs."""
-        start_s = time.monotonic()
         was_known = self._before is not None
         try:
-            return self._recover(source, step, options)
+            return self._recover(source, step, options, deadline)
         except StateTornError as error:
             if not was_known:
                 raise
             logger.warning("the state is received once more, all of it: %s", error)
-        return self._recover(source, step, replace(options, timeout=_left(options.timeout, start_s)))
-
-    def _recover_on_all_ranks(
-        self, ranks: RecoveringRanks, source: str | list[str], step: int, options: PeerOptions
-    ) -> Recovery:
-        """Recover on all ranks of a replica, or on none: if one rank failed, the others refuse to step."""
-        recovery, failures = ranks.run(partial(self._recover, source, step, options, group_rank=ranks.rank))
-        if failures:
-            self._state.mark_partial(
-                recovery.step, f"this rank has received it, others of this replica have not: {failures}"
-            )
-            self._state.refuse_partial()
-        return recovery
+        return self._recover(source, step, options, deadline)
 
     def _recover(
-        self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions, *, group_rank: int = 0
+        self,
+        source: str | list[str],
+        step: int | Literal["latest"],
+        options: PeerOptions,
+        deadline: Deadline,
+        group_rank: int = 0,
     ) -> Recovery:
         state = self._state
         start_s = time.monotonic()
         named = source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
         phase("lock")
-        with state.lock.write(f"receiving step {step} from {named}", options.timeout):
+        with state.lock.write(f"receiving step {step} from {named}", deadline.cap(options.timeout)):
             state.note_configured()
             into = state.content()
-            if step == "latest" and spans_ranks(into) and not options.is_warm:
+            if step == "latest" and spans_ranks(into) and options.max_bytes_per_s is None:
                 raise ManagerError(
                     "expected process_group=..., or a step, to recover a replica of several ranks: the latest step may "
                     "be another one for each of them"
@@ -159,14 +197,13 @@ class PeerRecovery:
             # In any case the tensors are unknown afterwards, but for what is noted at the end.
             before, self._before = self._before, None
             try:
-                receive = partial(self._receive, source, step, group_rank=group_rank, before=before)
+                receive = partial(self._receive, source, step, options, deadline, group_rank=group_rank)
                 try:
-                    received = receive(into, replace(options, timeout=_left(options.timeout, start_s)))
+                    received = receive(into=into, before=before)
                 except OrderTakenOverError:
                     # The partial state has the places of the earlier order.
                     self._part = ft_transport.PartialState()
-                    left = _left(options.timeout, start_s)
-                    received = receive(state.content(), replace(options, timeout=left), before=None)
+                    received = receive(into=state.content(), before=None)
             except (RegistryError, TransportError) as error:
                 # Data of an earlier attempt, whose snapshot was replaced meanwhile, may have landed.
                 if getattr(error, "destination_touched", False):
@@ -187,7 +224,7 @@ class PeerRecovery:
                 state.mark_partial(received.step, "comparing it was interrupted")
                 self._refuse_differences(received, named)
                 state.partial = None
-        if options.is_warm and options.verify:
+        if options.max_bytes_per_s is not None and options.verify:
             self._before = received
         recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()
         self.counts.add("recoveries_total")
@@ -206,10 +243,11 @@ class PeerRecovery:
         self,
         source: str | list[str],
         step: int | Literal["latest"],
-        into: Mapping[str, object],
         options: PeerOptions,
+        deadline: Deadline,
         *,
         group_rank: int,
+        into: Mapping[str, object],
         before: Received[Any] | None,
     ) -> Received[Any]:
         """Receive from one rank in the same layout, or from all ranks in any other."""
@@ -217,7 +255,9 @@ class PeerRecovery:
         keywords: Any = {
             "into": into,
             "timeout": ft_transport.FetchTimeout(
-                total=options.timeout, unreachable=options.unreachable_timeout, progress=options.progress_timeout
+                total=deadline.cap(options.timeout),
+                unreachable=options.unreachable_timeout,
+                progress=options.progress_timeout,
             ),
             # It compares every byte after loading.
             "is_comparable": options.verify,
@@ -230,7 +270,10 @@ class PeerRecovery:
             if options.others or options.relays:
                 keywords["relays"] = options.relays
                 sources = (source, *options.others)
-            known = self._but_for_steps(before) if before is not None and options.verify else None
+            known = None
+            if before is not None and options.verify:
+                stepped = memory_of_optimizers(self._state.optimizers())
+                known = before.but_for(lambda own: own.nbytes < MIN_DEFERRED_BYTES or memory_at(own) in stepped)
             if not options.in_quorum:
                 self._part.discard()
                 return self._transport.fetch(sources, asked, known=known, **keywords)
@@ -238,31 +281,21 @@ class PeerRecovery:
                 self._part = ft_transport.PartialState(known)
             return self._transport.fetch(sources, asked, known=self._part, **keywords)
         self._part = ft_transport.PartialState()
-        return self._transport.fetch_sharded(
-            source,
-            asked,
-            group_rank=group_rank,
-            like=self._state.registry.parameter_finder(),
-            **keywords,
-        )
-
-    def _but_for_steps(self, before: Received[Any]) -> Received[Any]:
-        """Return the received state without the tensors that optimizers step."""
-        stepped = memory_of_optimizers(self._state.optimizers())
-        return before.but_for(lambda own: own.nbytes < MIN_DEFERRED_BYTES or memory_at(own) in stepped)
+        like = self._state.registry.parameter_finder()
+        return self._transport.fetch_sharded(source, asked, group_rank=group_rank, like=like, **keywords)
 
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):
             raise RegistryError(f"expected the state of step {step}, what comes is of step {incoming.step}")
         state = self._state
         try:
-            if state.take_over_order(incoming_names(incoming, state.registry)):
-                raise OrderTakenOverError(TAKEN_OVER)
-            check_fit(incoming, state.registry, into, note=_LAYOUT_ADVICE)
-        except OrderTakenOverError:
-            raise
+            has_taken_over = state.take_over_order(incoming_names(incoming, state.registry))
+            if not has_taken_over:
+                check_fit(incoming, state.registry, into, note=_LAYOUT_ADVICE)
         except RegistryError as error:
             raise StateMismatchError(error.reason, keys=error.keys) from None
+        if has_taken_over:
+            raise OrderTakenOverError(TAKEN_OVER)
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
         """Check that the load functions have not changed the received state."""
@@ -276,24 +309,88 @@ class PeerRecovery:
             self._state.refuse_partial()
 
 
-def _left(timeout: timedelta, start_s: float) -> timedelta:
-    return max(timeout - timedelta(seconds=time.monotonic() - start_s), timedelta(0))
-
-
 def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
-    """Return the addresses that a caller named.
-
-    Args:
-        metadata: One address, or several.
-        own: This rank's address, which is no source.
-
-    Raises:
-        TypeError: The values are no addresses.
-        ManagerError: One of them is this rank's own.
-    """
+    """Return the addresses that a caller named. This rank's own address is no source."""
     addresses: Any = [metadata] if isinstance(metadata, str) else metadata
     if not isinstance(addresses, Sequence) or not addresses or not all(isinstance(each, str) for each in addresses):
         raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
     if own.rstrip("/") in (address.rstrip("/") for address in addresses):
         raise ManagerError(f"expected the address of another replica to recover from, got this one's own {own}")
     return list(addresses)
+
+
+class RecoveringRanks:
+    """The ranks of one replica that recover together. All of them make one, and the same calls on it.
+
+    They agree in the key-value store of ``torch.distributed``, in plain values: no message of a rank is unpickled.
+
+    Args:
+        group: The ranks.
+        timeout: Deadline of each call on a rank, and the longest delay of one rank behind another.
+    """
+
+    def __init__(self, group: RankGroup, timeout: timedelta) -> None:
+        self.rank = group.rank
+        self._timeout_s = timeout.total_seconds()
+        self._agreement = Agreement(group, "recover", timeout)
+
+    def agree_on_step(self, transport: HTTPTransport[Any], addresses: Sequence[str], *, timeout: timedelta) -> int:
+        """Have all sources take a snapshot of one step, and return the step on every rank.
+
+        Args:
+            transport: Makes the requests, on the first rank.
+            addresses: Addresses that this rank will recover from; they may differ between ranks.
+            timeout: Limit of the requests.
+
+        Raises:
+            TransportError: The request failed, with the same error on all ranks; or a rank exited.
+        """
+        named = self._agreement.values_of_all("name the sources", lambda: list(addresses), _addresses_decoder)
+
+        def ask() -> tuple[int, Failure | None]:
+            everywhere = [address for each in named for address in each]
+            try:
+                return transport.common_step(list(dict.fromkeys(everywhere)), timeout=timeout), None
+            except TransportError as error:
+                return 0, describe(error)
+
+        step, failure = self._agreement.value_of_first("agree on a step", ask, _step_decoder)
+        if failure is not None:
+            raise rebuild(failure)
+        return step
+
+    def run(self, action: Callable[[], T]) -> tuple[T, list[str]]:
+        """Run ``action`` on every rank. Return its result here, and the errors of other ranks.
+
+        Args:
+            action: This rank's part. The others wait as long as it runs, for twice the timeout at most.
+
+        Raises:
+            Exception: Any error of ``action`` here; the other ranks receive it.
+            RankGoneError: The store does not answer, and ``action`` did not run.
+        """
+        outcome: list[T] = []
+        own_errors: list[Exception] = []
+
+        def act() -> bytes | None:
+            try:
+                outcome.append(self._agreement.showing_life(action, 2 * self._timeout_s))
+            except Exception as error:
+                own_errors.append(error)
+                return f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS].encode()
+            return None
+
+        try:
+            said = self._agreement.run_on_all_ranks("recover", act)
+            failures = [
+                f"rank {rank}: {each.decode(errors='replace')}"
+                for rank, each in enumerate(said)
+                if each and rank != self.rank
+            ]
+        except TransportError as error:
+            if not outcome and not own_errors:
+                raise
+            failures = [str(error)]
+        if own_errors:
+            raise own_errors[0]
+        return outcome[0], failures

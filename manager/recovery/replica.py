@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,8 +12,7 @@ from ft_transport import PeerError, TransportError
 from ft_transport.telemetry.metrics import weakly
 from manager.errors import ManagerError, RecoveryFailedError
 from manager.recovery.checkpoints import Checkpoints, check_store
-from manager.recovery.peers import PeerRecovery
-from manager.recovery.values import PeerOptions, Recovery
+from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.registration_check import EncodingCheck
 from manager.state.registry import Scope
@@ -28,81 +26,65 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The parts of one replica. The managers own one; the training thread calls each method.
+    """The parts of one replica, without state. The managers own one; the training thread calls each method.
+
+    Args:
+        timeout: Deadline of every wait for the lock.
+        transport: Serves this replica's snapshots and receives others'. `close` shuts it down.
+        store: The store of durable checkpoints. `close` closes it.
+        prefault: See `StateManager`.
+        save_every: See `StateManager`.
 
     Attributes:
         state: Its state.
-        transport: Serves snapshots of the state and receives others'; ``None`` without one.
+        transport: See above; ``None`` without one.
         snapshots: The snapshots that the transport serves; ``None`` without a transport.
         peers: Recovers from live peers; ``None`` without a transport.
         checkpoints: Saves and loads durable checkpoints; ``None`` without a store.
         encodings: Checks that the state can be served and saved.
+
+    Raises:
+        ConfigurationError: ``save_every`` without a store, or no positive number.
+        TypeError: The transport or the store is not one of ``ft_transport``.
+        TransportError: The transport belongs to another replica.
     """
 
-    state: ReplicaState
-    transport: HTTPTransport[Any] | None
-    snapshots: SnapshotScheduler | None
-    peers: PeerRecovery | None
-    checkpoints: Checkpoints | None
-    encodings: EncodingCheck
-
-    @classmethod
-    def compose(
-        cls,
+    def __init__(
+        self,
         timeout: timedelta,
         transport: HTTPTransport[Any] | None = None,
         store: CheckpointStore | None = None,
         *,
         prefault: bool = False,
         save_every: int | None = None,
-    ) -> Replica:
-        """Make the parts of a replica, without state.
-
-        Args:
-            timeout: Deadline of every wait for the lock.
-            transport: Serves this replica's snapshots and receives others'. `close` shuts it down.
-            store: The store of durable checkpoints. `close` closes it.
-            prefault: See `StateManager`.
-            save_every: See `StateManager`.
-
-        Raises:
-            ConfigurationError: ``save_every`` without a store, or no positive number.
-            TypeError: The transport or the store is not one of ``ft_transport``.
-            TransportError: The transport belongs to another replica.
-        """
+    ) -> None:
         if transport is not None and not hasattr(transport, "serve_fresh"):
             raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(transport).__name__}")
         check_store(store, save_every)
-        state = ReplicaState(timeout)
-        snapshots = peers = checkpoints = None
+        self.state = state = ReplicaState(timeout)
+        self.transport = transport
+        self.snapshots: SnapshotScheduler | None = None
+        self.peers: PeerRecovery | None = None
+        self.checkpoints: Checkpoints | None = None
+        scopes: list[Scope] = [] if transport is None and store is None else ["replicated"]
         if transport is not None:
-            snapshots = SnapshotScheduler(state, transport, prefault=prefault)
-            peers = PeerRecovery(state, transport)
-            transport.process_status.set_part("manager", status_report(state, ReplicaState.status))
-            if store is not None:
-                transport.process_status.set_recorders([transport.recorder, store.recorder])
+            self.snapshots = SnapshotScheduler(state, transport, prefault=prefault)
+            self.peers = PeerRecovery(state, transport)
+            status = transport.process_status
+            status.set_part("manager", status_report(state, ReplicaState.status))
+            status.metrics.collect(state.lock.costs.readings)
+            status.metrics.collect(weakly(state.readings))
+            status.metrics.collect(self.peers.counts.readings)
         if store is not None:
-            checkpoints = Checkpoints(state, store, save_every=save_every, snapshots=snapshots)
-        if transport is not None:
-            metrics = transport.process_status.metrics
-            metrics.collect(state.lock.costs.readings)
-            metrics.collect(weakly(state.readings))
-            for each in (peers, checkpoints):
-                if each is not None:
-                    metrics.collect(each.counts.readings)
-            if store is not None:
-                metrics.follow(store.recorder)
-        scopes: list[Scope] = ["replicated"] if transport is not None or store is not None else []
-        return cls(
-            state=state,
-            transport=transport,
-            snapshots=snapshots,
-            peers=peers,
-            checkpoints=checkpoints,
-            encodings=EncodingCheck(state.registry, state.optimizers, [*scopes, "local"] if store else scopes),
-        )
+            scopes.append("local")
+            self.checkpoints = Checkpoints(state, store, save_every=save_every, snapshots=self.snapshots)
+            if transport is not None:
+                status = transport.process_status
+                status.set_recorders([transport.recorder, store.recorder])
+                status.metrics.collect(self.checkpoints.counts.readings)
+                status.metrics.follow(store.recorder)
+        self.encodings = EncodingCheck(state.registry, state.optimizers, scopes)
 
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
         """Begin the step boundary of a state that `encodings` has checked."""

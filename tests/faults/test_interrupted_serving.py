@@ -20,7 +20,7 @@ LOOPBACK = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
 @pytest.mark.slow
 def test_a_wait_ends_at_once_wherever_a_handler_raises() -> None:
     transport: HTTPTransport[object] = HTTPTransport(TIMEOUT, settings=LOOPBACK)
-    replica = Replica.compose(TIMEOUT, transport)
+    replica = Replica(TIMEOUT, transport)
     model = torch.nn.Linear(3, 3)
     replica.state.registry.register("model", model.load_state_dict, model.state_dict)
     assert replica.snapshots is not None

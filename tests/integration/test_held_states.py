@@ -36,7 +36,7 @@ class Training:
     def __init__(self, transport: HTTPTransport[Any]) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(4, LARGE // 4), torch.nn.BatchNorm1d(LARGE // 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.replica = Replica.compose(LONG, transport)
+        self.replica = Replica(LONG, transport)
         self.state = self.replica.state
         self.state.registry.register_object("model", self.model)
         self.state.registry.register_object("optimizer", self.optimizer)
@@ -233,7 +233,7 @@ def test_a_step_to_come_is_served_although_training_goes_on_while_it_is_copied(
 def test_a_state_that_would_have_to_be_copied_whole_is_not_held(
     new_transport: Callable[[], HTTPTransport[Any]],
 ) -> None:
-    replica = Replica.compose(LONG, new_transport())
+    replica = Replica(LONG, new_transport())
     weight = torch.zeros(5_000_000)
     replica.state.registry.register("weight", lambda state: None, lambda: {"weight": weight})
     try:
@@ -268,7 +268,7 @@ class ChangingTraining:
     def __init__(self, transport: HTTPTransport[Any], model: torch.nn.Module) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.replica = Replica.compose(timedelta(seconds=5), transport)
+        self.replica = Replica(timedelta(seconds=5), transport)
         self.state = self.replica.state
         self.state.registry.register_object("model", model)
         self.state.registry.register_object("optimizer", self.optimizer)
@@ -376,7 +376,7 @@ def test_a_boundary_that_nobody_needs_does_the_same_whatever_the_number_of_param
         parameters = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(3)) for _ in range(num_parameters))
         model = torch.nn.ModuleDict({"weights": parameters, "norm": torch.nn.BatchNorm1d(8, affine=False)})
         optimizer = torch.optim.AdamW(parameters)
-        replica = Replica.compose(LONG, new_transport())
+        replica = Replica(LONG, new_transport())
         try:
             registry = replica.state.registry
             registry.register_object("model", model)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 _PROGRAM = """
-from ft_transport.manager import Manager, RandomState
+from manager.manager import Manager
+from manager.state.data_order import RandomState
 import ft_transport.manager, manager, torch
 
 assert manager.__file__ == {file!r}, manager.__file__

@@ -57,7 +57,7 @@ class Training:
         self.frozen = torch.randn(LARGE // 4)
         self.model = torch.nn.Linear(4, LARGE // 16, bias=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.replica = Replica.compose(LONG, transport)
+        self.replica = Replica(LONG, transport)
         self.state = self.replica.state
         self.state.registry.register("frozen", lambda state: None, lambda: {"w": self.frozen}, is_stable=True)
         self.state.registry.register_object("model", self.model)
@@ -207,7 +207,7 @@ def test_attaching_an_optimizer_materializes_what_it_will_change(
 
 def test_a_state_without_a_byte_can_be_shared(new_transport: Callable[..., HTTPTransport[Any]]) -> None:
     transport, receiver = new_transport(), new_transport()
-    replica = Replica.compose(LONG, transport)
+    replica = Replica(LONG, transport)
     replica.state.registry.register("numbers", lambda state: None, lambda: {"a": 1})
     assert replica.snapshots is not None
     try:

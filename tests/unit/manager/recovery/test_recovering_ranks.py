@@ -12,7 +12,7 @@ from ranks_on_threads import groups_of, run_ranks
 
 from ft_transport import FetchFailedError, PeerUnreachableError
 from ft_transport.errors import RankGoneError
-from manager.recovery.rank_agreement import RecoveringRanks
+from manager.recovery.peers import RecoveringRanks
 
 T = TypeVar("T")
 
