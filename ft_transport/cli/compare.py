@@ -7,13 +7,13 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ft_transport.cli.contents import Box, UnreadableError, intersections, row_major
-from ft_transport.cli.stored_state import StoredPiece, StoredTensor
+from ft_transport.cli.stored_state import StoredFile, StoredPiece, StoredTensor
 from ft_transport.runtime.handler_safety import SafeExecutor
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -22,8 +22,6 @@ _BLOCK_BYTES: Final = 1 << 20
 _SPAN_BYTES: Final = 8 << 20
 """The bytes that a thread compares at once."""
 _NUM_THREADS: Final = 2
-Counts: TypeAlias = tuple[int, int, float | None]
-"""Elements that differ, bytes that differ, and the largest absolute difference: see ``compare.Tally``."""
 _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _FLOATS: Final = {"float16": "f2", "float32": "f4", "float64": "f8"}
@@ -35,8 +33,8 @@ class Tally:
     """How two tensors of one dtype and shape differ.
 
     Attributes:
-        num_items: That differ in any bit.
-        num_bytes: That differ.
+        num_items: Number of elements that differ in any bit.
+        num_bytes: Number of bytes that differ.
         largest: The largest absolute difference of two finite numbers; ``None`` where there are none, or it is not
             computed for the dtype.
     """
@@ -46,7 +44,7 @@ class Tally:
     largest: float | None = None
 
     def add(self, other: Tally) -> None:
-        """Sums them up."""
+        """Add the differences of another part."""
         self.num_items += other.num_items
         self.num_bytes += other.num_bytes
         if other.largest is not None:
@@ -64,29 +62,28 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes that lie in one piece on both sides."""
+class _Span:
+    """A part of a tensor that both sides have.
 
-    pair: Pair
-    one: StoredPiece
-    one_start: int
-    other: StoredPiece
-    other_start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Boxes:
-    """The same box of the tensor on both sides, in pieces in which it is no run."""
+    Attributes:
+        pair: The tensors.
+        one: The first side's piece that has it.
+        other: The second side's piece.
+        box: The part, or the box around it.
+        starts: Position in both files of a run of bytes; ``None`` if the box is no run in one of them.
+        num_bytes: Length of the run.
+    """
 
     pair: Pair
     one: StoredPiece
     other: StoredPiece
     box: Box
+    starts: tuple[int, int] | None = None
+    num_bytes: int = 0
 
 
 def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
-    """The differences between two states, by name.
+    """Return the differences between two states, by name.
 
     Raises:
         UnreadableError: A file became shorter meanwhile, or cannot be read.
@@ -117,51 +114,47 @@ class _Comparer:
     def __init__(self) -> None:
         buffers = [bytearray(_BLOCK_BYTES) for _ in range(2)]
         self._one, self._other = (memoryview(buffer) for buffer in buffers)
-        # They keep the buffers where they are.
         self._in_place = [(ctypes.c_char * _BLOCK_BYTES).from_buffer(buffer) for buffer in buffers]
         self._compare = ctypes.CDLL(None).memcmp
 
-    def compare(self, span: _Run | _Boxes) -> Tally:
-        if isinstance(span, _Run):
-            return self._runs(span)
-
-        tally = Tally()
-        for counts in compare_boxes(span.one, span.other, span.box, span.pair.one, block_bytes=_BLOCK_BYTES):
-            tally.add(Tally(*counts))
-        return tally
-
-    def _runs(self, run: _Run) -> Tally:
-        tally = Tally()
-        one_file, other_file = run.one.file.descriptor, run.other.file.descriptor
-        for at in range(0, run.num_bytes, _BLOCK_BYTES):
-            num_bytes = min(_BLOCK_BYTES, run.num_bytes - at)
+    def compare(self, span: _Span) -> Tally:
+        tally, tensor = Tally(), span.pair.one
+        if span.starts is None:
+            ones, others = (_array(piece, span.box, tensor.item_bytes) for piece in (span.one, span.other))
+            for first, second in _blocks(ones, others):
+                if not np.array_equal(first, second):
+                    tally.add(_compare_bytes(_flat(first), _flat(second), tensor))
+            return tally
+        for at in range(0, span.num_bytes, _BLOCK_BYTES):
+            num_bytes = min(_BLOCK_BYTES, span.num_bytes - at)
             one, other = self._one[:num_bytes], self._other[:num_bytes]
-            _read(one_file, run.one_start + at, one)
-            _read(other_file, run.other_start + at, other)
-            # It holds no lock of the interpreter's meanwhile, and writes nothing.
+            _read(span.one.file, span.starts[0] + at, one)
+            _read(span.other.file, span.starts[1] + at, other)
+            # memcmp runs without the interpreter's lock.
             if self._compare(*self._in_place, ctypes.c_size_t(num_bytes)):
-                tally.add(Tally(*compare_bytes(one, other, run.pair.one)))
+                tally.add(_compare_bytes(one, other, tensor))
         return tally
 
 
-def _spans(pairs: Sequence[Pair]) -> Iterator[_Run | _Boxes]:
+def _spans(pairs: Sequence[Pair]) -> Iterator[_Span]:
     for pair in pairs:
         ones, others = ([piece.box for piece in tensor.pieces] for tensor in (pair.one, pair.other))
         for number, other_number, box in intersections(ones, others):
-            one, other = pair.one.pieces[number], pair.other.pieces[other_number]
-            starts = [_start_of_run(piece, box, pair.one.item_bytes) for piece in (one, other)]
-            if None in starts:
-                yield _Boxes(pair, one, other, box)
+            span = _Span(pair, pair.one.pieces[number], pair.other.pieces[other_number], box)
+            start = _start_of_run(span.one, box, pair.one.item_bytes)
+            other_start = _start_of_run(span.other, box, pair.one.item_bytes)
+            if start is None or other_start is None:
+                yield span
                 continue
             total = math.prod(box[1]) * pair.one.item_bytes
             for first, end in pair.ranges if pair.ranges is not None else [(0, total)]:
                 for at in range(first, end, _SPAN_BYTES):
                     num_bytes = min(_SPAN_BYTES, end - at)
-                    yield _Run(pair, one, (starts[0] or 0) + at, other, (starts[1] or 0) + at, num_bytes)
+                    yield replace(span, starts=(start + at, other_start + at), num_bytes=num_bytes)
 
 
 def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
-    """Where in the file a box of a piece begins, if all of it lies there in one run."""
+    """Return the position in the file of a box of a piece; ``None`` if the box is no single run of bytes there."""
     sizes = piece.box[1]
     if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major(sizes)):
         return None
@@ -169,32 +162,22 @@ def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
     return piece.start + before * item_bytes
 
 
-def _read(descriptor: int, start: int, into: memoryview) -> None:
+def _read(file: StoredFile, start: int, into: memoryview) -> None:
     try:
-        num_bytes = os.preadv(descriptor, [into], start)
+        num_bytes = os.preadv(file.descriptor, [into], start)
     except OSError as error:
         raise UnreadableError(f"expected to read what is compared: {error}") from error
     if num_bytes != len(into):
         raise UnreadableError("expected files that do not change while they are compared, one became shorter")
 
 
-def compare_boxes(
-    one: StoredPiece, other: StoredPiece, box: Box, tensor: StoredTensor, *, block_bytes: int
-) -> Iterator[Counts]:
-    """Compares a box of a tensor that two pieces have, wherever in them it lies, block by block."""
-    ones, others = (_array(piece, box, tensor.item_bytes) for piece in (one, other))
-    for first, second in _blocks(ones, others, block_bytes):
-        if not np.array_equal(first, second):
-            yield compare_bytes(_flat(first), _flat(second), tensor)
-
-
-def compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor: StoredTensor) -> Counts:
-    """Compares two runs of bytes of a tensor, which begin and end with an element."""
+def _compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor: StoredTensor) -> Tally:
+    """Compare two runs of bytes of a tensor, which begin and end with an element."""
     ones, others = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
     num_bytes = int(np.count_nonzero(ones != others))
     unit = min(8, tensor.item_bytes)
     differs = (ones.view(f"u{unit}") != others.view(f"u{unit}")).reshape(-1, tensor.item_bytes // unit).any(axis=1)
-    return int(np.count_nonzero(differs)), num_bytes, _largest(ones, others, tensor.dtype, differs)
+    return Tally(int(np.count_nonzero(differs)), num_bytes, _largest(ones, others, tensor.dtype, differs))
 
 
 def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
@@ -216,16 +199,16 @@ def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
     ]
 
 
-def _blocks(one: _Array, other: _Array, block_bytes: int) -> Iterator[tuple[_Array, _Array]]:
-    """Halves of halves along the first dimension that can be halved, until they are small."""
-    if one.nbytes <= block_bytes:
+def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
+    """Halve both along the first dimension that can be halved, until the halves are small."""
+    if one.nbytes <= _BLOCK_BYTES:
         yield one, other
         return
     dim = next(dim for dim, size in enumerate(one.shape) if size > 1)
     middle = one.shape[dim] // 2
     for half in (slice(None, middle), slice(middle, None)):
         where = (*(slice(None) for _ in range(dim)), half)
-        yield from _blocks(one[where], other[where], block_bytes)
+        yield from _blocks(one[where], other[where])
 
 
 def _flat(array: _Array) -> _Array:

@@ -19,7 +19,7 @@ from ft_transport.cli.contents import NotComparedError, NotFoundError
 from ft_transport.cli.inspect import checkpoint_at, is_url, open_source
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.snapshot_files import SnapshotFiles, UnequalChunks, differing_from
-from ft_transport.cli.stored_state import StoredFile, StoredState, StoredTensor, open_state
+from ft_transport.cli.stored_state import StoredFile, StoredState, StoredTensor
 from ft_transport.cli.verify import DIGESTS, read_manifest
 from ft_transport.errors import TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor
@@ -240,9 +240,15 @@ def _manifest_of(thing: str) -> Manifest | None:
 
 def _open(thing: str, fetched: Path | None) -> StoredState:
     if fetched is None:
-        return open_state(thing, checkpoint_at(Path(thing)), open_source(thing, with_places=True))
-    contents = replace(open_source(str(fetched)), kind="snapshot of a replica")
-    return open_state(thing, fetched, contents)
+        state = StoredState(checkpoint_at(Path(thing)), open_source(thing, with_places=True), name=thing)
+    else:
+        contents = replace(open_source(str(fetched)), kind="snapshot of a replica")
+        state = StoredState(fetched, contents, name=thing)
+    with contextlib.ExitStack() as stack:
+        stack.push(state)
+        state.locate_all()
+        stack.pop_all()
+    return state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ import typer
 
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.trace import read_records
-from ft_transport.telemetry.record import KINDS, Record, Transfer
+from ft_transport.telemetry.record import KINDS, Record, Retry, Transfer
 
 _INTERFACES: Final = Path("/sys/class/net")
 _BAR: Final = 40
@@ -217,12 +216,8 @@ def explain(
         *_of_retries(record),
     ]
     if record.outcome != "ok":
-        findings.insert(
-            0,
-            Finding(
-                text=f"it {record.outcome}: {record.error or 'something else took its place'}", cost_s=record.length_s
-            ),
-        )
+        why = record.error or "something else took its place"
+        findings.insert(0, Finding(text=f"it {record.outcome}: {why}", cost_s=record.length_s))
     return Explanation(summary=_summary(record), findings=tuple(sorted(findings, key=lambda each: -each.cost_s)))
 
 
@@ -311,31 +306,17 @@ def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[s
 
 
 def _of_retries(record: Record) -> list[Finding]:
-    found = []
-    first_s: dict[tuple[str, str], float] = {}
-    last_s: dict[tuple[str, str], float] = {}
-    causes: dict[tuple[str, str], str] = {}
-    numbers: Counter[tuple[str, str]] = Counter()
+    alike: dict[tuple[str, str], list[Retry]] = {}
     for retry in record.retries:
-        key = (retry.cause.partition(":")[0], retry.peer)
-        numbers[key] += 1
-        first_s.setdefault(key, retry.at_s)
-        last_s[key] = retry.at_s
-        causes[key] = retry.cause
-    for key, number in numbers.items():
-        kind, peer = key
+        alike.setdefault((retry.cause.partition(":")[0], retry.peer), []).append(retry)
+    found = []
+    for (kind, peer), retries in alike.items():
+        first, last = retries[0], retries[-1]
         times = (
-            f"{number} times, {first_s[key]:.1f} to {last_s[key]:.1f} s after the beginning"
-            if number > 1
-            else f"{first_s[key]:.1f} s after the beginning"
+            f"{len(retries)} times, {first.at_s:.1f} to {last.at_s:.1f}" if len(retries) > 1 else f"{first.at_s:.1f}"
         )
-        found.append(
-            Finding(
-                text=f"tried again{f' with {peer}' if peer else ''} {times}: {causes[key]}",
-                remedy=_RETRIES.get(kind, ""),
-                cost_s=last_s[key] - first_s[key],
-            )
-        )
+        text = f"tried again{f' with {peer}' if peer else ''} {times} s after the beginning: {last.cause}"
+        found.append(Finding(text=text, remedy=_RETRIES.get(kind, ""), cost_s=last.at_s - first.at_s))
     return found
 
 

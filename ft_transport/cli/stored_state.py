@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Final, cast
+from typing import Final
 
 from ft_transport.cli.contents import (
     ITEM_BITS,
@@ -96,7 +96,8 @@ def expanded(file: StoredFile, part: StoredPart, *, most_bytes: int) -> StoredFi
     """
     import zstandard
 
-    source = cast("IO[bytes]", _PartReader(file, part.start, part.num_bytes))
+    # An empty file cannot be mapped.
+    source = memoryview(file.mapped)[part.start : part.start + part.num_bytes] if part.num_bytes else b""
     with tempfile.TemporaryFile(prefix="ft-transport-") as into:
         try:
             for block in zstandard.ZstdDecompressor().read_to_iter(source):
@@ -107,21 +108,6 @@ def expanded(file: StoredFile, part: StoredPart, *, most_bytes: int) -> StoredFi
             raise UnreadableError(f"expected what ZStandard has compressed: {error}") from error
         into.flush()
         return StoredFile(os.dup(into.fileno()))
-
-
-@dataclass(slots=True)
-class _PartReader:
-    """A part of a file as a readable object for ``zstandard``."""
-
-    file: StoredFile
-    at: int
-    num_left: int
-
-    def read(self, num_bytes: int) -> bytes:
-        block = self.file.read(self.at, min(num_bytes, self.num_left))
-        self.at += len(block)
-        self.num_left -= len(block)
-        return block
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,74 +132,50 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """Length of all elements."""
-        return sum(_volume(piece.box) for piece in self.pieces) * self.item_bytes
+        return sum(math.prod(piece.box[1]) for piece in self.pieces) * self.item_bytes
 
 
-@dataclass(slots=True, kw_only=True)
 class StoredState:
-    """An opened file or checkpoint; a context manager that closes its files.
+    """A file or checkpoint, and where in its files everything lies; a context manager that closes the files.
+
+    Args:
+        path: The file, the directory of the checkpoint, or the index.
+        contents: The contents with stored parts.
+        name: The user's name for it.
+        takes_quantized: Whether to accept quantized tensors, whose elements are incomplete without scales.
 
     Attributes:
-        name: The user's name for it.
-        contents: Its contents.
-        tensors: Tensors by name.
-        values: Other values by name.
+        contents: As the argument.
+        name: As the argument.
+        tensors: Tensors by name, after `locate_all`.
+        values: Other values by name, after `locate_all`.
     """
 
-    name: str
-    contents: Contents
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    values: dict[str, StoredTensor] = field(default_factory=dict)
-    files: dict[str, StoredFile] = field(default_factory=dict)
+    def __init__(self, path: Path, contents: Contents, *, name: str = "", takes_quantized: bool = False) -> None:
+        self.contents = contents
+        self.name = name
+        self.tensors: dict[str, StoredTensor] = {}
+        self.values: dict[str, StoredTensor] = {}
+        self._path = path
+        self._takes_quantized = takes_quantized
+        self._files: dict[str, StoredFile] = {}
 
     def __enter__(self) -> StoredState:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self.files.values():
+    def __exit__(self, *_exc_info: object) -> None:
+        for file in self._files.values():
             file.close()
 
+    def locate_all(self) -> None:
+        """Locate all parts in the files, without reading them.
 
-def open_state(name: str, path: Path, contents: Contents) -> StoredState:
-    """Locate all parts in the files, without reading them.
-
-    Args:
-        name: The user's name for it.
-        path: The file, or the directory of the checkpoint.
-        contents: The contents with stored parts.
-
-    Raises:
-        UnreadableError: A tensor is incomplete, or misplaced.
-    """
-    state = StoredState(name=name, contents=contents)
-    try:
-        finder = PartFinder(path, state.files, takes_quantized=False)
-        for entry in contents.tensors:
-            state.tensors[entry.path] = finder.tensor(entry)
-        for value, part in contents.values.items():
-            if part is not None:
-                state.values[value] = finder.value(value, part)
-    except BaseException:
-        state.__exit__(None, None, None)
-        raise
-    return state
-
-
-class PartFinder:
-    """Locates tensors and values in the files of a checkpoint.
-
-    Args:
-        path: The file, its directory, or the index.
-        files: Open files by name; more are added.
-        takes_quantized: Whether to accept quantized tensors, whose elements are incomplete without scales.
-    """
-
-    def __init__(self, path: Path, files: dict[str, StoredFile], *, takes_quantized: bool) -> None:
-        self._path = path
-        self._files = files
-        self._takes_quantized = takes_quantized
+        Raises:
+            UnreadableError: A tensor is incomplete, or misplaced.
+        """
+        self.tensors = {entry.path: self.tensor(entry) for entry in self.contents.tensors}
+        parts = self.contents.values.items()
+        self.values = {name: self.value(name, part) for name, part in parts if part is not None}
 
     def tensor(self, entry: TensorEntry) -> StoredTensor:
         """Locate a tensor.
@@ -254,7 +216,7 @@ class PartFinder:
             raise UnreadableError(f"expected the whole of {escape(entry.path)}, a part of it is nowhere stored")
         file, part = self.located(part, entry.path, entry.num_bytes + _MAX_AROUND_BYTES)
         if part.is_raw:
-            self._check_length(entry, part, _volume(box) * item_bytes)
+            self._check_length(entry, part, math.prod(box[1]) * item_bytes)
             return StoredPiece(box, file, part.start)
         try:
             found = locate_tensor(self.reader(file, part), part.num_bytes, item_bytes)
@@ -336,10 +298,3 @@ class PartFinder:
 
 def _expanded_name(part: StoredPart) -> str:
     return f"{part.file}\0{part.start}"
-
-
-def _volume(box: Box) -> int:
-    volume = 1
-    for size in box[1]:
-        volume *= size
-    return volume

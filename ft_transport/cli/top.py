@@ -6,7 +6,9 @@ import contextlib
 import os
 import select
 import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Annotated, Final
@@ -69,10 +71,10 @@ def top_command(
                 sys.stdout.flush()
             if once:
                 break
-            with _interruptible() as interrupted:
+            try:
                 time.sleep(max(_PERIOD_S, job.took_s))
                 job = watch.look()
-            if interrupted:
+            except KeyboardInterrupt:
                 break
     else:
         job = _live(watch, console)
@@ -95,14 +97,13 @@ def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="An
 
 
 def _watch(address: str) -> JobWatch:
-
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
     return JobWatch(JobFinder(address, connect), connect)
 
 
 def _serve(watch: JobWatch, host: str, port: int) -> None:
-    """Serves the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
+    """Serve the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
     settings = TransportSettings(
         host=host, port=port, advertise=host, replica="ft-transport top", stall_timeout=_STALL, same_host=False
     )
@@ -118,7 +119,7 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
     )
     try:
         typer.echo(f"the job is at {server.address}/")
-        with _interruptible():
+        with contextlib.suppress(KeyboardInterrupt):
             while True:
                 time.sleep(_PERIOD_S)
     finally:
@@ -126,66 +127,42 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
 
 
 def _live(watch: JobWatch, console: Console) -> JobState:
-
     job = watch.look()
     with (
-        _interruptible(),
-        _keys() as pressed,
+        contextlib.suppress(KeyboardInterrupt),
+        _single_keys(),
         Live(console=console, auto_refresh=False, screen=True) as live,
     ):
         while True:
             live.update(screen(job, width=console.width, height=min(console.height, _LINES)), refresh=True)
-            if pressed.waits_for_q(max(_PERIOD_S, job.took_s)):
+            if _waits_for_q(max(_PERIOD_S, job.took_s)):
                 break
             job = watch.look()
     return job
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[list[bool]]:
-    """Ctrl-C ends what is inside, and nothing else."""
-    interrupted: list[bool] = []
-    try:
-        yield interrupted
-    except KeyboardInterrupt:
-        interrupted.append(True)
-
-
-class _Keys:
-    """Hears keys, where there is a keyboard."""
-
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-
-    def waits_for_q(self, seconds: float) -> bool:
-        """Wait so long; whether q was pressed."""
-        until_s = time.monotonic() + seconds
-        while (left_s := until_s - time.monotonic()) > 0:
-            if self._descriptor is None:
-                time.sleep(left_s)
-                break
-            if select.select([self._descriptor], [], [], left_s)[0]:
-                pressed = os.read(self._descriptor, 64)
-                if not pressed:
-                    self._descriptor = None
-                elif b"q" in pressed.lower():
-                    return True
-        return False
+def _waits_for_q(seconds: float) -> bool:
+    """Wait so many seconds, or until q is pressed. Without a terminal as input it just waits."""
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0:
+        has_input = sys.stdin.isatty() and select.select([sys.stdin], [], [], left_s)[0]
+        pressed = os.read(sys.stdin.fileno(), 64) if has_input else b""
+        if b"q" in pressed.lower():
+            return True
+        if not pressed:
+            time.sleep(max(0.0, until_s - time.monotonic()))
+    return False
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[_Keys]:
-    """The keyboard, key by key and without an echo; as it was before afterwards."""
+def _single_keys() -> Iterator[None]:
+    """Have the terminal pass on each key at once and without an echo, and restore its mode afterwards."""
     if not sys.stdin.isatty():
-        yield _Keys(None)
+        yield
         return
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
+    before = termios.tcgetattr(sys.stdin)
     try:
-        tty.setcbreak(descriptor)
-        yield _Keys(descriptor)
+        tty.setcbreak(sys.stdin)
+        yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
-from ft_transport.cli.job import JobProcess, JobState
+from ft_transport.cli.job import JobError, JobProcess, JobRecord, JobState
 from ft_transport.cli.output import escape
-from ft_transport.telemetry.process_state import ManagerStatus, ProcessState, StepStatus
-from ft_transport.telemetry.record import Record
+from ft_transport.telemetry.process_state import ManagerStatus, MembershipChange, ProcessState, StepStatus
 
 _LEAST_ROWS: Final = 3
 _MAX_RECORDS: Final = 4
@@ -39,12 +38,7 @@ class _Row(NamedTuple):
     condition: str
     words: str
     process: JobProcess
-    several_ranks: bool
-
-    @property
-    def title(self) -> str:
-        rank = f"/{self.process.group_rank}" if self.several_ranks else ""
-        return escape(self.process.name, 11) + rank
+    title: str
 
 
 def is_well(job: JobState) -> bool:
@@ -59,19 +53,19 @@ def is_well(job: JobState) -> bool:
 def screen(job: JobState, *, width: int, height: int) -> Text:
     """The job in no more than ``height`` lines of ``width`` columns."""
     several_ranks = any(process.group_rank for process in job.processes)
-    rows = [_row(process, several_ranks=several_ranks) for process in job.processes]
+    rows = []
+    for process in job.processes:
+        rank = f"/{process.group_rank}" if several_ranks else ""
+        rows.append(_Row(*_condition(process), process, escape(process.name, 11) + rank))
     rows.sort(key=lambda row: (_RANKS.get(row.condition, 9), row.process.name, row.process.group_rank))
     lines = [_headline(job, rows), _summary(rows)]
     if _is_lighthouse_lost(job, rows):
         # Without the Lighthouse, an empty table says nothing.
         lines[1 : 1 if rows else 2] = [Text(_LOST, style="bold white on red")]
-    records = [_record_line(job, index) for index in range(len(job.records))][-_MAX_RECORDS:][::-1]
-    errors = [_error_line(job, index) for index in range(len(job.errors))][-_MAX_ERRORS:][::-1]
-    changes = [_change_line(job, index) for index in range(len(job.changes))][-_MAX_CHANGES:][::-1]
     below = [
-        *_section("joined, left, healed", changes),
-        *_section("recoveries, saves", records),
-        *_section("errors", errors),
+        *_section("joined, left, healed", [_change_line(each, job.unix_s) for each in job.changes[-_MAX_CHANGES:]]),
+        *_section("recoveries, saves", [_record_line(each, job.unix_s) for each in job.records[-_MAX_RECORDS:]]),
+        *_section("errors", [_error_line(each, job.unix_s) for each in job.errors[-_MAX_ERRORS:]]),
     ]
     # Head, headings of the table, and a line between the parts; what is over goes to the replicas.
     room = height - len(lines) - 3
@@ -135,11 +129,6 @@ def _netloc(address: str) -> str:
 
 def _name(text: str) -> str:
     return escape(text, 18)
-
-
-def _row(process: JobProcess, *, several_ranks: bool) -> _Row:
-    condition, words = _condition(process)
-    return _Row(condition, words, process, several_ranks)
 
 
 def _condition(process: JobProcess) -> tuple[str, str]:
@@ -282,13 +271,12 @@ def _spark(steps: tuple[StepStatus, ...]) -> str:
 
 
 def _section(title: str, lines: list[Text]) -> list[Text]:
-    return [Text(title, style="dim"), *lines] if lines else []
+    return [Text(title, style="dim"), *reversed(lines)] if lines else []
 
 
-def _record_line(job: JobState, index: int) -> Text:
-    each = job.records[index]
-    record: Record = each.record
-    ago_s = max(0.0, job.unix_s - record.begun_unix_s - record.length_s)
+def _record_line(each: JobRecord, now_unix_s: float) -> Text:
+    record = each.record
+    ago_s = max(0.0, now_unix_s - record.begun_unix_s - record.length_s)
     longest = sorted(record.phase_lengths().items(), key=lambda item: -item[1])[:3]
     phases = ", ".join(f"{escape(name, 12)} {seconds(length_s)}" for name, length_s in longest)
     step = f" at {record.step}" if record.step is not None else ""
@@ -297,17 +285,15 @@ def _record_line(job: JobState, index: int) -> Text:
     return text.append(f"{seconds(record.length_s)}, {seconds(ago_s)} ago: {phases}")
 
 
-def _change_line(job: JobState, index: int) -> Text:
-    change = job.changes[index]
+def _change_line(change: MembershipChange, now_unix_s: float) -> Text:
     name = _name(change.replica_id.rpartition(":")[0] or change.replica_id)
     text = escape(change.text, 200)
     style = "bold red" if change.kind == "left" else ""
-    return Text(f"  {seconds(max(0.0, job.unix_s - change.unix_s))} ago: {name} {text}", style=style)
+    return Text(f"  {seconds(max(0.0, now_unix_s - change.unix_s))} ago: {name} {text}", style=style)
 
 
-def _error_line(job: JobState, index: int) -> Text:
-    each = job.errors[index]
-    ago_s = max(0.0, job.unix_s - each.error.unix_s)
+def _error_line(each: JobError, now_unix_s: float) -> Text:
+    ago_s = max(0.0, now_unix_s - each.error.unix_s)
     count = f" {each.error.count}×" if each.error.count > 1 else ""
     text = escape(each.error.text, 200)
     return Text(f"  {_name(each.name)} {seconds(ago_s)} ago{count}: {text}", style="red")

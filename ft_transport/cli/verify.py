@@ -28,7 +28,7 @@ from ft_transport.cli.inspect import MANIFEST, OF_A_RANK, OURS, checkpoint_at, i
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.saved_tensor import start_of, zip_entries
 from ft_transport.cli.snapshot_files import settings_for_files
-from ft_transport.cli.stored_state import PartFinder, StoredFile, StoredState, path_in
+from ft_transport.cli.stored_state import StoredFile, StoredState, path_in
 from ft_transport.errors import (
     CheckpointDamagedError,
     FetchFailedError,
@@ -272,17 +272,16 @@ def find_damaged_records(path: Path, contents: Contents, sums: Sums) -> Iterator
         contents: The contents with stored parts.
         sums: Counts the compared parts.
     """
-    with StoredState(name="", contents=contents) as state:
-        finder = PartFinder(path, state.files, takes_quantized=True)
-        for troubles, has_sums in _Summing(finder).all_of(contents):
+    with StoredState(path, contents, takes_quantized=True) as state:
+        for troubles, has_sums in _Summing(state).all_of(contents):
             sums.num_compared += has_sums is True
             sums.num_without += has_sums is False
             yield from troubles
 
 
 class _Summing:
-    def __init__(self, finder: PartFinder) -> None:
-        self._finder = finder
+    def __init__(self, state: StoredState) -> None:
+        self._state = state
         self._found: list[_Found | Future[_Found]] = []
         self._seen: set[StoredPart] = set()
         self._is_stopped = False
@@ -292,7 +291,7 @@ class _Summing:
             try:
                 for entry in contents.tensors:
                     try:
-                        self._finder.tensor(entry)
+                        self._state.tensor(entry)
                     except UnreadableError as error:
                         self._found.append(([error.message], None))
                         continue
@@ -309,21 +308,21 @@ class _Summing:
             return
         self._seen.add(part)
         try:
-            file, at = self._finder.located(part, name)
+            file, at = self._state.located(part, name)
         except UnreadableError as error:
             self._found.append(([error.message], None))
             return
         if part.is_zstd:
             # Expands one part at a time.
             self._found.append(self._sum_up(name, file, at))
-            self._finder.drop(part)
+            self._state.drop(part)
         else:
             self._found.append(pool.submit(self._sum_up, name, file, at))
 
     def _sum_up(self, name: str, file: StoredFile, at: StoredPart) -> _Found:
         shown = f"{escape(at.file)}: {escape(name)}"
         try:
-            read = self._finder.reader(file, at)
+            read = self._state.reader(file, at)
             if read(0, len(_BEFORE_ZIP)) == _BEFORE_ZIP:
                 return [], False
             entries = zip_entries(read, at.num_bytes)
