@@ -316,22 +316,17 @@ def weakly(method: Callable[[], Iterable[Reading]]) -> Source:
     return read
 
 
-def build_readings(replica: str) -> Iterator[Reading]:
-    """See `Source`.
+@cache
+def build_readings(replica: str) -> tuple[Reading, ...]:
+    """See `Source`. A source tree on the path has no file that names its version.
 
     Args:
         replica: The replica's name in the transport's settings.
     """
-    yield Reading("build_info", 1, (_own_version(), replica))
-
-
-@cache
-def _own_version() -> str:
-    """Read the version from a file, which a source tree on the path lacks."""
     try:
-        return version("ft-transport")
+        return (Reading("build_info", 1, (version("ft-transport"), replica)),)
     except PackageNotFoundError:
-        return ""
+        return (Reading("build_info", 1, ("", replica)),)
 
 
 def _merged(first: Reading, second: Reading) -> Reading:

@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from ft_transport.runtime.regular_files import open_regular
@@ -213,14 +212,12 @@ class Recording:
 
     def phase(self, name: str) -> None:
         """End the current phase, and begin another one. A part's phases are those of the whole."""
-        if self._whole is not None:
-            self._whole.phase(name)
-            return
-        with self._lock:
-            if name != self._phase and not self._has_ended:
-                self._end_phase(self._clock())
-                self._phase = name
-                self._profiled.begin(self._beginning.kind, name)
+        whole = self._whole or self
+        with whole._lock:
+            if name != whole._phase and not whole._has_ended:
+                whole._end_phase(whole._clock())
+                whole._phase = name
+                whole._profiled.begin(whole._beginning.kind, name)
 
     def leave(self) -> None:
         """Detach from this thread: its next recording is a record of its own."""
@@ -230,13 +227,9 @@ class Recording:
 
     def transfer(self, transfer: Transfer) -> None:
         """Add the traffic with one peer; sums up transfers of the same peer and role."""
-        if self._whole is not None:
-            self._whole.transfer(transfer)
-            return
-        key = (transfer.peer, transfer.role)
-        with self._lock:
-            known = self._transfers.get(key)
-            self._transfers[key] = transfer if known is None else _sum(known, transfer)
+        whole = self._whole or self
+        with whole._lock:
+            _add(whole._transfers, transfer)
 
     def follow(self, transfers: Callable[[], Sequence[Transfer]] | None) -> None:
         """Set the function that returns running transfers, until ``None`` says that they were added by `transfer`.
@@ -261,9 +254,7 @@ class Recording:
             )
             transfers = dict(self._transfers)
             for transfer in going_on:
-                key = (transfer.peer, transfer.role)
-                known = transfers.get(key)
-                transfers[key] = transfer if known is None else _sum(known, transfer)
+                _add(transfers, transfer)
             beginning = self._beginning
             return RunningRecord(
                 kind=beginning.kind,
@@ -280,30 +271,23 @@ class Recording:
 
     def retry(self, cause: BaseException | str, *, peer: str = "") -> None:
         """Add a failure after which the operation is retried."""
-        if self._whole is not None:
-            self._whole.retry(cause, peer=peer)
-            return
-        text = cause if isinstance(cause, str) else _describe(cause)
-        with self._lock:
-            if len(self._retries) < _MAX_RETRIES:
-                self._retries.append(Retry(at_s=self._clock() - self._began_s, cause=text, peer=peer))
+        whole, text = self._whole or self, cause if isinstance(cause, str) else _describe(cause)
+        with whole._lock:
+            if len(whole._retries) < _MAX_RETRIES:
+                whole._retries.append(Retry(at_s=whole._clock() - whole._began_s, cause=text, peer=peer))
 
     def note(self, **notes: str) -> None:
         """Add facts that help to explain the record."""
-        if self._whole is not None:
-            self._whole.note(**notes)
-            return
-        with self._lock:
-            self._notes.update(notes)
+        whole = self._whole or self
+        with whole._lock:
+            whole._notes.update(notes)
 
     def describe(self, *, step: int | None = None, num_bytes: int | None = None) -> None:
         """Set the final step and the size of the whole, as soon as they are known."""
-        if self._whole is not None:
-            self._whole.describe(step=step, num_bytes=num_bytes)
-            return
-        with self._lock:
-            self._step = self._step if step is None else step
-            self._num_bytes = self._num_bytes if num_bytes is None else num_bytes
+        whole = self._whole or self
+        with whole._lock:
+            whole._step = whole._step if step is None else step
+            whole._num_bytes = whole._num_bytes if num_bytes is None else num_bytes
 
     def end(self, outcome: Outcome = "ok", *, error: BaseException | str = "") -> Record | None:
         """End the recording, once; later calls and the ends of parts do nothing.
@@ -339,9 +323,7 @@ class Recording:
     def __enter__(self) -> Recording:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.end("ok" if error is None else "failed", error=error or "")
 
     def _end_phase(self, now_s: float) -> None:
@@ -355,13 +337,17 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _sum(known: Transfer, more: Transfer) -> Transfer:
-    return replace(
-        more,
-        num_bytes=known.num_bytes + more.num_bytes,
-        length_s=known.length_s + more.length_s,
-        num_connections=known.num_connections + more.num_connections,
-    )
+def _add(transfers: dict[tuple[str, str], Transfer], more: Transfer) -> None:
+    key = (more.peer, more.role)
+    known = transfers.get(key)
+    if known is not None:
+        more = replace(
+            more,
+            num_bytes=known.num_bytes + more.num_bytes,
+            length_s=known.length_s + more.length_s,
+            num_connections=known.num_connections + more.num_connections,
+        )
+    transfers[key] = more
 
 
 def _append(path: Path, line: bytes) -> None:
