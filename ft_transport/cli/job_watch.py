@@ -17,7 +17,7 @@ from ft_transport.cli.job import FindJob, JobError, JobProcess, JobRecord, JobSt
 from ft_transport.errors import PeerProtocolError, TransportError
 from ft_transport.http.client.rate_probe import Connect, ask_state
 from ft_transport.runtime.handler_safety import SafeExecutor
-from ft_transport.telemetry.process_state import MembershipChange, ProcessState, short_phases, short_retries, shortened
+from ft_transport.telemetry.process_state import MembershipChange, ProcessState, shortened
 from ft_transport.telemetry.record import encode_json
 from manager.quorum.members import name_of
 
@@ -34,7 +34,6 @@ Defaults that a process leaves out of its answer are part of this size.
 """
 _NUM_FLOWS: Final = 64
 _NUM_RUNNING: Final = 8
-_NUM_TRANSFERS: Final = 20
 _NUM_RETRIES: Final = 8
 _FORGET_S: Final = 600.0
 """How long a replica that left has a row, unless it comes back under its name."""
@@ -272,13 +271,7 @@ def _bounded(state: ProcessState, peer: str) -> ProcessState:
         manager=manager,
         transport=transport,
         running=tuple(
-            replace(
-                each,
-                phases=short_phases(each.phases),
-                transfers=each.transfers[:_NUM_TRANSFERS],
-                retries=short_retries(each.retries[-_NUM_RETRIES:]),
-            )
-            for each in state.running[-_NUM_RUNNING:]
+            shortened(replace(each, retries=each.retries[-_NUM_RETRIES:])) for each in state.running[-_NUM_RUNNING:]
         ),
         records=tuple(shortened(record) for record in state.records[-_NUM_RECORDS:]),
         errors=state.errors[-_NUM_ERRORS:],

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from ft_transport.errors import PeerProtocolError
-from ft_transport.telemetry.record import Kind, Number, Phase, Record, Retry, Transfer
+from ft_transport.telemetry.record import Number, Phase, Record
 
 VERSION: Final = 1
 NUM_RECORDS: Final = 20
@@ -246,22 +246,6 @@ class ErrorStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningRecord:
-    """A record that has not ended; attributes as in `Record`."""
-
-    kind: Kind
-    begun_unix_s: float
-    length_s: float
-    replica: str = ""
-    group_rank: Number = 0
-    step: Number | None = None
-    num_bytes: Number = 0
-    phases: tuple[Phase, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    retries: tuple[Retry, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
     """The state of a process; see the module.
 
@@ -271,7 +255,7 @@ class ProcessState:
         transport: The state of its transport.
         manager: The state of its manager, if it has one.
         records: The records that ended last, the newest at the end.
-        running: Records that have not ended.
+        running: Records that have not ended, with the outcome ``running``.
         errors: The last errors, the newest at the end.
         changes: The last changes of membership, the newest at the end.
     """
@@ -281,7 +265,7 @@ class ProcessState:
     transport: TransportStatus | None = None
     manager: ManagerStatus | None = None
     records: tuple[Record, ...] = ()
-    running: tuple[RunningRecord, ...] = ()
+    running: tuple[Record, ...] = ()
     errors: tuple[ErrorStatus, ...] = ()
     changes: tuple[MembershipChange, ...] = ()
 
@@ -302,28 +286,18 @@ def decode_state(body: bytes | bytearray) -> ProcessState:
 
 
 def shortened(record: Record) -> Record:
-    """Return a record of bounded size: its first phases, transfers and retries, and the beginnings of long texts."""
+    """Return a record of bounded size: its first phases and transfers, its last retries, and starts of long texts."""
+    phases = record.phases
+    if len(phases) > _MAX_PHASES:
+        rest = phases[_MAX_PHASES:]
+        others = Phase(name="others", start_s=rest[0].start_s, length_s=sum(each.length_s for each in rest))
+        phases = (*phases[:_MAX_PHASES], others)
     return replace(
         record,
         replica=record.replica[:_MAX_REPLICA],
         error=record.error[:_MAX_TEXT],
-        phases=short_phases(record.phases),
+        phases=phases,
         transfers=record.transfers[:_MAX_PARTS],
-        retries=short_retries(record.retries),
+        retries=tuple(replace(each, cause=each.cause[:_MAX_TEXT]) for each in record.retries[-_MAX_PARTS:]),
         notes={},
     )
-
-
-def short_phases(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """Return the first phases, and one that sums up the rest."""
-    if len(phases) <= _MAX_PHASES:
-        return phases
-    rest = phases[_MAX_PHASES:]
-    return *phases[:_MAX_PHASES], Phase(
-        name="others", start_s=rest[0].start_s, length_s=sum(each.length_s for each in rest)
-    )
-
-
-def short_retries(retries: tuple[Retry, ...]) -> tuple[Retry, ...]:
-    """Return the last retries, each with the beginning of its text."""
-    return tuple(replace(each, cause=each.cause[:_MAX_TEXT]) for each in retries[-_MAX_PARTS:])

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from ft_transport.telemetry.metrics import Metrics
-from ft_transport.telemetry.process_state import NUM_RECORDS, VERSION, ErrorStatus, RunningRecord, shortened
+from ft_transport.telemetry.process_state import NUM_RECORDS, VERSION, ErrorStatus, shortened
 from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder
 
@@ -156,9 +156,9 @@ def _records(recorders: Sequence[Recorder]) -> list[Record]:
     return [shortened(record) for record in records[-NUM_RECORDS:]]
 
 
-def _running(recorders: Sequence[Recorder]) -> list[RunningRecord]:
+def _running(recorders: Sequence[Recorder]) -> list[Record]:
     running = [each for recorder in recorders for each in recorder.running()]
-    return [replace(each, replica=each.replica[:120]) for each in running[-_MAX_RUNNING:]]
+    return running[-_MAX_RUNNING:]
 
 
 def _unix_s() -> float:

@@ -16,7 +16,7 @@ from ft_transport.errors import RecordError
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 Kind: TypeAlias = Literal["heal", "fetch", "save", "load", "publish"]
-Outcome: TypeAlias = Literal["ok", "failed", "abandoned"]
+Outcome: TypeAlias = Literal["ok", "failed", "abandoned", "running"]
 Role: TypeAlias = Literal["source", "relay", "same_host", "engine", "storage"]
 
 KINDS: Final = get_args(Kind)
@@ -95,7 +95,7 @@ class Record:
         kind: The operation.
         begun_unix_s: When it began, in seconds since 1970.
         length_s: Its duration by the monotonic clock, in seconds.
-        outcome: How it ended; ``abandoned`` if another operation replaced it.
+        outcome: How it ended; ``abandoned`` if another operation replaced it, ``running`` if it has not ended.
         replica: Name that this replica gives itself.
         group_rank: Rank of this process in its replica.
         step: The step that it ended at; ``None`` if it reached none. For a publish, the version.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ft_transport.runtime.regular_files import open_regular
-from ft_transport.telemetry.process_state import RunningRecord, short_phases, short_retries
+from ft_transport.telemetry.process_state import shortened
 from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_json
 from ft_transport.telemetry.spans import ProfiledPhase, send_spans
 
@@ -34,7 +34,6 @@ Listener = Callable[[Record], None]
 _MAX_PHASES: Final = 1000
 _FILE_MODE: Final = 0o644
 _MAX_RETRIES: Final = 1000
-_MAX_TOLD_TRANSFERS: Final = 20
 # Weakly: an exception of a signal handler can cut off the call that opened or ends a recording, and the next record of
 # the thread must not become a part of a recording that never ends.
 _open: ContextVar[weakref.ref[Recording] | None] = ContextVar("ft_transport_recording", default=None)
@@ -117,7 +116,7 @@ class Recorder:
         with self._lock:
             return tuple(self._kept)
 
-    def running(self) -> tuple[RunningRecord, ...]:
+    def running(self) -> tuple[Record, ...]:
         """Return the open recordings so far, the oldest first."""
         with self._lock:
             recordings = [recording for ref in self._running.values() if (recording := ref()) is not None]
@@ -239,35 +238,19 @@ class Recording:
         """
         (self._whole or self)._followed = transfers
 
-    def so_far(self) -> RunningRecord | None:
-        """Return the record so far; ``None`` if it has ended."""
+    def so_far(self) -> Record | None:
+        """Return the record so far, shortened; ``None`` if it has ended."""
         followed = self._followed
         going_on = followed() if followed is not None else ()
         with self._lock:
             if self._has_ended:
                 return None
             now_s = self._clock()
-            present = Phase(
-                name=self._phase,
-                start_s=self._phase_began_s - self._began_s,
-                length_s=now_s - self._phase_began_s,
-            )
             transfers = dict(self._transfers)
             for transfer in going_on:
                 _add(transfers, transfer)
-            beginning = self._beginning
-            return RunningRecord(
-                kind=beginning.kind,
-                begun_unix_s=beginning.begun_unix_s,
-                length_s=now_s - self._began_s,
-                replica=beginning.replica,
-                group_rank=beginning.group_rank,
-                step=self._step,
-                num_bytes=self._num_bytes,
-                phases=short_phases((*self._phases, present)),
-                transfers=tuple(transfers.values())[:_MAX_TOLD_TRANSFERS],
-                retries=short_retries(tuple(self._retries)),
-            )
+            record = self._record("running", now_s, phases=(*self._phases, self._present(now_s)), transfers=transfers)
+        return shortened(record)
 
     def retry(self, cause: BaseException | str, *, peer: str = "") -> None:
         """Add a failure after which the operation is retried."""
@@ -304,18 +287,8 @@ class Recording:
             self._profiled.end()
             now_s = self._clock()
             self._end_phase(now_s)
-            record = replace(
-                self._beginning,
-                length_s=now_s - self._began_s,
-                outcome=outcome,
-                step=self._step,
-                num_bytes=self._num_bytes,
-                error=error if isinstance(error, str) else _describe(error),
-                phases=tuple(self._phases),
-                transfers=tuple(self._transfers.values()),
-                retries=tuple(self._retries),
-                notes=dict(self._notes),
-            )
+            text = error if isinstance(error, str) else _describe(error)
+            record = self._record(outcome, now_s, phases=tuple(self._phases), transfers=self._transfers, error=text)
         self.leave()
         self._recorder._keep(record, self)
         return record
@@ -326,10 +299,35 @@ class Recording:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.end("ok" if error is None else "failed", error=error or "")
 
+    def _record(
+        self,
+        outcome: Outcome,
+        now_s: float,
+        *,
+        phases: tuple[Phase, ...],
+        transfers: dict[tuple[str, str], Transfer],
+        error: str = "",
+    ) -> Record:
+        return replace(
+            self._beginning,
+            length_s=now_s - self._began_s,
+            outcome=outcome,
+            step=self._step,
+            num_bytes=self._num_bytes,
+            error=error,
+            phases=phases,
+            transfers=tuple(transfers.values()),
+            retries=tuple(self._retries),
+            notes=dict(self._notes),
+        )
+
+    def _present(self, now_s: float) -> Phase:
+        start_s = self._phase_began_s - self._began_s
+        return Phase(name=self._phase, start_s=start_s, length_s=now_s - self._phase_began_s)
+
     def _end_phase(self, now_s: float) -> None:
         if len(self._phases) < _MAX_PHASES:
-            start_s = self._phase_began_s - self._began_s
-            self._phases.append(Phase(name=self._phase, start_s=start_s, length_s=now_s - self._phase_began_s))
+            self._phases.append(self._present(now_s))
             self._phase_began_s = now_s
 
 

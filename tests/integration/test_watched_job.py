@@ -39,7 +39,6 @@ from ft_transport.telemetry.process_state import (
     MembershipChange,
     MemberStatus,
     ProcessState,
-    RunningRecord,
     StepStatus,
     TransferStatus,
     TransportStatus,
@@ -213,7 +212,7 @@ def hostile_state() -> ProcessState:
             steps=(StepStatus(step=2, length_s=1.0, is_committed=False, cause=HOSTILE),),
         ),
         records=(record,),
-        running=(RunningRecord(kind="heal", transfers=transfers, retries=retries, **common),),
+        running=(Record(outcome="running", kind="heal", transfers=transfers, retries=retries, **common),),
         errors=(ErrorStatus(unix_s=1.0, about=HOSTILE, text=HOSTILE),),
         changes=(MembershipChange(unix_s=1.0, kind="left", replica_id=HOSTILE, step=3, text=HOSTILE),),
     )

@@ -15,7 +15,6 @@ from ft_transport.telemetry.process_state import (
     ManagerStatus,
     MembershipChange,
     ProcessState,
-    RunningRecord,
     StepStatus,
     TransferStatus,
     TransportStatus,
@@ -39,7 +38,7 @@ def process(
     activity: Activity = "training",
     activity_s: float = 0.1,
     flows: tuple[TransferStatus, ...] = (),
-    running: tuple[RunningRecord, ...] = (),
+    running: tuple[Record, ...] = (),
     **fields: object,
 ) -> JobProcess:
     steps = tuple(StepStatus(step=index, length_s=0.25, is_committed=index != 38) for index in range(step - 9, step))
@@ -83,7 +82,8 @@ def drawn(state: JobState, *, width: int = 80, height: int = 24) -> list[str]:
 
 
 def test_what_needs_attention_comes_first() -> None:
-    healing = RunningRecord(
+    healing = Record(
+        outcome="running",
         kind="heal",
         begun_unix_s=999.0,
         length_s=1.0,
