@@ -12,9 +12,10 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ft_transport.cli.contents import Box, UnreadableError, intersections, row_major
+from ft_transport.cli.contents import Box, UnreadableError, intersections
 from ft_transport.cli.stored_state import StoredFile, StoredPiece, StoredTensor
 from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.wire.slices import row_major_strides
 
 _BLOCK_BYTES: Final = 1 << 20
 """Number of bytes of each side that are read and compared at once."""
@@ -156,7 +157,7 @@ def _spans(pairs: Sequence[Pair]) -> Iterator[_Span]:
 def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
     """Return the position in the file of a box of a piece; ``None`` if the box is no single run of bytes there."""
     sizes = piece.box[1]
-    if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major(sizes)):
+    if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major_strides(sizes, 1)):
         return None
     before = (box[0][0] - piece.box[0][0]) * math.prod(sizes[1:]) if sizes else 0
     return piece.start + before * item_bytes
@@ -182,7 +183,7 @@ def _compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor:
 
 def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
     unit = np.dtype(_UNITS[item_bytes])
-    strides = piece.strides if piece.strides is not None else row_major(piece.box[1])
+    strides = piece.strides if piece.strides is not None else row_major_strides(piece.box[1], 1)
     inner = (item_bytes // unit.itemsize,)
     whole: _Array = np.ndarray(
         (*piece.box[1], *inner),

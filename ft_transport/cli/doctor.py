@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
@@ -26,6 +25,7 @@ from ft_transport.http.client.rate_probe import Connect, ProbedRate, ask_status,
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.settings import TransportSettings
+from ft_transport.telemetry.record import now_unix_s
 
 Verdict: TypeAlias = Literal["ok", "warn", "bad"]
 
@@ -100,7 +100,7 @@ def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[C
     """Check one peer: its name, its answer, its clock, and the rate over each path to it."""
     peer = PeerAddress.from_url(url)
     yield _resolver(peer)
-    asked = _now_unix_s()
+    asked = now_unix_s()
     try:
         status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
     except TransportError as error:
@@ -109,7 +109,7 @@ def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[C
         )
         yield _check(f"{peer}", f"{type(error).__name__}: {error}", remedy, "bad")
         return
-    yield _clock(peer, status, asked, _now_unix_s())
+    yield _clock(peer, status, asked, now_unix_s())
     yield from _rates(peer, status, probe_rates(peer, status, connect, seconds_each=seconds_each))
 
 
@@ -281,7 +281,3 @@ def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> It
             )
         else:
             yield _check(name, found)
-
-
-def _now_unix_s() -> float:
-    return datetime.now(timezone.utc).timestamp()

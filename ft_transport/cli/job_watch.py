@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import Final, TypeAlias
 
 from ft_transport.cli.job import FindJob, JobError, JobProcess, JobRecord, JobState, KnownJob, Presence
@@ -18,7 +17,7 @@ from ft_transport.errors import PeerProtocolError, TransportError
 from ft_transport.http.client.rate_probe import Connect, ask_state
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.process_state import MembershipChange, ProcessState, shortened
-from ft_transport.telemetry.record import encode_json
+from ft_transport.telemetry.record import encode_json, now_unix_s
 from manager.quorum.members import name_of
 
 MAX_PROCESSES: Final = 512
@@ -199,7 +198,7 @@ class JobWatch:
         records.sort(key=lambda each: each.record.begun_unix_s + each.record.length_s)
         errors.sort(key=lambda each: each.error.unix_s)
         return JobState(
-            unix_s=_unix_s(),
+            unix_s=now_unix_s(),
             took_s=took_s,
             lighthouse=job.lighthouse,
             status=job.status[:_MAX_TEXT],
@@ -225,7 +224,7 @@ def _update(seen: _Seen, answer: ProcessState | str | None, now_s: float, *, is_
     else:
         presence = "here"
         row = replace(row, state=answer, error="")
-        seen.ahead_s = _unix_s() - answer.unix_s if answer.unix_s else 0.0
+        seen.ahead_s = now_unix_s() - answer.unix_s if answer.unix_s else 0.0
     # A replica that left was silent first: its absence began then.
     if presence != row.presence and (presence, row.presence) != ("gone", "silent"):
         seen.since_s = now_s
@@ -248,7 +247,7 @@ def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[
         names: The names of replicas that were seen.
     """
     for name, change in {name_of(change.replica_id): change for change in changes}.items():
-        since_s = _unix_s() - change.unix_s
+        since_s = now_unix_s() - change.unix_s
         if change.kind == "left" and name not in names and since_s < _FORGET_S:
             yield JobProcess(
                 name=name, replica_id=change.replica_id, address="", presence="gone", since_s=since_s, step=change.step
@@ -286,7 +285,3 @@ def _bounded(state: ProcessState, peer: str) -> ProcessState:
             f"expected at most {_MAX_KEPT_BYTES} bytes as the state of a process, got {num_bytes}", peer=peer
         )
     return kept
-
-
-def _unix_s() -> float:
-    return datetime.now(timezone.utc).timestamp()

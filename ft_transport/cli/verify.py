@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
@@ -121,9 +120,9 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
             f"{path.name}: expected {MANIFEST}, which ft_transport writes last; the save was not finished, or it "
             "was lost, and nothing says what the bytes should be"
         )
-    sums = Sums()
+    sums = RecordSums()
     if not troubles and contents.form == "dcp":
-        troubles = [*find_damaged_records(path, contents, sums)]
+        troubles = [*sums.damages(path, contents)]
     yield from troubles
     if not troubles and DIGESTS in contents.metadata:
         try:
@@ -134,7 +133,7 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
         notes.append(_looked_at(sums))
 
 
-def _looked_at(sums: Sums) -> str:
+def _looked_at(sums: RecordSums) -> str:
     if not sums.num_compared:
         return "its structure was checked; no digests are there to compare its bytes with"
     if not sums.num_without:
@@ -256,76 +255,68 @@ def read_manifest(file: StoredFile) -> Manifest:
     return decode_header(file.read(8, num_bytes), keys=keys.current() if keys is not None else ())
 
 
-@dataclass(slots=True)
-class Sums:
-    """Numbers of a checkpoint's parts that were compared with their CRC-32s, and that have none."""
+class RecordSums:
+    """Compares the data files of a DCP checkpoint with the CRC-32s that ``torch.save`` writes for its records.
 
-    num_compared: int = 0
-    num_without: int = 0
-
-
-def find_damaged_records(path: Path, contents: Contents, sums: Sums) -> Iterator[str]:
-    """Yield the damages in the data files of a DCP checkpoint: broken envelopes, and bytes that differ from their sums.
-
-    Args:
-        path: The directory of the checkpoint.
-        contents: The contents with stored parts.
-        sums: Counts the compared parts.
+    Attributes:
+        num_compared: Number of stored parts that were compared.
+        num_without: Number of stored parts without CRC-32s.
     """
-    with StoredState(path, contents, takes_quantized=True) as state:
-        for troubles, has_sums in _Summing(state).all_of(contents):
-            sums.num_compared += has_sums is True
-            sums.num_without += has_sums is False
-            yield from troubles
 
-
-class _Summing:
-    def __init__(self, state: StoredState) -> None:
-        self._state = state
-        self._found: list[_Found | Future[_Found]] = []
-        self._seen: set[StoredPart] = set()
+    def __init__(self) -> None:
+        self.num_compared = self.num_without = 0
         self._is_stopped = False
 
-    def all_of(self, contents: Contents) -> list[_Found]:
-        with SafeExecutor(_NUM_THREADS, "ft-transport-sum") as pool:
+    def damages(self, path: Path, contents: Contents) -> Iterator[str]:
+        """Yield broken envelopes, and records that differ from their sums, of a checkpoint's directory."""
+        with (
+            StoredState(path, contents, takes_quantized=True) as state,
+            SafeExecutor(_NUM_THREADS, "ft-transport-sum") as pool,
+        ):
             try:
-                for entry in contents.tensors:
-                    try:
-                        self._state.tensor(entry)
-                    except UnreadableError as error:
-                        self._found.append(([error.message], None))
-                        continue
-                    for piece in entry.pieces:
-                        self._begin(pool, entry.path, piece.stored)
-                for name, part in contents.values.items():
-                    self._begin(pool, name, part)
-                return [each.result() if isinstance(each, Future) else each for each in self._found]
+                for troubles, has_sums in [
+                    each.result() if isinstance(each, Future) else each for each in self._begin(state, pool)
+                ]:
+                    self.num_compared += has_sums is True
+                    self.num_without += has_sums is False
+                    yield from troubles
             finally:
                 self._is_stopped = True
 
-    def _begin(self, pool: SafeExecutor, name: str, part: StoredPart | None) -> None:
-        if part is None or part in self._seen:
-            return
-        self._seen.add(part)
-        try:
-            file, at = self._state.located(part, name)
-        except UnreadableError as error:
-            self._found.append(([error.message], None))
-            return
-        if part.is_zstd:
-            # Expands one part at a time.
-            self._found.append(self._sum_up(name, file, at))
-            self._state.drop(part)
-        else:
-            self._found.append(pool.submit(self._sum_up, name, file, at))
+    def _begin(self, state: StoredState, pool: SafeExecutor) -> list[_Found | Future[_Found]]:
+        found: list[_Found | Future[_Found]] = []
+        parts: dict[StoredPart | None, str] = {}
+        for entry in state.contents.tensors:
+            try:
+                state.tensor(entry)
+            except UnreadableError as error:
+                found.append(([error.message], None))
+                continue
+            for piece in entry.pieces:
+                parts.setdefault(piece.stored, entry.path)
+        for name, part in state.contents.values.items():
+            parts.setdefault(part, name)
+        for part, name in parts.items():
+            if part is None:
+                continue
+            try:
+                file, at = state.located(part, name)
+            except UnreadableError as error:
+                found.append(([error.message], None))
+                continue
+            if part.is_zstd:
+                # Expands one part at a time.
+                found.append(self._compare(state, name, file, at))
+                state.drop(part)
+            else:
+                found.append(pool.submit(self._compare, state, name, file, at))
+        return found
 
-    def _sum_up(self, name: str, file: StoredFile, at: StoredPart) -> _Found:
+    def _compare(self, state: StoredState, name: str, file: StoredFile, at: StoredPart) -> _Found:
         shown = f"{escape(at.file)}: {escape(name)}"
         try:
-            read = self._state.reader(file, at)
-            if read(0, len(_BEFORE_ZIP)) == _BEFORE_ZIP:
-                return [], False
-            entries = zip_entries(read, at.num_bytes)
+            read = state.reader(file, at)
+            entries = zip_entries(read, at.num_bytes) if read(0, len(_BEFORE_ZIP)) != _BEFORE_ZIP else []
             if not any(entry.crc for entry in entries):
                 return [], False
             troubles = []

@@ -11,13 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import partial
 from typing import Final
 
 from ft_transport.telemetry.metrics import Metrics
 from ft_transport.telemetry.process_state import NUM_RECORDS, VERSION, ErrorStatus, shortened
-from ft_transport.telemetry.record import Record
+from ft_transport.telemetry.record import Record, now_unix_s
 from ft_transport.telemetry.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class LastErrors:
             about: A peer's address, or a replica.
             text: The error, in words of ours.
         """
-        error = ErrorStatus(unix_s=_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
+        error = ErrorStatus(unix_s=now_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
         with self._mutex:
             last = self._kept[-1] if self._kept else None
             if last is not None and (last.about, last.text) == (error.about, error.text):
@@ -81,7 +80,7 @@ class ProcessStatus:
         self.metrics.follow(recorder)
         self.errors = LastErrors()
         self._mutex = threading.Lock()
-        self._parts: dict[str, Part] = {"version": lambda: VERSION, "unix_s": _unix_s, "errors": self.errors.recent}
+        self._parts: dict[str, Part] = {"version": lambda: VERSION, "unix_s": now_unix_s, "errors": self.errors.recent}
         self.set_recorders([recorder])
 
     def set_part(self, name: str, part: Part) -> None:
@@ -159,7 +158,3 @@ def _records(recorders: Sequence[Recorder]) -> list[Record]:
 def _running(recorders: Sequence[Recorder]) -> list[Record]:
     running = [each for recorder in recorders for each in recorder.running()]
     return running[-_MAX_RUNNING:]
-
-
-def _unix_s() -> float:
-    return datetime.now(timezone.utc).timestamp()

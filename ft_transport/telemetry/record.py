@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -130,6 +131,11 @@ class Record:
 
 
 _record_decoder: Final = msgspec.json.Decoder(Record)
+
+
+def now_unix_s() -> float:
+    """Return the clock of this host, in seconds since 1970."""
+    return datetime.now(timezone.utc).timestamp()
 
 
 def encode_json(value: object) -> bytes:

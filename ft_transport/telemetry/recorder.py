@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
 from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.process_state import shortened
-from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_json
+from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_json, now_unix_s
 from ft_transport.telemetry.spans import ProfiledPhase, send_spans
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class Recorder:
             self,
             Record(
                 kind=kind,
-                begun_unix_s=_now_unix_s(),
+                begun_unix_s=now_unix_s(),
                 length_s=0.0,
                 outcome="ok",
                 replica=replica,
@@ -355,7 +354,3 @@ def _append(path: Path, line: bytes) -> None:
         os.write(descriptor, line)
     finally:
         os.close(descriptor)
-
-
-def _now_unix_s() -> float:
-    return datetime.now(timezone.utc).timestamp()

@@ -34,7 +34,7 @@ from ft_transport.cli.contents import UnreadableError
 from ft_transport.cli.dcp_metadata import read_dcp
 from ft_transport.cli.main import app
 from ft_transport.cli.safetensors_files import read_file
-from ft_transport.cli.verify import Sums, find_damaged_records
+from ft_transport.cli.verify import RecordSums
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -537,7 +537,7 @@ def test_what_is_found_good_is_loaded_as_it_was_wherever_it_was_overwritten(tmp_
         damaged.seek(draw.randrange(len(whole)))
         damaged.write(draw.choice((b"\0", b"\xff", draw.randbytes(1))) * draw.choice((1, 8, 600)))
         data.write_bytes(damaged.getvalue()[: len(whole)])
-        if [*find_damaged_records(tmp_path, contents, Sums())]:
+        if [*RecordSums().damages(tmp_path, contents)]:
             num_found += 1
         else:
             assert exact(loaded_by_dcp(tmp_path, state)) == exact(state)
