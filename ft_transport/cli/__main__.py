@@ -1,4 +1,4 @@
-"""The command ``ft-transport``, and ``python -m ft_transport.cli``; a Ctrl-C ends it also while it imports."""
+"""The command ``ft-transport``, and ``python -m ft_transport.cli``; Ctrl-C ends it in one line also during imports."""
 
 from __future__ import annotations
 

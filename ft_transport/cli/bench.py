@@ -40,7 +40,7 @@ _NUM_ROUNDS: Final = 7
 _NUM_QUICK_ROUNDS: Final = 3
 _CLONE_S: Final = 8.0
 _FETCH_S: Final = 20.0
-"""After so long no further round is begun."""
+"""No further round begins after this time."""
 _RECEIVER_S: Final = 45.0
 _TIMEOUT: Final = timedelta(seconds=30)
 _MAX_ERROR: Final = 2000
@@ -56,7 +56,7 @@ _samples_decoder: Final = msgspec.json.Decoder(dict[str, list[float]])
 
 
 class BenchFailedError(TransportError):
-    """Something could not be measured."""
+    """A rate could not be measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,8 @@ def bench_command(
     num_bytes, num_rounds = (_QUICK_BYTES, _NUM_QUICK_ROUNDS) if quick else (_STATE_BYTES, _NUM_ROUNDS)
     rates = measure(num_bytes, num_rounds)
     if as_json:
-        told = {"num_bytes": num_bytes, "num_connections": NUM_CONNECTIONS, "rates": rates}
-        typer.echo(msgspec.json.encode(told))
+        result = {"num_bytes": num_bytes, "num_connections": NUM_CONNECTIONS, "rates": rates}
+        typer.echo(msgspec.json.encode(result))
         return
     by_name = {rate.name: rate for rate in rates}
     typer.echo(
@@ -171,8 +171,8 @@ def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[
         except (OSError, subprocess.SubprocessError) as error:
             raise BenchFailedError(f"expected a process that receives: {error}; try --quick") from error
     if done.returncode:
-        told = escape(done.stderr.decode("utf-8", "replace")[-_MAX_ERROR:], _MAX_ERROR)
-        raise BenchFailedError(f"expected a process that receives, it ended with {done.returncode}: {told}")
+        output = escape(done.stderr.decode("utf-8", "replace")[-_MAX_ERROR:], _MAX_ERROR)
+        raise BenchFailedError(f"expected a process that receives, it ended with {done.returncode}: {output}")
     return _samples_decoder.decode(done.stdout)
 
 
@@ -243,7 +243,7 @@ class MemoryCopy:
 
     @property
     def memory(self) -> memoryview:
-        """The warm memory, for other uses of this size."""
+        """Return the warm memory, for other uses of this size."""
         return self._memory.numpy().data
 
     def close(self) -> None:
@@ -251,12 +251,12 @@ class MemoryCopy:
         self._pool.shutdown()
 
     def torch_copy(self) -> None:
-        """``Tensor.copy_``, tensor by tensor, with all intra-op threads."""
+        """Copy with ``Tensor.copy_``, tensor by tensor, with all intra-op threads."""
         for target, source in zip(self._targets, self._sources, strict=True):
             target.copy_(source)
 
     def memmove(self) -> None:
-        """``ctypes.memmove``, tensor by tensor, in as many threads."""
+        """Copy with ``ctypes.memmove``, tensor by tensor, in as many threads."""
         for future in [self._pool.submit(_move_all, share) for share in self._shares]:
             future.result()
 
@@ -286,7 +286,7 @@ def _equal_shares(pairs: Sequence[tuple[int, int, int]], num_shares: int) -> lis
 
 @contextlib.contextmanager
 def bare_sender(num_bytes: int, *, host: str = "127.0.0.1") -> Iterator[int]:
-    """Serves ``num_bytes`` of a resident memory file, a thread per connection; yields the port."""
+    """Serve ``num_bytes`` of a resident memory file, by a thread per connection; yield the port."""
     descriptor = os.memfd_create("bare-sender")
     listener = socket.create_server((host, 0))
     try:

@@ -86,8 +86,8 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
     except (OSError, subprocess.SubprocessError) as error:
         raise UnreadableError(f"expected DCP's metadata in {path}: it could not be read: {error}") from error
     if done.returncode == _REFUSED:
-        told = escape(done.stdout.decode("utf-8", "replace"), _MAX_MESSAGE)
-        raise UnreadableError(f"expected DCP's metadata in {path}: {told}")
+        reason = escape(done.stdout.decode("utf-8", "replace"), _MAX_MESSAGE)
+        raise UnreadableError(f"expected DCP's metadata in {path}: {reason}")
     if done.returncode:
         raise UnreadableError(f"expected DCP's metadata in {path}: its reader ended with {done.returncode}")
     return _contents_decoder.decode(done.stdout)
@@ -105,8 +105,8 @@ def _main() -> None:
         answer = msgspec.json.encode(_read(encoded, with_places=_WITH_PLACES in sys.argv[1:]))
     # The errors of the reader for files that are not pickles are undocumented.
     except Exception as error:
-        told = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
-        sys.stdout.write(told)
+        reason = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
+        sys.stdout.write(reason)
         sys.stdout.flush()
         os._exit(_REFUSED)
     sys.stdout.buffer.write(answer)
@@ -151,9 +151,9 @@ class _Bytes(_Kept):
     __slots__ = ()
 
 
-def _fields(kept: _Kept) -> dict[Any, Any]:
-    """Store the state; a dataclass with slots has two parts, its ``__dict__`` and the slots."""
-    state = kept.state
+def _fields(stored: _Kept) -> dict[Any, Any]:
+    """Return the pickled attributes; those of a dataclass with slots have two parts, its ``__dict__`` and the slots."""
+    state = stored.state
     if isinstance(state, dict):
         return state
     return {name: value for part in state if isinstance(part, dict) for name, value in part.items()}

@@ -63,12 +63,12 @@ def diff_command(
     try:
         with opened_states(one, other, step=step, by_digests=digests, timeout_s=_TIMEOUT_S) as opened:
             comparison = find_differences(opened.one, opened.other, chunks=opened.chunks)
-            told = _as_object(opened, comparison) if as_json else _as_text(opened, comparison)
+            result = _as_object(opened, comparison) if as_json else _as_text(opened, comparison)
     except NotFoundError:
         raise
     except TransportError as error:
         raise NotComparedError(str(error)) from error
-    typer.echo(msgspec.json.encode(told) if as_json else told)
+    typer.echo(msgspec.json.encode(result) if as_json else result)
     if comparison.differences or opened.steps_differ:
         raise typer.Exit(1)
 
@@ -93,16 +93,16 @@ def _side(state: StoredState) -> dict[str, Any]:
 
 
 def _difference(difference: Difference) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": difference.name, "kind": difference.kind}
-    told |= {"a": difference.one, "b": difference.other}
+    result: dict[str, Any] = {"name": difference.name, "kind": difference.kind}
+    result |= {"a": difference.one, "b": difference.other}
     if difference.tally is not None:
-        told |= {
+        result |= {
             "num_elements": difference.num_items,
             "num_elements_different": difference.tally.num_items,
             "num_bytes_different": difference.tally.num_bytes,
             "largest_difference": difference.tally.largest,
         }
-    return told
+    return result
 
 
 def _as_text(opened: OpenedStates, comparison: Comparison) -> str:
@@ -153,7 +153,7 @@ def _line(difference: Difference) -> str:
 
 
 def _allow_many_files() -> None:
-    """A checkpoint has a file for each rank, and all of two are open."""
+    """Raise the limit of open files: a checkpoint has a file for each rank, and the files of both are open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -59,7 +59,8 @@ class Check:
 
 def doctor_command(
     peers: Annotated[
-        list[str] | None, typer.Argument(metavar="URL", help="URLs of replicas (what their transport tells).")
+        list[str] | None,
+        typer.Argument(metavar="URL", help="URLs of replicas (as `metadata()` of their transport returns them)."),
     ] = None,
     seconds_each: Annotated[float, typer.Option(help="For how long each way to a peer is measured.", min=0.1)] = 1.5,
     as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
@@ -114,7 +115,7 @@ def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[C
 
 
 def _check(name: str, found: str, remedy: str = "", verdict: Verdict = "warn") -> Check:
-    """Return a good result, or with a remedy one of this verdict."""
+    """Return a good result, or one of this verdict if there is a remedy."""
     return Check(name=name, verdict=verdict if remedy else "ok", found=found, remedy=remedy)
 
 
@@ -268,8 +269,8 @@ def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> It
                 verdict = "warn" if status.step is None else "bad"
             yield Check(name=name, verdict=verdict, found=f"{way}: {escape(rate.error, 300)}")
             continue
-        told = ", as peers are told" if rate is as_named else ""
-        found = f"{megabytes(rate.bytes_per_s)}/s {way}{told}; {megabytes(rate.num_bytes)} were fetched"
+        label = ", as peers are told" if rate is as_named else ""
+        found = f"{megabytes(rate.bytes_per_s)}/s {way}{label}; {megabytes(rate.num_bytes)} were fetched"
         if rate is as_named and best.bytes_per_s > _MUCH_SLOWER * rate.bytes_per_s:
             times = best.bytes_per_s / rate.bytes_per_s
             yield _check(

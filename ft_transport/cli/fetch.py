@@ -38,7 +38,10 @@ _MAX_NAMES: Final = 3
 def fetch_command(
     urls: Annotated[
         list[str],
-        typer.Argument(metavar="URL", help="URLs of replicas (what their transport tells) that have the same state."),
+        typer.Argument(
+            metavar="URL",
+            help="URLs of replicas (as `metadata()` of their transport returns them) that have the same state.",
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The safetensors file; one that is there is replaced in the end.")
@@ -151,7 +154,7 @@ class _Display:
             )
             self._task = self._bar.add_task(escape(path.name, 80), total=None)
         self._kept_bytes = self._total_bytes = 0
-        self._told_s = time.monotonic()
+        self._printed_s = time.monotonic()
 
     def __enter__(self) -> _Display:
         if self._bar is not None:
@@ -183,7 +186,7 @@ class _Display:
                 self._bar.update(self._task, completed=done_bytes)
                 return
             now_s = time.monotonic()
-            if now_s < self._told_s + _LINE_EACH_S:
+            if now_s < self._printed_s + _LINE_EACH_S:
                 return
             rate = progress.done_bytes / max(progress.elapsed_s, 1e-6)
             left_s = (self._total_bytes - done_bytes) / max(rate, 1.0)
@@ -192,5 +195,5 @@ class _Display:
             )
 
     def _say(self, text: str) -> None:
-        self._told_s = time.monotonic()
+        self._printed_s = time.monotonic()
         print(text, file=sys.stderr, flush=True)

@@ -63,7 +63,7 @@ def open_source(thing: str, *, with_places: bool = False) -> Contents:
 
     Args:
         thing: Its URL or path.
-        with_places: Whether it is also told where in a checkpoint everything is stored; of files it is always.
+        with_places: Whether to include the position of each part in a DCP checkpoint; files always have it.
 
     Raises:
         NotFoundError: There is nothing, or nothing of these kinds.
@@ -84,12 +84,12 @@ def open_source(thing: str, *, with_places: bool = False) -> Contents:
 
 
 def is_url(thing: str) -> bool:
-    """Whether it is to name a replica, of whatever scheme."""
+    """Whether the text is a URL, of any scheme, and so names a replica."""
     return _URL.match(thing) is not None
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The newest complete checkpoint, or version, in a directory of them; anything else as it is.
+    """Return the newest complete checkpoint, or version, in a directory of them; any other path unchanged.
 
     Raises:
         NotFoundError: It is a directory without any, or cannot be looked into.
@@ -169,13 +169,7 @@ def _as_object(contents: Contents) -> dict[str, Any]:
         "num_tensors": len(contents.tensors),
         "num_bytes": contents.num_bytes,
         "tensors": [
-            {
-                "path": each.path,
-                "dtype": each.dtype,
-                "shape": each.shape,
-                "num_bytes": each.num_bytes,
-                "num_parts": each.num_parts,
-            }
+            {name: getattr(each, name) for name in ("path", "dtype", "shape", "num_bytes", "num_parts")}
             for each in contents.tensors
         ],
         "values": list(contents.values),

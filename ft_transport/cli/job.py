@@ -169,7 +169,7 @@ class JobFinder:
         self._alone: tuple[KnownMember, ...] = ()
 
     def __call__(self) -> KnownJob:
-        """Asks the process, unless the address turned out to be that of a Lighthouse, and then the Lighthouse."""
+        """Ask the process, unless the address turned out to be that of a Lighthouse, and then the Lighthouse."""
         if not self._is_lighthouse:
             self._ask_process()
         status = read_status(self._lighthouse, _STATUS_S) if self._lighthouse else None
@@ -195,7 +195,7 @@ def job_of(
     members: Sequence[MemberStatus],
     alone: tuple[KnownMember, ...] = (),
 ) -> KnownJob:
-    """Joins what the Lighthouse's page says with the members of a quorum.
+    """Join the Lighthouse's page with the members of a quorum.
 
     Args:
         lighthouse: Its address; empty for a job without one.

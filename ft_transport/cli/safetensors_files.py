@@ -102,8 +102,8 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
     try:
         header = read(_LENGTH.size, num_bytes)
         table = _decoder.decode(header)
-        metadata = table.pop(_METADATA, None)
-        told = (_metadata.decode(metadata) if metadata is not None else None) or {}
+        raw = table.pop(_METADATA, None)
+        metadata = (_metadata.decode(raw) if raw is not None else None) or {}
         entries = {path: _entries.decode(entry) for path, entry in table.items()}
         json.loads(header.decode(), object_pairs_hook=_refuse_doubled)
     except (*DECODE_ERRORS, ValueError) as error:
@@ -111,16 +111,16 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
     if len(header) < num_bytes:
         raise UnreadableError(f"expected the header of a safetensors file in {name}: the file ends in it")
     data_start = _LENGTH.size + num_bytes
-    step = told.get(_STEP, "")
+    step = metadata.get(_STEP, "")
     is_number = step.isascii() and step.isdigit() and len(step) <= 18
     return Contents(
         kind=kind,
         form="file",
         tensors=tuple(_tensor(path, entry, StoredPart(file, data_start, 0)) for path, entry in entries.items()),
-        values=dict.fromkeys(told),
+        values=dict.fromkeys(metadata),
         step=int(step) if is_number else None,
         data_start=data_start,
-        metadata=told,
+        metadata=metadata,
     )
 
 
@@ -289,7 +289,7 @@ def _parts(contents: Contents) -> Iterator[StoredPart]:
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
-    """Return duplicate fields, which the library refuses; of tensors with one name the last counts, as in msgspec."""
+    """Refuse duplicate fields, as the library does; of tensors with one name the last counts, as in msgspec."""
     fields = [name for name, _ in pairs if name in _FIELDS]
     if len(fields) > len({*fields}):
         raise ValueError(f"expected each field once, one of {', '.join(sorted({*fields}))} is there twice")

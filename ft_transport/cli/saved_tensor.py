@@ -106,7 +106,7 @@ def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
 
 
 def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
-    """Return the place of the only saved tensor.
+    """Return the position of the only saved tensor.
 
     Args:
         read: Reads the saved bytes.

@@ -21,7 +21,10 @@ _MAX_NAME: Final = 40
 
 
 def status_command(
-    urls: Annotated[list[str], typer.Argument(metavar="URL", help="URLs of replicas (what their transport tells).")],
+    urls: Annotated[
+        list[str],
+        typer.Argument(metavar="URL", help="URLs of replicas (as `metadata()` of their transport returns them)."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
 ) -> None:
     """Ask replicas what they serve: step, size, and how many receive it now.
@@ -34,8 +37,8 @@ def status_command(
     with SafeExecutor(min(_MAX_AT_ONCE, len(urls)), "ft-transport-ask") as pool:
         answers = list(pool.map(lambda url: _ask(url, connect), urls))
     if as_json:
-        told = [_as_object(url, answer) for url, answer in zip(urls, answers, strict=True)]
-        typer.echo(msgspec.json.encode(told))
+        results = [_as_object(url, answer) for url, answer in zip(urls, answers, strict=True)]
+        typer.echo(msgspec.json.encode(results))
     else:
         for url, answer in zip(urls, answers, strict=True):
             typer.echo(_as_line(url, answer))

@@ -193,7 +193,7 @@ class StoredState:
         return StoredTensor(dtype=entry.dtype, shape=entry.shape, item_bytes=bits // 8, pieces=pieces)
 
     def value(self, name: str, part: StoredPart) -> StoredTensor:
-        """Return the entries of a zip file by name, without those about its origin."""
+        """Locate a value: the entries of its zip file, without those that describe the writer."""
         file, part = self.located(part, name)
         read = self.reader(file, part)
         try:
@@ -285,7 +285,7 @@ class StoredState:
 
     @staticmethod
     def reader(file: StoredFile, part: StoredPart) -> Callable[[int, int], bytes]:
-        """Read a part from its beginning."""
+        """Return a function that reads the part, by positions from the beginning of the part."""
         if part.num_bytes <= _READ_WHOLE_BYTES:
             whole = file.read(part.start, part.num_bytes)
             return lambda start, num_bytes: whole[start : start + num_bytes]

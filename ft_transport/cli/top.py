@@ -1,4 +1,4 @@
-"""``ft-transport top``, the whole job, live, in a terminal or on a page; ``watch-token``, the password of pages."""
+"""``ft-transport top``: the whole job, live, in a terminal or on a page; ``watch-token``: the password of pages."""
 
 from __future__ import annotations
 
@@ -107,15 +107,15 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
     settings = TransportSettings(
         host=host, port=port, advertise=host, replica="ft-transport top", stall_timeout=_STALL, same_host=False
     )
-    told = ProcessStatus(Recorder())
-    told.set_part("job", watch.recent)
+    status = ProcessStatus(Recorder())
+    status.set_part("job", watch.recent)
     server = SnapshotServer(
         SnapshotCache(max_snapshots=1, lease_s=0.0, contended_bytes_per_s=1.0, clock=time.monotonic),
         settings,
         keys=settings.keys(),
         certificates=settings.certificates(),
         max_wait_s=0.0,
-        process_status=told,
+        process_status=status,
     )
     try:
         typer.echo(f"the job is at {server.address}/")

@@ -51,7 +51,7 @@ def is_well(job: JobState) -> bool:
 
 
 def screen(job: JobState, *, width: int, height: int) -> Text:
-    """The job in no more than ``height`` lines of ``width`` columns."""
+    """Return the job in at most ``height`` lines of ``width`` columns."""
     several_ranks = any(process.group_rank for process in job.processes)
     rows = []
     for process in job.processes:
@@ -103,7 +103,7 @@ def flows_of(job: JobState) -> dict[tuple[str, int], str]:
 
 
 def num_bytes(count: float) -> str:
-    """In three or four digits."""
+    """Format a size in three or four digits."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= size:
             return f"{count / size:.{0 if count >= 100 * size else 1}f} {unit}"
@@ -111,7 +111,7 @@ def num_bytes(count: float) -> str:
 
 
 def seconds(length_s: float) -> str:
-    """In a few characters."""
+    """Format a duration in a few characters."""
     if length_s < 1:
         return f"{1e3 * length_s:.0f} ms"
     if length_s < 100:
@@ -169,7 +169,7 @@ def _usual_s(manager: ManagerStatus) -> float:
 
 
 def _period_s(step: StepStatus) -> float:
-    """From one step boundary to the next; until the commit where no boundary has followed yet."""
+    """Return the time from one step boundary to the next, or until the commit of the last step."""
     return step.period_s or step.length_s
 
 

@@ -90,8 +90,8 @@ def verify_command(
     except (FetchFailedError, IntegrityError, ManifestError) as error:
         troubles = [f"{type(error).__name__}: {error}"]
     if as_json:
-        told = {"kind": contents.kind, "step": contents.step, "troubles": troubles, "notes": notes}
-        typer.echo(msgspec.json.encode(told))
+        result = {"kind": contents.kind, "step": contents.step, "troubles": troubles, "notes": notes}
+        typer.echo(msgspec.json.encode(result))
     elif troubles:
         for trouble in troubles[:_MAX_SHOWN]:
             typer.echo(f"✗ {escape(trouble, _MAX_CHARACTERS)}")
@@ -145,7 +145,7 @@ def _looked_at(sums: RecordSums) -> str:
 
 
 def _of_peer(url: str, timeout_s: float) -> Contents:
-    """Receives all of a replica's newest snapshot, into nothing.
+    """Receive all of a replica's newest snapshot without storing it.
 
     Raises:
         TransportError: It cannot be asked, or is not what its digests say.
@@ -160,7 +160,7 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
 
 
 def _of_ours(path: Path, step: int | None) -> Iterator[str]:
-    """Compare the files of a checkpoint of ours with its manifest; without ``step``, of whichever step it is."""
+    """Compare the files of a checkpoint of ours with its manifest, of any step without ``step``."""
     from ft_transport import StoreSettings
     from ft_transport.checkpoint.stored_files import (
         ReadRetries,
@@ -183,7 +183,7 @@ def _of_ours(path: Path, step: int | None) -> Iterator[str]:
 
 
 def tensor_troubles(contents: Contents) -> Iterator[str]:
-    """Whether the parts of each are all of it, and in a DCP checkpoint as long as its elements."""
+    """Yield tensors with gaps or overlaps, and parts in a DCP checkpoint that are shorter than their elements."""
     for tensor in contents.tensors:
         name = escape(tensor.path)
         gap = find_gap(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
@@ -201,7 +201,7 @@ def tensor_troubles(contents: Contents) -> Iterator[str]:
 
 
 def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
-    """Whether the parts of a DCP checkpoint lie in their files, and none over another."""
+    """Yield parts of a DCP checkpoint that exceed their files or overlap, and files that are missing."""
     parts = [piece.stored for tensor in contents.tensors for piece in tensor.pieces] + [*contents.values.values()]
     by_file: dict[str, set[tuple[int, int]]] = {}
     for part in filter(None, parts):
@@ -226,7 +226,7 @@ def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
 
 
 def digest_troubles(path: Path) -> Iterator[str]:
-    """Compares the chunks of a file that ``fetch`` has written with their digests.
+    """Compare the chunks of a file that ``fetch`` has written with their digests.
 
     Raises:
         ManifestError: They cannot be compared: the job token is missing, or it is no such file.
@@ -245,7 +245,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
 
 
 def read_manifest(file: StoredFile) -> Manifest:
-    """The manifest in a file that ``fetch`` has written.
+    """Return the manifest in a file that ``fetch`` has written.
 
     Raises:
         ManifestError: There is none, or it has digests of a job token that this process does not have.

@@ -60,7 +60,7 @@ class Metric:
 
     @property
     def kind(self) -> Literal["counter", "gauge", "histogram"]:
-        """The type for Prometheus."""
+        """Return the type for Prometheus."""
         return "counter" if self.name.endswith("_total") else "histogram" if self.bounds else "gauge"
 
 

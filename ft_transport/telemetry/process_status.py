@@ -120,7 +120,7 @@ class Rates:
         self._looks: dict[Hashable, _Looks] = {}
 
     def of(self, key: Hashable, num_bytes: int, *, began_s: float, now_s: float) -> float:
-        """Return the bytes per second of late.
+        """Return the recent rate in bytes per second.
 
         Args:
             key: Identifies the value.

@@ -37,10 +37,10 @@ def send_spans(record: Record) -> None:
         whole.add_event("retry", {"cause": retry.cause, "peer": retry.peer}, timestamp=_ns(begun_s + retry.at_s))
     for transfer in record.transfers:
         # Attributes of an event are plain values only.
-        told = {"peer": transfer.peer, "role": transfer.role, "interface": transfer.interface}
+        values = {"peer": transfer.peer, "role": transfer.role, "interface": transfer.interface}
         whole.add_event(
             "transfer",
-            {**told, "bytes": transfer.num_bytes, "bytes_per_s": transfer.bytes_per_s},
+            {**values, "bytes": transfer.num_bytes, "bytes_per_s": transfer.bytes_per_s},
             timestamp=_ns(end_s),
         )
     if record.outcome == "failed":
@@ -49,13 +49,13 @@ def send_spans(record: Record) -> None:
 
 
 def _attributes(record: Record) -> dict[str, str | int]:
-    told: dict[str, str | int] = {
+    values: dict[str, str | int] = {
         "ft_transport.replica": record.replica,
         "ft_transport.group_rank": record.group_rank,
         "ft_transport.outcome": record.outcome,
         "ft_transport.bytes": record.num_bytes,
     }
-    return told if record.step is None else {**told, "ft_transport.step": record.step}
+    return values if record.step is None else {**values, "ft_transport.step": record.step}
 
 
 def _ns(unix_s: float) -> int:
