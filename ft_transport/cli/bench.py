@@ -34,15 +34,8 @@ if TYPE_CHECKING:
     from ft_transport import HTTPTransport
 
 _TENSOR_BYTES: Final = 4 << 20
-_STATE_BYTES: Final = 512 << 20
 _QUICK_BYTES: Final = 64 << 20
-_NUM_ROUNDS: Final = 7
-_NUM_QUICK_ROUNDS: Final = 3
-_CLONE_S: Final = 8.0
-_FETCH_S: Final = 20.0
-"""No further round begins after this time."""
 _RECEIVER_S: Final = 45.0
-_TIMEOUT: Final = timedelta(seconds=30)
 _MAX_ERROR: Final = 2000
 _STEP: Final = 1
 _COPY: Final = "memory copy"
@@ -91,7 +84,7 @@ def bench_command(
     Each is measured several times in turn, with memory that was used before. The fetch is received in place by a
     process of its own, over 4 connections. Takes less than a minute. Exits with 1 if something could not be measured.
     """
-    num_bytes, num_rounds = (_QUICK_BYTES, _NUM_QUICK_ROUNDS) if quick else (_STATE_BYTES, _NUM_ROUNDS)
+    num_bytes, num_rounds = (_QUICK_BYTES, 3) if quick else (512 << 20, 7)
     rates = measure(num_bytes, num_rounds)
     if as_json:
         result = {"num_bytes": num_bytes, "num_connections": NUM_CONNECTIONS, "rates": rates}
@@ -155,7 +148,7 @@ def _clone_samples(transport: HTTPTransport[Any], state: dict[str, Any], num_rou
     plain = MemoryCopy(list(state.values()))
     try:
         ways = {"copy_": plain.torch_copy, "memmove": plain.memmove, "clone": clone}
-        return _time_in_turn(ways, num_rounds, _CLONE_S)
+        return _time_in_turn(ways, num_rounds, within_s=8.0)
     finally:
         plain.close()
 
@@ -186,10 +179,10 @@ def _receive() -> None:
     with contextlib.ExitStack() as opened:
         for name, is_verified in (("fetch, not verified", False), ("fetch, verified", True)):
             settings = TransportSettings(host="127.0.0.1", same_host=False, verify=is_verified)
-            transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, settings=settings)
+            transport: HTTPTransport[Any] = HTTPTransport(timedelta(seconds=30), settings=settings)
             opened.callback(transport.shutdown)
             ways[name] = partial(transport.fetch, url, _STEP, into=own)
-        sys.stdout.buffer.write(msgspec.json.encode(_time_in_turn(ways, num_rounds, _FETCH_S)))
+        sys.stdout.buffer.write(msgspec.json.encode(_time_in_turn(ways, num_rounds, within_s=20.0)))
 
 
 def _time_in_turn(ways: Mapping[str, Callable[[], object]], num_rounds: int, within_s: float) -> dict[str, list[float]]:

@@ -40,10 +40,6 @@ class NotFoundError(UnreadableError):
     """No such file or directory, or one of an unknown kind."""
 
 
-class NotComparedError(TransportError):
-    """Two states could not be compared; the cause has the reason."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """A stored part: a file beside the metadata (empty: the file itself), position, and length.

@@ -39,11 +39,8 @@ from ft_transport.runtime.regular_files import read_regular
 
 METADATA_NAME: Final = ".metadata"
 
-_MAX_BYTES: Final = 1 << 30
 _MAX_NAME: Final = 200
 _MAX_LENGTH: Final = (1 << 63) - 1
-_MAX_MESSAGE: Final = 500
-_TIMEOUT_S: Final = 60.0
 _REFUSED: Final = 3
 _WITH_PLACES: Final = "--with-places"
 _LEAST_MEMORY_BYTES: Final = 512 << 20
@@ -70,7 +67,7 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
     """
     path = directory / METADATA_NAME
     try:
-        encoded = read_regular(Path(os.path.realpath(path)), max_bytes=_MAX_BYTES)
+        encoded = read_regular(Path(os.path.realpath(path)), max_bytes=1 << 30)
     except OSError as error:
         raise UnreadableError(f"expected a DCP checkpoint in {directory}: {error}") from error
     command = child_command(__name__, _main.__name__, *([_WITH_PLACES] if with_places else []))
@@ -80,13 +77,13 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
             input=encoded,
             capture_output=True,
             env=child_environment(),
-            timeout=_TIMEOUT_S,
+            timeout=60.0,
             check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise UnreadableError(f"expected DCP's metadata in {path}: it could not be read: {error}") from error
     if done.returncode == _REFUSED:
-        reason = escape(done.stdout.decode("utf-8", "replace"), _MAX_MESSAGE)
+        reason = escape(done.stdout.decode("utf-8", "replace"), 500)
         raise UnreadableError(f"expected DCP's metadata in {path}: {reason}")
     if done.returncode:
         raise UnreadableError(f"expected DCP's metadata in {path}: its reader ended with {done.returncode}")

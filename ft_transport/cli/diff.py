@@ -15,9 +15,9 @@ import msgspec
 import typer
 
 from ft_transport.cli.compare import Pair, Tally, compare
-from ft_transport.cli.contents import NotComparedError, NotFoundError
+from ft_transport.cli.contents import NotFoundError
 from ft_transport.cli.inspect import checkpoint_at, is_url, open_source
-from ft_transport.cli.output import escape, megabytes
+from ft_transport.cli.output import escape, megabytes, print_error
 from ft_transport.cli.snapshot_files import SnapshotFiles, UnequalChunks, differing_from
 from ft_transport.cli.stored_state import StoredFile, StoredState, StoredTensor
 from ft_transport.cli.verify import DIGESTS, read_manifest
@@ -27,7 +27,6 @@ from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import StepSelector
 
 _MAX_SHOWN: Final = 50
-_TIMEOUT_S: Final = 60.0
 _IN_WORDS: Final = {
     "ft_transport.tree": "what lies beside the tensors in a snapshot (names, order, numbers and texts of the state)",
     "ft_transport.meshes": "the meshes that DTensors lie on",
@@ -61,13 +60,14 @@ def diff_command(
     """
     _allow_many_files()
     try:
-        with opened_states(one, other, step=step, by_digests=digests, timeout_s=_TIMEOUT_S) as opened:
+        with opened_states(one, other, step=step, by_digests=digests, timeout_s=60.0) as opened:
             comparison = find_differences(opened.one, opened.other, chunks=opened.chunks)
             result = _as_object(opened, comparison) if as_json else _as_text(opened, comparison)
     except NotFoundError:
         raise
     except TransportError as error:
-        raise NotComparedError(str(error)) from error
+        print_error(error)
+        raise typer.Exit(2) from error
     typer.echo(msgspec.json.encode(result) if as_json else result)
     if comparison.differences or opened.steps_differ:
         raise typer.Exit(1)

@@ -35,8 +35,6 @@ _MAX_CLOCK_OFFSET_S: Final = 2.0
 _LEAST_FREE: Final = 0.1
 """Share of the memory for a state: a serving replica may have a copy of it."""
 _MUCH_SLOWER: Final = 3.0
-_PEER_WITHIN_S: Final = 3.0
-_MAX_NAME: Final = 64
 _MARKS: Final = {"ok": "✓", "warn": "!", "bad": "✗"}
 
 
@@ -103,7 +101,7 @@ def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[C
     yield _resolver(peer)
     asked = now_unix_s()
     try:
-        status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
+        status = ask_status(peer, connect, within_s=3.0)
     except TransportError as error:
         remedy = (
             "is it running, does a firewall let its port through, and are token and authority the same on both sides?"
@@ -259,7 +257,7 @@ def _clock(peer: PeerAddress, status: PeerStatus, asked: float, answered: float)
 
 def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> Iterator[Check]:
     as_named, best = rates[0], max(rates, key=lambda rate: rate.bytes_per_s)
-    replica = escape(status.replica, _MAX_NAME)
+    replica = escape(status.replica, 64)
     for rate in rates:
         name = f"{peer}: rate over {rate.interface or '?'}"
         way = f"{rate.local_address} → {rate.peer}" + (f" ({rate.peer_interface} there)" if rate.peer_interface else "")

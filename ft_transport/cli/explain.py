@@ -17,8 +17,6 @@ from ft_transport.cli.trace import read_records
 from ft_transport.telemetry.record import KINDS, Record, Retry, Transfer
 
 _INTERFACES: Final = Path("/sys/class/net")
-_BAR: Final = 40
-_LONG_S: Final = 1e9
 _shown: Final = partial(escape, max_characters=600)
 _DOMINANT: Final = 0.25
 """Minimum fraction of the whole for a phase to be examined."""
@@ -156,7 +154,7 @@ def _as_text(record: Record, explanation: Explanation) -> str:
     for name, length_s in record.phase_lengths().items():
         # In records of other origin a phase may be longer than the whole.
         share = min(1.0, max(0.0, length_s / record.length_s)) if record.length_s else 0.0
-        lines.append(f"  {_shown(name):<11} {_seconds(length_s)} {100 * share:4.0f} %  {'█' * round(_BAR * share)}")
+        lines.append(f"  {_shown(name):<11} {_seconds(length_s)} {100 * share:4.0f} %  {'█' * round(40 * share)}")
     for finding in explanation.findings:
         lines += ["", f"• {_shown(finding.text)}"]
         if finding.remedy:
@@ -174,7 +172,7 @@ def _date(unix_s: float) -> str:
 
 
 def _seconds(length_s: float) -> str:
-    return f"{length_s:9.3f} s" if abs(length_s) < _LONG_S else f"{length_s:9.3g} s"
+    return f"{length_s:9.3f} s" if abs(length_s) < 1e9 else f"{length_s:9.3g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

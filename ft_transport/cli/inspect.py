@@ -29,7 +29,6 @@ MANIFEST: Final = "manifest.json"
 OURS: Final = "checkpoint of ft_transport"
 OF_A_RANK: Final = "rank-*.json"
 """Beside the files of DCP in a checkpoint of ours."""
-_MAX_TROUBLE: Final = 500
 _PEER_WITHIN_S: Final = 30.0
 
 
@@ -195,7 +194,7 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
     lines.append(f"{len(contents.values)} values beside them")
     if contents.num_bytes_missing:
         lines.append(f"✗ the file was cut off: {contents.num_bytes_missing:,} bytes of that are not in it")
-    lines += [f"✗ {escape(each, _MAX_TROUBLE)}" for each in _troubles(contents)]
+    lines += [f"✗ {escape(each, 500)}" for each in _troubles(contents)]
     if with_values:
         lines += [f"  {escape(each)}" for each in contents.values]
     return "\n".join(lines)

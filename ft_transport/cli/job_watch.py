@@ -32,14 +32,11 @@ _MAX_KEPT_BYTES: Final = 128 << 10
 Defaults that a process leaves out of its answer are part of this size.
 """
 _NUM_FLOWS: Final = 64
-_NUM_RUNNING: Final = 8
-_NUM_RETRIES: Final = 8
 _FORGET_S: Final = 600.0
 """How long a replica that left has a row, unless it comes back under its name."""
 _NUM_RECORDS: Final = 30
 _NUM_ERRORS: Final = 30
 _NUM_CHANGES: Final = 30
-_NUM_STEPS: Final = 30
 _MAX_TEXT: Final = 300
 _LATE: Final = ""
 """In place of an answer: there was no time to ask."""
@@ -262,16 +259,14 @@ def _bounded(state: ProcessState, peer: str) -> ProcessState:
     """
     manager, transport = state.manager, state.transport
     if manager is not None:
-        manager = replace(manager, members=(), steps=manager.steps[-_NUM_STEPS:], rules=(), structure=())
+        manager = replace(manager, members=(), steps=manager.steps[-30:], rules=(), structure=())
     if transport is not None:
         transport = replace(transport, sends=transport.sends[-_NUM_FLOWS:], receives=transport.receives[-_NUM_FLOWS:])
     kept = replace(
         state,
         manager=manager,
         transport=transport,
-        running=tuple(
-            shortened(replace(each, retries=each.retries[-_NUM_RETRIES:])) for each in state.running[-_NUM_RUNNING:]
-        ),
+        running=tuple(shortened(replace(each, retries=each.retries[-8:])) for each in state.running[-8:]),
         records=tuple(shortened(record) for record in state.records[-_NUM_RECORDS:]),
         errors=state.errors[-_NUM_ERRORS:],
         changes=tuple(

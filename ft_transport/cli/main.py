@@ -11,8 +11,8 @@ import typer
 import typer.core
 import typer.main
 
-from ft_transport.cli.contents import NotComparedError, NotFoundError
-from ft_transport.cli.output import message_of, remedy_for
+from ft_transport.cli.contents import NotFoundError
+from ft_transport.cli.output import print_error
 from ft_transport.errors import ConfigurationError, TransportError
 
 _LOOK: Final[dict[str, Any]] = {
@@ -97,10 +97,5 @@ def main() -> None:
     try:
         app()
     except TransportError as error:
-        cause = error.__cause__ if isinstance(error, NotComparedError) else error
-        assert isinstance(cause, TransportError), "NotComparedError has a cause"
-        print(message_of(cause), file=sys.stderr)
-        remedy = remedy_for(cause)
-        if remedy:
-            print(f"  → {remedy}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, NotFoundError | NotComparedError | ConfigurationError) else 1)
+        print_error(error)
+        sys.exit(2 if isinstance(error, NotFoundError | ConfigurationError) else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import sys
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -21,7 +22,6 @@ from ft_transport.errors import (
 )
 
 MAX_NAME: Final = 200
-_MAX_MESSAGE: Final = 2000
 _REMEDIES: Final[tuple[tuple[type[TransportError], str], ...]] = (
     (UnknownHostError, "is the name right? ft-transport doctor URL looks at the way to it"),
     (PeerUnreachableError, "is it running there? ft-transport doctor URL looks at the way to it"),
@@ -33,8 +33,6 @@ _REMEDIES: Final[tuple[tuple[type[TransportError], str], ...]] = (
     (PeerAuthenticationError, "FT_TRANSPORT_TOKEN and the files of TLS have to be those of the job"),
 )
 _OF_ANOTHER_SERVER: Final = (PeerAuthenticationError, PeerProtocolError, StepNotServedError, ManifestError)
-_ASK_S: Final = 2.0
-_MAX_BYTES: Final = 4096
 
 
 def escape(text: str, max_characters: int = MAX_NAME) -> str:
@@ -47,9 +45,15 @@ def megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
+def print_error(error: TransportError) -> None:
+    """Print an error and its remedy on standard error."""
+    remedy = remedy_for(error)
+    print(message_of(error) + (f"\n  → {remedy}" if remedy else ""), file=sys.stderr)
+
+
 def message_of(error: TransportError) -> str:
     """Return class and message in one line, escaped because it may quote a peer or a file."""
-    return f"{type(error).__name__}: {escape(str(error), _MAX_MESSAGE)}"
+    return f"{type(error).__name__}: {escape(str(error), 2000)}"
 
 
 def remedy_for(error: TransportError) -> str:
@@ -68,14 +72,14 @@ def _of_what_answers(peer: str) -> str:
 
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         address = urlsplit(f"//{peer}")
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_ASK_S)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=2.0)
         with contextlib.closing(connection):
             connection.request("GET", "/")
             response = connection.getresponse()
             # Every answer of this package has the header.
             if response.headers.get(EXCHANGE_DIGEST_HEADER) is not None:
                 return ""
-            if b"Lighthouse" in response.read(_MAX_BYTES):
+            if b"Lighthouse" in response.read(4096):
                 return f"this is a Lighthouse; expected a replica's URL; ft-transport top http://{peer} shows its job"
             return "expected a replica's URL, as its transport's metadata() returns it; something else answers there"
     return ""

@@ -29,7 +29,6 @@ _TAIL_BYTES: Final = 2048
 _MAX_DIRECTORY_BYTES: Final = 1 << 20
 _MAX_ENTRIES: Final = 4096
 _MAX_PICKLE_BYTES: Final = 1 << 16
-_NUM_KEPT: Final = 1024
 _FULL_32: Final = 0xFFFFFFFF
 _EXTRA_64: Final = 1
 _VERSIONS: Final = ("version", ".data/version")
@@ -142,7 +141,7 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
     return SavedTensor(start, end, shape, strides, kind == _REBUILD_QUANTIZED)
 
 
-@lru_cache(_NUM_KEPT)
+@lru_cache(1024)
 def _walk(pickled: bytes) -> Any:
     """Parse a pickle into tuples, strings and numbers; cached: tensors of one dtype and shape share it.
 

@@ -26,8 +26,6 @@ from ft_transport.wire.routes import LATEST, StepSelector
 
 _WHOLE: Final = timedelta(days=30)
 """Longer than any file takes; what comes too slowly ends by the time without progress."""
-_UNREACHABLE: Final = timedelta(seconds=5)
-_NUM_CONNECTIONS: Final = 4
 _MAX_TRIES: Final = 3
 _LEAST_PATIENCE_S: Final = 10.0
 """Minimum wait for a future step: the replicas may or may not train."""
@@ -59,8 +57,10 @@ def settings_for_files(
         settings,
         keys=settings.keys(),
         certificates=settings.certificates(),
-        num_connections=_NUM_CONNECTIONS,
-        timeout=FetchTimeout(total=_WHOLE, unreachable=_UNREACHABLE, progress=timedelta(seconds=progress_timeout_s)),
+        num_connections=4,
+        timeout=FetchTimeout(
+            total=_WHOLE, unreachable=timedelta(seconds=5), progress=timedelta(seconds=progress_timeout_s)
+        ),
     )
 
 

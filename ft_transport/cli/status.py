@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -14,10 +14,6 @@ from ft_transport.http.client.rate_probe import Connect, ask_status, connecting
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.settings import TransportSettings
-
-_WITHIN_S: Final = 3.0
-_MAX_AT_ONCE: Final = 32
-_MAX_NAME: Final = 40
 
 
 def status_command(
@@ -34,7 +30,7 @@ def status_command(
     """
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
-    with SafeExecutor(min(_MAX_AT_ONCE, len(urls)), "ft-transport-ask") as pool:
+    with SafeExecutor(min(32, len(urls)), "ft-transport-ask") as pool:
         answers = list(pool.map(lambda url: _ask(url, connect), urls))
     if as_json:
         results = [_as_object(url, answer) for url, answer in zip(urls, answers, strict=True)]
@@ -50,7 +46,7 @@ def status_command(
 
 def _ask(url: str, connect: Connect) -> PeerStatus | TransportError:
     try:
-        return ask_status(PeerAddress.from_url(url), connect, within_s=_WITHIN_S)
+        return ask_status(PeerAddress.from_url(url), connect, within_s=3.0)
     except TransportError as error:
         return error
 
@@ -65,7 +61,7 @@ def _as_line(url: str, answer: PeerStatus | TransportError) -> str:
     if isinstance(answer, TransportError):
         remedy = remedy_for(answer)
         return f"✗ {url}  {message_of(answer)}" + (f"\n    → {remedy}" if remedy else "")
-    replica = escape(answer.replica, _MAX_NAME)
+    replica = escape(answer.replica, 40)
     if answer.step is None:
         return f"✓ {url}  {replica}: has no snapshot now; it takes one when somebody recovers"
     return f"✓ {url}  {replica}: step {answer.step}, {megabytes(answer.snapshot_bytes)}, {answer.clients} receive it"

@@ -29,9 +29,7 @@ from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 
 _PERIOD_S: Final = 1.0
-_STALL: Final = timedelta(seconds=20)
 _LINES: Final = 24
-_COLUMNS: Final = 80
 
 
 def top_command(
@@ -105,7 +103,12 @@ def _watch(address: str) -> JobWatch:
 def _serve(watch: JobWatch, host: str, port: int) -> None:
     """Serve the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
     settings = TransportSettings(
-        host=host, port=port, advertise=host, replica="ft-transport top", stall_timeout=_STALL, same_host=False
+        host=host,
+        port=port,
+        advertise=host,
+        replica="ft-transport top",
+        stall_timeout=timedelta(seconds=20),
+        same_host=False,
     )
     status = ProcessStatus(Recorder())
     status.set_part("job", watch.recent)

@@ -14,9 +14,6 @@ from ft_transport.cli.output import escape
 from ft_transport.telemetry.process_state import ManagerStatus, MembershipChange, ProcessState, StepStatus
 
 _LEAST_ROWS: Final = 3
-_MAX_RECORDS: Final = 4
-_MAX_ERRORS: Final = 3
-_MAX_CHANGES: Final = 4
 _LOST: Final = " THE LIGHTHOUSE DOES NOT ANSWER: without it no quorum is formed "
 _STALLED: Final = 10.0
 """A step needs attention after this many times its usual length, and this many seconds."""
@@ -63,9 +60,9 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
         # Without the Lighthouse, an empty table says nothing.
         lines[1 : 1 if rows else 2] = [Text(_LOST, style="bold white on red")]
     below = [
-        *_section("joined, left, healed", [_change_line(each, job.unix_s) for each in job.changes[-_MAX_CHANGES:]]),
-        *_section("recoveries, saves", [_record_line(each, job.unix_s) for each in job.records[-_MAX_RECORDS:]]),
-        *_section("errors", [_error_line(each, job.unix_s) for each in job.errors[-_MAX_ERRORS:]]),
+        *_section("joined, left, healed", [_change_line(each, job.unix_s) for each in job.changes[-4:]]),
+        *_section("recoveries, saves", [_record_line(each, job.unix_s) for each in job.records[-4:]]),
+        *_section("errors", [_error_line(each, job.unix_s) for each in job.errors[-3:]]),
     ]
     # Head, headings of the table, and a line between the parts; what is over goes to the replicas.
     room = height - len(lines) - 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 import typer
@@ -15,8 +15,6 @@ from ft_transport.errors import RecordError
 from ft_transport.runtime.regular_files import read_regular
 from ft_transport.telemetry.record import Record, decode_record
 from ft_transport.telemetry.spans import encode_trace
-
-_MAX_BYTES: Final = 256 << 20
 
 
 def trace_command(
@@ -62,7 +60,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     records, missing = list[Record](), list[str]()
     for path in paths:
         try:
-            content = read_regular(path, max_bytes=_MAX_BYTES)
+            content = read_regular(path, max_bytes=256 << 20)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             missing.append(f"expected a file of records at {path}: {getattr(error, 'strerror', None) or error}")
         else:

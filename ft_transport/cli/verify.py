@@ -46,7 +46,6 @@ _MAX_SHOWN: Final = 20
 _MAX_CHARACTERS: Final = 500
 DIGESTS: Final = "ft_transport.digests"
 """In the metadata of a snapshot's file."""
-_NUM_THREADS: Final = 2
 _BLOCK_BYTES: Final = 1 << 20
 """Length of one read."""
 _BEFORE_ZIP: Final = b"\x80\x02\x8a\x0a"
@@ -271,7 +270,7 @@ class RecordSums:
         """Yield broken envelopes, and records that differ from their sums, of a checkpoint's directory."""
         with (
             StoredState(path, contents, takes_quantized=True) as state,
-            SafeExecutor(_NUM_THREADS, "ft-transport-sum") as pool,
+            SafeExecutor(2, "ft-transport-sum") as pool,
         ):
             try:
                 for troubles, has_sums in [

@@ -33,7 +33,6 @@ OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0"
 TEXT: Final = "text/plain; version=0.0.4"
 
 _MAX_SERIES: Final = 64
-_MAX_LABEL_CHARACTERS: Final = 200
 _CAUSE: Final = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _LOCK_S: Final = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _STEP_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -385,7 +384,7 @@ def _family(readings: list[Reading]) -> Any:
     family = kinds[metric.kind](PREFIX + metric.name, metric.help, labels=metric.label_names.split())
     shown = set()
     for reading in readings:
-        labels = tuple(escape_peer_text(each, max_characters=_MAX_LABEL_CHARACTERS) for each in reading.labels)
+        labels = tuple(escape_peer_text(each, max_characters=200) for each in reading.labels)
         if labels in shown:  # cut off after the same beginning; a scrape with both would be refused as a whole
             continue
         shown.add(labels)

@@ -21,7 +21,6 @@ NUM_CHANGES: Final = 50
 _MAX_PHASES: Final = 60
 _MAX_PARTS: Final = 20
 _MAX_TEXT: Final = 400
-_MAX_REPLICA: Final = 120
 
 Activity: TypeAlias = Literal["training", "healing", "waiting", "idle"]
 """``training``: takes part in the present step. ``healing``: receives the state first. ``waiting``: for a quorum, or
@@ -294,7 +293,7 @@ def shortened(record: Record) -> Record:
         phases = (*phases[:_MAX_PHASES], others)
     return replace(
         record,
-        replica=record.replica[:_MAX_REPLICA],
+        replica=record.replica[:120],
         error=record.error[:_MAX_TEXT],
         phases=phases,
         transfers=record.transfers[:_MAX_PARTS],

@@ -21,8 +21,6 @@ from ft_transport.telemetry.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-_MAX_RUNNING: Final = 20
-_NUM_ERRORS: Final = 30
 _MAX_TEXT: Final = 400
 _WINDOW_S: Final = 0.8
 """More frequent requests get the rate since an earlier look."""
@@ -37,7 +35,7 @@ class LastErrors:
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()
-        self._kept: deque[ErrorStatus] = deque(maxlen=_NUM_ERRORS)
+        self._kept: deque[ErrorStatus] = deque(maxlen=30)
 
     def note(self, about: str, text: str) -> None:
         """Add an error, or count the same one again.
@@ -157,4 +155,4 @@ def _records(recorders: Sequence[Recorder]) -> list[Record]:
 
 def _running(recorders: Sequence[Recorder]) -> list[Record]:
     running = [each for recorder in recorders for each in recorder.running()]
-    return running[-_MAX_RUNNING:]
+    return running[-20:]

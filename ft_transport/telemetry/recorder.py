@@ -31,7 +31,6 @@ RECORDS_VARIABLE: Final = "FT_TRANSPORT_RECORDS"
 Listener = Callable[[Record], None]
 
 _MAX_PHASES: Final = 1000
-_FILE_MODE: Final = 0o644
 _MAX_RETRIES: Final = 1000
 # Weakly: an exception of a signal handler can cut off the call that opened or ends a recording, and the next record of
 # the thread must not become a part of a recording that never ends.
@@ -349,7 +348,7 @@ def _add(transfers: dict[tuple[str, str], Transfer], more: Transfer) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     """Append one line with one write, so that processes that share a file do not mix their lines."""
-    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _FILE_MODE)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, line)
     finally:

@@ -13,16 +13,13 @@ import msgspec
 
 from ft_transport.telemetry.record import Record
 
-_OPENTELEMETRY: Final = "opentelemetry.trace"
-_PROFILER: Final = "torch.autograd.profiler"
-_NS: Final = 1_000_000_000
 _TRANSFERS: Final = 1000
 """Added to a rank for the line of its transfers, which overlap each other."""
 
 
 def send_spans(record: Record) -> None:
     """Pass the spans of a record to the process's tracer, with the times of the record."""
-    trace: Any = sys.modules.get(_OPENTELEMETRY)
+    trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return
     tracer = trace.get_tracer("ft_transport")
@@ -59,7 +56,7 @@ def _attributes(record: Record) -> dict[str, str | int]:
 
 
 def _ns(unix_s: float) -> int:
-    return round(unix_s * _NS)
+    return round(unix_s * 1_000_000_000)
 
 
 class ProfiledPhase:
@@ -71,7 +68,7 @@ class ProfiledPhase:
     def begin(self, kind: str, phase: str) -> None:
         """End the previous span, and begin ``ft_transport::<kind>::<phase>``."""
         self.end()
-        profiler: Any = sys.modules.get(_PROFILER)
+        profiler: Any = sys.modules.get("torch.autograd.profiler")
         if profiler is not None and profiler._is_profiler_enabled:
             span = profiler.record_function(f"ft_transport::{kind}::{phase}")
             span.__enter__()
