@@ -28,7 +28,7 @@ from benchmarks.options import Benchmark, Options, Size, rotated
 from benchmarks.processes import Channel, Child
 from benchmarks.replicas.training import Model, Training
 from benchmarks.report import Group, Named, Quantity, Verdict
-from ft_transport import HTTPTransport, TransportSettings
+from ft_transport import HTTPTransport, Limits, TransportSettings
 from ft_transport.http.server.throttle import BodySocket, RateLimiter
 
 _STATE_BYTES: Final = 512_000_000
@@ -128,7 +128,9 @@ def run(options: Options) -> Iterator[Group]:
     training = Training(model)
     # A step of several threads waits for the last of them, whoever holds that one up.
     torch.set_num_threads(1)
-    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", max_send_bytes_per_s=_BYTES_PER_S)
+    settings = TransportSettings(
+        host="127.0.0.1", advertise="127.0.0.1", limits=Limits(max_send_bytes_per_s=_BYTES_PER_S)
+    )
     transport: HTTPTransport[object] = HTTPTransport(_TIMEOUT, settings=settings)
     stack = contextlib.ExitStack()
     try:

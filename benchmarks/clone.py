@@ -15,6 +15,7 @@ from benchmarks.machine import Watch, return_free_memory
 from benchmarks.options import Benchmark, Options, Size
 from benchmarks.report import Group, Named, Quantity, Role, Verdict, ratio
 from benchmarks.states import STATE_NAMES, State, StateSpec, build_source, num_bytes_of, tensors_of
+from ft_transport import Limits
 from ft_transport.cli.bench import MemoryCopy
 
 _WARM_PER_ROUND: Final = 2
@@ -94,7 +95,7 @@ def _run_state(spec: StateSpec, options: Options) -> Group:
 
 def _measure_ours(cloning: _Cloning) -> None:
     """One snapshot into an arena that has to be made, and some into the same arena."""
-    transport = transports.our_transport(max_snapshots=1)
+    transport = transports.our_transport(limits=Limits(max_snapshots=1))
     try:
         for quantity in (COLD, *[WARM] * _WARM_PER_ROUND):
             with Watch([os.getpid()]) as watch:

@@ -21,6 +21,7 @@ from benchmarks.options import Benchmark, Options, Size
 from benchmarks.processes import in_fresh_process
 from benchmarks.report import Figure, Group, Quantity, Role, Sample, Verdict
 from benchmarks.transports import STEP, TIMEOUT, our_transport
+from ft_transport import Limits
 
 _RANK: Final = 1
 _SETTLE_S: Final = 0.2
@@ -99,7 +100,7 @@ def run(options: Options) -> Iterator[Group]:
 
 def _serve(source: ShardedSpec, rank: int, scale: float, stack: contextlib.ExitStack) -> str:
     """Serves what one rank has; returns the address."""
-    transport = our_transport(max_snapshots=1)
+    transport = our_transport(limits=Limits(max_snapshots=1))
     stack.callback(transport.shutdown)
     transport.send_checkpoint([], STEP, build(source, rank, scale, is_source=True), TIMEOUT)
     return transport.metadata()

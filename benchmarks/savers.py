@@ -25,7 +25,7 @@ from benchmarks.options import rotated
 from benchmarks.report import Named, Quantity, Role
 from benchmarks.states import State, StateSpec, build_source, digest_of, num_bytes_of, tensors_of
 from benchmarks.transports import clone, our_transport
-from ft_transport import CheckpointStore, HTTPTransport
+from ft_transport import CheckpointStore, HTTPTransport, Limits
 from ft_transport.cli.bench import MemoryCopy
 
 _WRITE_BYTES: Final = 8 << 20
@@ -128,7 +128,7 @@ def _settle_disk() -> None:
 
 def _save_ours(saving: Saving) -> None:
     job = saving.job
-    transport = our_transport(max_snapshots=1)
+    transport = our_transport(limits=Limits(max_snapshots=1))
     plain = MemoryCopy(list(tensors_of(saving.state)))
     step = 0
     try:

@@ -1,4 +1,4 @@
-"""A job token: a state moves to a fresh process from a source that proves itself, with keyed digests and without."""
+"""A job token: a state moves to a fresh process from a source that proves itself, and from one without a token."""
 
 from __future__ import annotations
 
@@ -12,32 +12,23 @@ from benchmarks.report import Group, Verdict
 from benchmarks.states import StateSpec
 from benchmarks.transports import prepare_ours, serve_ours
 from ft_transport.cli.bench import NUM_CONNECTIONS
-from ft_transport.wire.chunks import DigestKind
 
 _TOKEN: Final = "only-for-a-benchmark"
 
 
-def _variant(kind: DigestKind) -> FetchVariant:
-    return FetchVariant(
-        f"ft_transport, token, {kind}, in place, {NUM_CONNECTIONS} connections, verified",
-        "ours",
-        partial(serve_ours, token=_TOKEN, keyed_digests=kind),
-        partial(prepare_ours, token=_TOKEN, keyed_digests=kind),
-    )
-
-
-KEYED: Final = _variant("keyed-xxh3-64")
-CRYPTOGRAPHIC: Final = _variant("blake3-64")
+WITH_TOKEN: Final = FetchVariant(
+    f"ft_transport, token, in place, {NUM_CONNECTIONS} connections, verified",
+    "ours",
+    partial(serve_ours, token=_TOKEN),
+    partial(prepare_ours, token=_TOKEN),
+)
 
 
 def run(options: Options) -> Iterator[Group]:
     """Measures one state after the other."""
     for name in options.states:
-        group = measure("token", StateSpec(name, options.scale), (KEYED, CRYPTOGRAPHIC, VERIFIED), options)
-        group.verdicts = [
-            Verdict.at_least("keyed digests / no token", group.ratio(KEYED, VERIFIED, COLD), 0.9),
-            Verdict("cryptographic digests / no token", group.ratio(CRYPTOGRAPHIC, VERIFIED, COLD), None, "at least"),
-        ]
+        group = measure("token", StateSpec(name, options.scale), (WITH_TOKEN, VERIFIED), options)
+        group.verdicts = [Verdict("token / no token", group.ratio(WITH_TOKEN, VERIFIED, COLD), None, "at least")]
         yield group
 
 

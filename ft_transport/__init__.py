@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ft_transport.publish.report import PublishHandle as PublishHandle
     from ft_transport.publish.report import PublishReport as PublishReport
     from ft_transport.settings import FetchProgress as FetchProgress
+    from ft_transport.settings import Limits as Limits
     from ft_transport.settings import TransportSettings as TransportSettings
     from ft_transport.state.encodings import register_encoding as register_encoding
     from ft_transport.state.flatten import check_encodable as check_encodable

@@ -7,18 +7,16 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from operator import index
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
 from ft_transport.tls import Certificates, TLSFiles
-from ft_transport.wire.chunks import CHUNK_BYTES, DigestKind
+from ft_transport.wire.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MEMORY_BYTES: Final = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""The size of this machine's memory."""
 ANYONE_VARIABLE: Final = "FT_TRANSPORT_ALLOW_ANYONE"
 """Environment variable: 1 lets servers without a token listen beyond the loopback."""
 
@@ -52,6 +50,33 @@ class FetchProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits on the memory, the bandwidth and the time that peers may take.
+
+    Attributes:
+        max_snapshots: Snapshots alive at once, each as large as the state.
+        max_clients: Receivers that the server sends data to at once; all connections from one address that say the same
+            replica are one. Other receivers wait, and ask again each second. ``None`` for any number.
+        max_send_bytes_per_s: How fast the server sends all of its bodies together, so that its training has the rest of
+            the network; the server then lends no memory on the same host (``same_host``). ``None`` for no bound.
+            Receivers give up connections with less than ``min_bytes_per_s``.
+        stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or what is left.
+            An attempt to connect takes 10 s at most, or this time if it is shorter.
+        min_bytes_per_s: A receiver gives up a connection that delivers less, so that a trickle cannot defeat the
+            deadlines.
+    """
+
+    max_snapshots: int = 2
+    max_clients: int | None = None
+    max_send_bytes_per_s: float | None = None
+    stall_timeout: timedelta = timedelta(seconds=30)
+    min_bytes_per_s: float = 64 * 1024
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSettings:
     """Settings that few users change.
 
@@ -72,31 +97,12 @@ class TransportSettings:
             ``FT_TRANSPORT_TLS_KEY`` and ``FT_TRANSPORT_TLS_CA`` name, or none.
         reached_at: ``host:port`` where peers reach this server through a translated address, such as a forwarded port.
             A peer that reached it at another address than one of these or its own takes it for an impostor.
-        max_snapshots: Snapshots alive at once, each as large as the state.
-        chunk_bytes: The most bytes of a chunk, the unit of fetch and of digest. A state of less than 256 of them has
-            smaller ones, of 1 MiB at least, so that many who receive it at once soon have something to pass on.
-        keyed_digests: How chunks are digested where there is a job token: ``blake3-64``, which nobody without it can
-            forge, or ``keyed-xxh3-64``, which is faster and withstands strangers alone (``wire.chunks``).
         verify: Whether received chunks are compared with their digests. Nothing else shows that who is on the way has
             not changed them, with a job token too.
         same_host: Whether processes of one host and user pass each other memory instead of sending it, where they can:
             as a source, and as a receiver. Nothing is believed earlier, or without a proof that the network would need.
-        max_failures: Failures in a row after which a source is given up.
-        stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or what is left.
-            An attempt to connect takes 10 s at most, or this time if it is shorter.
-        min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
-        lease: How long after its last request a snapshot still counts as being fetched while that receiver stays
-            connected. Where data was sent it is at least ``stall_timeout``: the receiver may not have read it yet.
-        contended_bytes_per_s: How fast a snapshot has to be taken whose memory a newer one wants. From the first time
-            that the newer one is refused, receivers of the oldest have ``lease``, and as long as its bytes take at this
-            rate; then they are cut off and start again with a newer one. Else they may be slower.
-        max_clients: Receivers that are sent data at once; all connections from one address that say the same replica
-            are one. Others wait, and ask again each second. ``None`` for any number.
-        max_send_bytes_per_s: How fast this server sends all of its bodies together, so that its training has the rest
-            of the network; nothing is lent on the same host then (``same_host``). ``None`` for no bound. Receivers give
-            up connections with less than ``min_bytes_per_s``.
-        max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
         meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
+        limits: The memory, the bandwidth and the time that peers may take.
         on_progress: Called while receiving, after each chunk, on a receiving thread.
         records: A file that a line of JSON is added to for each fetch, heal, save, load and publish; ``None`` for that
             in ``FT_TRANSPORT_RECORDS``, if any. The last 100 are in memory anyway (`HTTPTransport.recorder`).
@@ -110,22 +116,31 @@ class TransportSettings:
     allow_anyone: bool = field(default_factory=_environment_allows_anyone)
     tls: TLSFiles | None = None
     reached_at: Sequence[str] = ()
-    max_snapshots: int = 2
-    chunk_bytes: int = CHUNK_BYTES
-    keyed_digests: DigestKind = "blake3-64"
     verify: bool = True
     same_host: bool = True
-    max_failures: int = 4
-    stall_timeout: timedelta = timedelta(seconds=30)
-    min_bytes_per_s: float = 64 * 1024
-    lease: NotNegativeTime = timedelta(seconds=5)
-    contended_bytes_per_s: float = 4 << 20
-    max_clients: int | None = None
-    max_send_bytes_per_s: float | None = None
-    max_receive_bytes: int = MEMORY_BYTES
+    limits: Limits = field(default_factory=Limits)
     meshes: "Sequence[DeviceMesh]" = ()
     on_progress: Callable[[FetchProgress], None] | None = None
     records: str | os.PathLike[str] | None = None
+    chunk_bytes: ClassVar[int] = CHUNK_BYTES
+    """The most bytes of a chunk, the unit of fetch and of digest.
+
+    A state of less than 256 of them has smaller ones, of 1 MiB at least, so that each of many receivers soon has
+    something to pass on.
+    """
+    max_failures: ClassVar[int] = 4
+    """Failures in a row after which a fetch gives up a source."""
+    lease: ClassVar[timedelta] = timedelta(seconds=5)
+    """How long after its last request a snapshot still counts as being fetched while that receiver stays connected.
+
+    Where the server sent data it is at least ``stall_timeout``: the receiver may not have read that data yet.
+    """
+    contended_bytes_per_s: ClassVar[float] = 4 << 20
+    """How fast receivers have to take a snapshot whose memory a newer one wants.
+
+    From the first refusal of the newer one, receivers of the oldest have ``lease``, and as long as its bytes take at
+    this rate; then the server cuts them off, and they start again with a newer one.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)

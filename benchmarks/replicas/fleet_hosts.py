@@ -221,7 +221,7 @@ def receive_bare_chain(channel: Channel, host: Host, state: FleetState) -> None:
 
 def receive_digested_chain(channel: Channel, host: Host, state: FleetState) -> None:
     """As `receive_bare_chain`, but each piece is digested with a key before it is passed on, as ours does it."""
-    digester = Digester.of("blake3-64", Keys.of(_TOKEN).current()[0])
+    digester = Digester.of(Keys.of(_TOKEN).current()[0])
     _receive_chain(channel, host, state, digester.digest)
 
 

@@ -88,7 +88,7 @@ class Ours:
     def prefault(self) -> None:
         # The last step has ended.
         step = self._manager.current_step() + 1
-        for _ in range(TransportSettings().max_snapshots):
+        for _ in range(TransportSettings().limits.max_snapshots):
             self._manager.snapshot(step).result()
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
 from ft_transport.http.client.manifests import digest_chunks
 from ft_transport.runtime.garbage_collector import collector_paused
-from ft_transport.settings import MEMORY_BYTES, default_num_threads
+from ft_transport.settings import default_num_threads
 from ft_transport.state.encodings import decode_simple
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction, reshard
@@ -227,7 +227,7 @@ class _Loading:
         self._check_needs()
 
     def _restore(self, manifest: Manifest, into: object) -> Restore:
-        return Restore(manifest, into=into, max_bytes=MEMORY_BYTES)
+        return Restore(manifest, into=into)
 
     def _plan_local(self, into: object) -> None:
         """Plan the rank-local part, which comes from the rank of the same number if as many ranks saved."""

@@ -107,10 +107,10 @@ def measure(num_bytes: int, num_rounds: int) -> list[Rate]:
     Raises:
         BenchFailedError: The receiver's process failed, or took too long.
     """
-    from ft_transport import HTTPTransport, TransportSettings
+    from ft_transport import HTTPTransport, Limits, TransportSettings
 
     settings = TransportSettings(
-        host="127.0.0.1", advertise="127.0.0.1", same_host=False, max_snapshots=1, tls=None, token=None
+        host="127.0.0.1", advertise="127.0.0.1", same_host=False, limits=Limits(max_snapshots=1), tls=None, token=None
     )
     transport: HTTPTransport[Any] = HTTPTransport(timedelta(seconds=_RECEIVER_S), settings=settings)
     try:

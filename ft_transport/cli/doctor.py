@@ -157,7 +157,7 @@ def _free_memory() -> Check:
         return _check("memory", str(error), "mount /proc")
     fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
     total, free = fields["MemTotal"], fields["MemAvailable"]
-    remedy = "a snapshot is as large as the state; TransportSettings.max_snapshots=1 bounds them"
+    remedy = "a snapshot is as large as the state; Limits.max_snapshots=1 bounds them"
     is_enough = free >= _LEAST_FREE * total
     return _check("memory", f"{megabytes(free)} of {megabytes(total)} are free", "" if is_enough else remedy)
 

@@ -48,7 +48,7 @@ _PHASES: Final[Mapping[str, tuple[str, str]]] = {
     "manifest": (
         "reaching the source, and waiting until it had a snapshot to serve",
         "a source takes a snapshot at its next step boundary: its step is long, or it waited for memory "
-        "(TransportSettings.max_snapshots); if it was not reached, see the retries",
+        "(Limits.max_snapshots); if it was not reached, see the retries",
     ),
     "plan": (
         "finding out what is here already",
@@ -73,12 +73,12 @@ _RETRIES: Final[Mapping[str, str]] = {
     "PeerUnreachableError": "is it running, does its name lead to it, and does a firewall let its port through? "
     "`ft-transport doctor URL` tells",
     "PeerSilentError": "is its process stopped, or its host or the network between overloaded? "
-    "TransportSettings.stall_timeout and min_bytes_per_s say how long it is waited for",
+    "Limits.stall_timeout and min_bytes_per_s say how long it is waited for",
     "PeerAuthenticationError": "both sides need the same FT_TRANSPORT_TOKEN, and each other's addresses "
     "(TransportSettings.reached_at behind a translation)",
     "IntegrityError": "bytes were damaged on their way or in memory; look at the hosts' ECC and network counters",
     "PeerNotReadyError": "the source had no snapshot of that step yet",
-    "SnapshotReplacedError": "the source trained on meanwhile; TransportSettings.lease holds a snapshot longer",
+    "SnapshotReplacedError": "the source trained on meanwhile; raise Limits.max_snapshots there",
     "UnknownHostError": "the name does not resolve here; set FT_TRANSPORT_ADVERTISE at the source to an address",
 }
 _ADVERTISE: Final = (
@@ -288,7 +288,7 @@ def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[s
         return Finding(
             text=f"{transfer.peer} sent {megabytes(rate)}/s over {own}; {same.peer} sent "
             f"{megabytes(same.bytes_per_s)}/s over the same interface",
-            remedy=f"look at {transfer.peer}: its link, its load, or its TransportSettings.max_send_bytes_per_s",
+            remedy=f"look at {transfer.peer}: its link, its load, or its Limits.max_send_bytes_per_s",
             cost_s=transfer.length_s * (1 - 1 / times),
         )
     link = links.get(own, 0.0) / 8

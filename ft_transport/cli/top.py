@@ -24,7 +24,7 @@ from ft_transport.cli.top_screen import is_well, screen
 from ft_transport.http.client.rate_probe import connecting
 from ft_transport.http.server.server import SnapshotServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
-from ft_transport.settings import TransportSettings
+from ft_transport.settings import Limits, TransportSettings
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 
@@ -107,7 +107,7 @@ def _serve(watch: JobWatch, host: str, port: int) -> None:
         port=port,
         advertise=host,
         replica="ft-transport top",
-        stall_timeout=timedelta(seconds=20),
+        limits=Limits(stall_timeout=timedelta(seconds=20)),
         same_host=False,
     )
     status = ProcessStatus(Recorder())

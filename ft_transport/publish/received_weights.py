@@ -31,7 +31,7 @@ from ft_transport.http.client.manifests import fetch_deltas
 from ft_transport.http.peer_address import PeerAddress, look_up
 from ft_transport.keys import Keys
 from ft_transport.publish.deltas import changes_of, flip
-from ft_transport.settings import TransportSettings
+from ft_transport.settings import Limits, TransportSettings
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import overlaps_itself
 from ft_transport.state.matching import Incoming
@@ -91,7 +91,7 @@ class ReceivedWeights:
         self._allowed = allowed
         self._paused = paused
         self._timeout = timeout
-        settings = TransportSettings(stall_timeout=timedelta(seconds=10), tls=tls)
+        settings = TransportSettings(limits=Limits(stall_timeout=timedelta(seconds=10)), tls=tls)
         self._client = StateClient[Any](
             settings,
             timeout=timeout,

@@ -8,6 +8,7 @@ fetch fails, ``poison`` overwrites the touched tensors, so that no partial state
 from __future__ import annotations
 
 import ctypes
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
@@ -30,6 +31,8 @@ from ft_transport.state.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import CheckTime, DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode, unbounded
 
+MEMORY_BYTES: Final = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""The size of this machine's memory; a larger snapshot is refused."""
 _KEEP_SHARED_BYTES: Final = 16 << 10
 """A smaller fresh tensor gets its own memory at the end, so that it does not keep the whole buffer alive."""
 _POISON_BYTE: Final = 0xFF
@@ -75,7 +78,6 @@ class Restore:
             same dtype, shape and row-major layout. A tensor that fits but is on a device, or has another layout, gets a
             copy at the end, unless it already has the content. Other values are ignored.
         meshes: Meshes for DTensors without a counterpart in ``into``.
-        max_bytes: Maximum size of a snapshot.
         spare: May have resident memory.
         check_time: Called repeatedly, here and in `finish`.
 
@@ -84,7 +86,8 @@ class Restore:
         destination_touched: Whether bytes may have landed in the receiver's own tensors.
 
     Raises:
-        RestoreError: The snapshot is larger than ``max_bytes``, or memory of a tensor in ``into`` cannot be written to.
+        RestoreError: The snapshot is larger than this machine's memory, or memory of a tensor in ``into`` cannot be
+            written to.
     """
 
     def __init__(
@@ -93,13 +96,13 @@ class Restore:
         *,
         into: object = None,
         meshes: Sequence[DeviceMesh] = (),
-        max_bytes: int,
         spare: SpareMemory | None = None,
         check_time: CheckTime = unbounded,
     ) -> None:
-        if manifest.data_bytes > max_bytes:
+        if manifest.data_bytes > MEMORY_BYTES:
             raise RestoreError(
-                f"expected a snapshot of at most {max_bytes} bytes (max_receive_bytes), got {manifest.data_bytes}",
+                f"expected a snapshot of at most {MEMORY_BYTES} bytes, the memory of this machine, got "
+                f"{manifest.data_bytes}",
                 step=manifest.step,
             )
         self._manifest = manifest

@@ -212,7 +212,6 @@ class StateClient(Generic[T]):
             manifest,
             into=request.into,
             meshes=self._settings.meshes,
-            max_bytes=self._settings.max_receive_bytes,
             check_time=request.settings.timeouts.check_deadline,
             spare=self.spare,
         )
@@ -335,7 +334,6 @@ class StateClient(Generic[T]):
                         manifest,
                         into=request.into,
                         meshes=self._settings.meshes,
-                        max_bytes=self._settings.max_receive_bytes,
                         check_time=check_time,
                     )
                     if request.check is not None:

@@ -207,8 +207,7 @@ def check_chunk_size(manifest: Manifest) -> None:
     table = manifest.chunks
     if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
         raise ConfigurationError(
-            f"expected chunks of at most {_MAX_CHUNK_BYTES} bytes, the source has some of {table.chunk_bytes}; set "
-            "TransportSettings.chunk_bytes there"
+            f"expected chunks of at most {_MAX_CHUNK_BYTES} bytes, the source has some of {table.chunk_bytes}"
         )
 
 

@@ -131,16 +131,16 @@ class StateServer:
         process_status: ProcessStatus,
     ) -> None:
         self._cache = SnapshotCache(
-            max_snapshots=settings.max_snapshots,
+            max_snapshots=settings.limits.max_snapshots,
             lease_s=settings.lease.total_seconds(),
             contended_bytes_per_s=settings.contended_bytes_per_s,
             clock=time.monotonic,
         )
         self._stager = Stager(
-            max_snapshots=settings.max_snapshots,
+            max_snapshots=settings.limits.max_snapshots,
             num_threads=default_num_threads(),
             chunk_bytes=settings.chunk_bytes,
-            digester=lambda: Digester.of(settings.keyed_digests, keys.current()[0]) if keys is not None else PLAIN,
+            digester=lambda: Digester.of(keys.current()[0]) if keys is not None else PLAIN,
         )
         try:
             self.http = SnapshotServer(

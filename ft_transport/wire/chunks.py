@@ -2,21 +2,18 @@
 
 A plain digest is xxh3-64, which one core computes faster than it reads memory. It detects bytes changed by a disk, a
 memory module, a network card or a wrong offset. It is not a signature: an attacker can make other bytes with the same
-digest. Only holders of the job's key can make keyed digests:
+digest.
 
-``blake3-64`` is keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs, section 2.3), cut to 64 bits: a signature of
-the chunk. A forgery succeeds with probability 2**-64, and each failed attempt is detected. One core digests 4 to 9
-GB/s.
-
-``keyed-xxh3-64`` is xxh3-64 with a seed from the job's key, at the cost of xxh3. Without the key nobody can compute it,
-but it is not designed to resist an attacker with many chunks and their digests.
+With the job's key, a digest is keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs, section 2.3), cut to 64 bits:
+a signature of the chunk, which only holders of the key can make. A forgery succeeds with probability 2**-64, and each
+failed attempt is detected. One core digests 4 to 9 GB/s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, TypeAlias
 
 import xxhash
 from blake3 import blake3
@@ -89,36 +86,27 @@ def digest(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-DigestKind: TypeAlias = Literal["blake3-64", "keyed-xxh3-64"]
-"""The kinds of digests for a job with a key."""
-
 _PLAIN_NAME: Final = "xxh3-64"
+_KEYED_NAME: Final = "blake3-64"
 _PURPOSE: Final = "chunks"
 _DIGEST_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Digester:
-    """A kind of digest, with its key. Thread-safe.
+    """Digests chunks, with or without a key. Thread-safe.
 
     Attributes:
-        name: The kind, and for a keyed one the key's id, as in the manifest.
+        name: The algorithm, and with a key the key's id, as in the manifest.
     """
 
     name: str = _PLAIN_NAME
-    _seed: int = field(default=0, repr=False)
     _key: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def of(cls, kind: DigestKind, key: Key) -> Digester:
-        """Return the keyed digester of this kind."""
-        secret = key.mac(_PURPOSE, kind.encode())
-        name = f"{kind} {key.key_id}"
-        match kind:
-            case "blake3-64":
-                return cls(name, 0, secret)
-            case "keyed-xxh3-64":
-                return cls(name, int.from_bytes(secret[:_DIGEST_BYTES], "big"))
+    def of(cls, key: Key) -> Digester:
+        """Return the keyed digester of a job."""
+        return cls(f"{_KEYED_NAME} {key.key_id}", key.mac(_PURPOSE, _KEYED_NAME.encode()))
 
     @classmethod
     def named(cls, name: str, keys: Sequence[Key]) -> Digester | None:
@@ -132,9 +120,7 @@ class Digester:
             return PLAIN if name == _PLAIN_NAME else None
         kind, _, key_id = name.partition(" ")
         key = next((key for key in keys if key.key_id == key_id), None)
-        if key is None or kind not in get_args(DigestKind):
-            return None
-        return cls.of("blake3-64" if kind == "blake3-64" else "keyed-xxh3-64", key)
+        return cls.of(key) if key is not None and kind == _KEYED_NAME else None
 
     @property
     def is_keyed(self) -> bool:
@@ -147,7 +133,7 @@ class Digester:
         Args:
             context: Identifies the bytes, if nothing else ties the digest to them; used with a key only.
         """
-        hasher = _Blake3(self._key) if self._key else Hasher(seed=self._seed)
+        hasher = _Blake3(self._key) if self._key else Hasher()
         if context and self.is_keyed:
             hasher.update(memoryview(len(context).to_bytes(_DIGEST_BYTES, "big") + context))
         return hasher
@@ -155,7 +141,7 @@ class Digester:
     def digest(self, data: memoryview) -> int:
         """Return the digest of ``data``."""
         if not self._key:
-            return xxhash.xxh3_64_intdigest(data, self._seed)
+            return xxhash.xxh3_64_intdigest(data)
         return self.digest_of([data])
 
     def digest_of(self, pieces: Iterable[memoryview]) -> int:

@@ -14,9 +14,9 @@ import xxhash
 from proxy import Fault, Link, proxied
 from sharded_tools import mesh_of, part_of
 from torch.distributed.tensor import Shard
+from transport_settings import settings_of
 
 from ft_transport import HTTPTransport, TransportError, TransportSettings
-from ft_transport.wire.chunks import DigestKind
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -54,12 +54,10 @@ class _Forger:
 
 
 @contextmanager
-def forged(token: str | None, kind: DigestKind) -> Iterator[tuple[_Forger, str, HTTPTransport[Any]]]:
+def forged(token: str | None) -> Iterator[tuple[_Forger, str, HTTPTransport[Any]]]:
     forger = _Forger()
     with proxied(0) as proxy:
-        settings = TransportSettings(
-            host="127.0.0.1", token=token, keyed_digests=kind, reached_at=[f"127.0.0.1:{proxy.port}"], max_failures=2
-        )
+        settings = settings_of(host="127.0.0.1", token=token, reached_at=[f"127.0.0.1:{proxy.port}"], max_failures=2)
         source, receiver = (HTTPTransport[Any](TIMEOUT, num_chunks=1, settings=settings) for _ in range(2))
         try:
             proxy.target_port = int(source.metadata().split(":")[2].split("/")[0])
@@ -81,22 +79,20 @@ def _fetch(url: str, receiver: HTTPTransport[Any]) -> torch.Tensor:
 
 def test_without_a_token_forged_slices_are_taken() -> None:
     """Says what the keyed digests are for."""
-    with forged(None, "blake3-64") as (forger, url, receiver):
+    with forged(None) as (forger, url, receiver):
         assert not torch.equal(_fetch(url, receiver), WHOLE[32:])
         assert forger.num_forged == 1
 
 
-@pytest.mark.parametrize("kind", ["blake3-64", "keyed-xxh3-64"])
-def test_with_a_token_they_are_refused(kind: DigestKind) -> None:
-    with forged("right", kind) as (forger, url, receiver):
+def test_with_a_token_they_are_refused() -> None:
+    with forged("right") as (forger, url, receiver):
         with pytest.raises(TransportError, match="damaged"):
             _fetch(url, receiver)
         assert forger.num_forged == 2
 
 
-@pytest.mark.parametrize("kind", ["blake3-64", "keyed-xxh3-64"])
-def test_what_is_right_is_taken(kind: DigestKind) -> None:
-    settings = TransportSettings(host="127.0.0.1", token="right", keyed_digests=kind)
+def test_what_is_right_is_taken() -> None:
+    settings = TransportSettings(host="127.0.0.1", token="right")
     source, receiver = (HTTPTransport[Any](TIMEOUT, settings=settings) for _ in range(2))
     try:
         state = {"w": part_of(WHOLE, mesh_of((1,), 0), [Shard(0)]), "more": torch.ones(1 << 20)}

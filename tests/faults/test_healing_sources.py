@@ -16,8 +16,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 from proxy import Fault, Link, Proxy, cut, delay, proxied, stall
+from transport_settings import settings_of
 
-from ft_transport import HTTPTransport, TransportSettings
+from ft_transport import HTTPTransport
 from manager import HealFailedError, Manager, ManagerConfig, StateTornError
 from manager.quorum.decision import Heals
 from manager.quorum.healing import MAX_ATTEMPTS, Healer
@@ -53,7 +54,7 @@ def closed_port() -> int:
 
 
 def _transport(token: str | None = None) -> HTTPTransport[Any]:
-    settings = TransportSettings(
+    settings = settings_of(
         host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=CHUNK_BYTES, token=token, same_host=False
     )
     return HTTPTransport(TIMEOUT, 1, settings=settings)

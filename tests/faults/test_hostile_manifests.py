@@ -68,7 +68,7 @@ def tuples_alike(count: int) -> list[str]:
 def built(tree: str) -> object:
     """What a receiver makes of it."""
     manifest = decode_header(with_tree(tree))
-    restore = Restore(manifest, into={}, max_bytes=1 << 20)
+    restore = Restore(manifest, into={})
     for view in restore.buffers(0, manifest.data_bytes):
         view[:] = bytes(len(view))
     return restore.finish()
@@ -163,7 +163,7 @@ def test_views_whose_descriptions_hash_alike_are_told_apart_quickly() -> None:
     """A dimension of one element may have any stride, and so any hash can be chosen: each is found by its bytes."""
     strides = [number * _MODULUS for number in range(3)]
     tree = SequenceNode("list", [ViewNode(1, (1, 1), (first, second), 0) for first in strides for second in strides])
-    restore = Restore(manifest_with(tree), max_bytes=1 << 20)
+    restore = Restore(manifest_with(tree))
     for view in restore.buffers(0, 32):
         view[:] = bytes(len(view))
     received: Any = restore.finish()
@@ -256,7 +256,7 @@ def test_entries_that_are_named_again_and_again_are_not_copied_each_time() -> No
     }
     for items in copies.values():
         manifest = manifest_with(SequenceNode("list", items), tensors)
-        restore = Restore(manifest, max_bytes=1 << 30)
+        restore = Restore(manifest)
         with bounded(manifest.data_bytes), pytest.raises(ManifestError, match="copies without end"):
             restore.finish()
 
@@ -278,7 +278,7 @@ def test_a_tensor_at_a_key_that_comes_again_and_again_is_compared_without_memory
     header = with_tree(tree)
     into = {"a": torch.zeros((1,) * 60)}
     with bounded(len(header)):
-        Restore(decode_header(header), into=into, max_bytes=1 << 20)
+        Restore(decode_header(header), into=into)
 
 
 # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -312,7 +312,7 @@ _LONG = ",".join(f'"{number}",0' for number in range(5_000))
 )
 def test_the_clock_is_looked_at_again_and_again_while_a_state_is_built(tree: str) -> None:
     manifest = decode_header(with_tree(tree))
-    restore = Restore(manifest, max_bytes=1 << 20, check_time=_OutOfTime(3))
+    restore = Restore(manifest, check_time=_OutOfTime(3))
     with pytest.raises(DeadlineExceededError):
         restore.finish()
 
@@ -326,7 +326,7 @@ def test_the_clock_is_looked_at_while_a_table_is_decoded_matched_and_merged() ->
     with pytest.raises(DeadlineExceededError):
         decode_header(encoded, check_time=_OutOfTime(2))
     with pytest.raises(DeadlineExceededError):
-        Restore(manifest, into=dict.fromkeys(names, 1), max_bytes=1 << 20, check_time=_OutOfTime(1))
+        Restore(manifest, into=dict.fromkeys(names, 1), check_time=_OutOfTime(1))
     with pytest.raises(DeadlineExceededError):
         reshard([manifest], None, check_time=_OutOfTime(1))
 

@@ -22,6 +22,7 @@ import torch
 from proxy import proxied, trickle
 from scripted_peer import Peer, answering, scripted
 from served_memory import until
+from transport_settings import settings_of
 
 from ft_transport import (
     ConfigurationError,
@@ -29,7 +30,6 @@ from ft_transport import (
     Publisher,
     PublishError,
     PullingEngine,
-    TransportSettings,
     WeightReceiver,
 )
 from ft_transport.http.bind_address import can_bind
@@ -79,7 +79,7 @@ def signed_order(receiver: WeightReceiver, version: int, address: str) -> tuple[
 
 @contextmanager
 def transport(version: int, value: float, **settings: Any) -> Iterator[HTTPTransport[Any]]:
-    made: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1", same_host=False, **settings))
+    made: HTTPTransport[Any] = HTTPTransport(settings=settings_of(host="127.0.0.1", same_host=False, **settings))
     try:
         made.send_checkpoint([], version, {"weights": weights(value)}, SOON)
         yield made

@@ -122,19 +122,12 @@ def test_a_step_that_is_gone_leaves_poison_and_says_so() -> None:
 
 def test_the_deadline_holds_for_all_attempts_together() -> None:
     into = blank()
-    with network(1, sender=ONE_PLACE) as net:
+    with network(1, sender=ONE_PLACE, max_failures=10_000) as net:
         net.proxy.inject(cut(CHUNK_BYTES // 2), times=10_000)
-        net.receiver._client._settings = _with(net.receiver._client._settings, max_failures=10_000)
         with pytest.raises(DeadlineExceededError) as caught:
             net.fetch(1, into=into, timeout_s=0.6)
     assert caught.value.destination_touched
     assert is_poisoned(into)
-
-
-def _with(settings: Any, **changes: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(settings, **changes)
 
 
 def test_replacement_is_an_error_of_its_own() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import xxhash
 from state_equality import exact
+from transport_settings import settings_of
 
-from ft_transport import HTTPTransport, TransportSettings
+from ft_transport import HTTPTransport
 
 _TIMEOUT = timedelta(seconds=30)
 _HOLD_BACK_S = 0.05
@@ -36,7 +37,7 @@ def new_transport() -> Iterator[Callable[..., HTTPTransport[Any]]]:
     with ExitStack() as stack:
 
         def make(**given: Any) -> HTTPTransport[Any]:
-            settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", **given)
+            settings = settings_of(host="127.0.0.1", advertise="127.0.0.1", **given)
             transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, num_chunks=2, settings=settings)
             stack.callback(transport.shutdown)
             return transport

@@ -16,6 +16,7 @@ import torch
 from programs import run
 from state_equality import exact
 from torch import nn
+from transport_settings import settings_of
 
 from ft_transport import (
     CheckpointDamagedError,
@@ -30,7 +31,6 @@ from ft_transport import (
     RestoreError,
     SnapshotError,
     StoreSettings,
-    TransportSettings,
 )
 from ft_transport.checkpoint import inventory
 from manager import RegistryError, StateManager
@@ -276,7 +276,7 @@ def test_settings_that_cannot_work_are_named(keywords: dict[str, Any]) -> None:
 
 
 def test_saves_that_follow_each_other_closely_take_no_places_of_the_transport(tmp_path: Path) -> None:
-    transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1", max_snapshots=2))
+    transport: HTTPTransport[Any] = HTTPTransport(settings=settings_of(host="127.0.0.1", max_snapshots=2))
     manager = StateManager(
         checkpoint_transport=transport, checkpoint_store=CheckpointStore(tmp_path, settings=_SETTINGS), save_every=1
     )

@@ -23,6 +23,7 @@ from publishers import CONFIG, adapter, engine_of, publishing
 from safetensors.torch import load_file
 from served_memory import until
 from torch import nn
+from transport_settings import settings_of
 
 from ft_transport import (
     CheckpointInUseError,
@@ -204,7 +205,7 @@ class TestPulling:
             entered.append(1)
             yield
 
-        transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1", chunk_bytes=1 << 18))
+        transport: HTTPTransport[Any] = HTTPTransport(settings=settings_of(host="127.0.0.1", chunk_bytes=1 << 18))
         with (
             WeightReceiver(own, paused=paused, host="127.0.0.1") as receiver,
             Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,

@@ -22,6 +22,7 @@ import torch
 from programs import run
 from sharded_tools import mesh_of, part_of
 from torch.distributed.tensor import Shard
+from transport_settings import settings_of
 
 from ft_transport import (
     ConfigurationError,
@@ -31,7 +32,6 @@ from ft_transport import (
     HTTPTransport,
     PeerUnreachableError,
     SnapshotError,
-    TransportSettings,
     UnsupportedLeafError,
     state_digest,
 )
@@ -47,7 +47,7 @@ MIB = 1 << 20
 def make(num_chunks: int = 0, *, read_lock: Any = None, state_dict: Any = None, **settings: Any) -> HTTPTransport[Any]:
     chosen: dict[str, Any] = {"host": "127.0.0.1", "lease": timedelta(0), **settings}
     return HTTPTransport(
-        TIMEOUT, num_chunks, read_lock=read_lock, state_dict=state_dict, settings=TransportSettings(**chosen)
+        TIMEOUT, num_chunks, read_lock=read_lock, state_dict=state_dict, settings=settings_of(**chosen)
     )
 
 

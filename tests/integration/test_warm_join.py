@@ -16,6 +16,7 @@ from noted_fetches import Fetches
 from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
 from torch.distributed import TCPStore
+from transport_settings import settings_of
 
 from ft_transport import HTTPTransport, Received, TransportError, TransportSettings
 from manager import guard_diloco
@@ -256,7 +257,7 @@ def test_frozen_weights_that_something_has_changed_since_are_received_whole(
 
 def test_weights_that_were_frozen_and_have_changed_at_the_source_arrive(training: Training, address: str) -> None:
     # One chunk has frozen weights alone.
-    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 20)
+    settings = settings_of(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 20)
     source = Replica(address, "trains", seed=1, transport=HTTPTransport(TIMEOUT, settings=settings))
     training.run(source, "trains")
     training.gate.wait("trains")

@@ -68,7 +68,7 @@ def _little_memory() -> Iterator[None]:
 
 
 def _receive(tree: Node, into: object = None, layouts: LayoutTable | None = None) -> object:
-    restore = Restore(manifest_with(tree, layouts=layouts), into=into, max_bytes=1 << 20)
+    restore = Restore(manifest_with(tree, layouts=layouts), into=into)
     for view in restore.buffers(0, 32):
         view[:] = b"\x01" * len(view)
     return restore.finish()

@@ -10,8 +10,9 @@ from typing import Any
 
 from certificates import HOST, Issued, client_context
 from proxy import Proxy, proxied
+from transport_settings import settings_of
 
-from ft_transport import HTTPTransport, TransportSettings
+from ft_transport import HTTPTransport
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -25,7 +26,7 @@ def transport(
     made: HTTPTransport[Any] = HTTPTransport(
         TIMEOUT,
         num_connections,
-        settings=TransportSettings(host="127.0.0.1", tls=tls, same_host=same_host, **settings),
+        settings=settings_of(host="127.0.0.1", tls=tls, same_host=same_host, **settings),
     )
     try:
         yield made

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from proxy import Proxy, proxied
+from transport_settings import settings_of
 
-from ft_transport import FetchProgress, HTTPTransport, TransportSettings
+from ft_transport import FetchProgress, HTTPTransport
 from ft_transport.http.peer_address import PeerAddress
 
 TIMEOUT = timedelta(seconds=30)
@@ -80,7 +81,7 @@ def transport(num_chunks: int = 1, **settings: Any) -> Iterator[HTTPTransport[An
         "same_host": False,
         **settings,
     }
-    made: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, settings=TransportSettings(**chosen))
+    made: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, settings=settings_of(**chosen))
     try:
         yield made
     finally:

@@ -51,7 +51,7 @@ class Target:
 
 
 def _received(manifest: Any, into: object = None) -> object:
-    restore = Restore(manifest, into=into, max_bytes=_MAX_BYTES)
+    restore = Restore(manifest, into=into)
     for view in restore.buffers(0, manifest.data_bytes):
         view[:] = b"\x01" * len(view)
     return restore.finish()

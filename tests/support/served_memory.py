@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPMessage
 
+from transport_settings import settings_of
+
 from ft_transport.errors import SnapshotLimitError
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import Timeouts
@@ -21,7 +23,6 @@ from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import Place
-from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import Certificates, TLSFiles
@@ -155,7 +156,7 @@ def serving(
     keys = Keys.of(token) if token is not None else None
     server = SnapshotServer(
         cache,
-        TransportSettings(
+        settings_of(
             host="127.0.0.1",
             port=port,
             replica="replica-7",

@@ -59,7 +59,7 @@ def manifest_of(file: bytes) -> Manifest:
 def receive(file: bytes, into: object = None, **settings: Any) -> Any:
     """What a receiver makes of the file when every byte arrives, in pieces that fit nothing."""
     manifest = manifest_of(file)
-    restore = Restore(manifest, into=into, **{"max_bytes": 1 << 30, **settings})
+    restore = Restore(manifest, into=into, **settings)
     deliver(restore, file, manifest)
     return restore.finish()
 

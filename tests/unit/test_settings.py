@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transport_settings import settings_of
 
-from ft_transport import ConfigurationError, FetchTimeout, HTTPTransport, TransportSettings
+from ft_transport import ConfigurationError, FetchTimeout, HTTPTransport, Limits, TransportSettings
 from ft_transport import settings as module
 from ft_transport.keys import TOKEN_VARIABLE
 
@@ -21,13 +22,8 @@ NEGATIVE = timedelta(seconds=-1)
     ("name", "value"),
     [
         ("max_snapshots", 0),
-        ("chunk_bytes", 0),
-        ("chunk_bytes", -1),
-        ("max_failures", 0),
-        ("max_receive_bytes", 0),
         ("stall_timeout", NEGATIVE),
         ("stall_timeout", ZERO),
-        ("lease", NEGATIVE),
         ("min_bytes_per_s", 0),
         ("min_bytes_per_s", -1.0),
         ("min_bytes_per_s", float("nan")),
@@ -37,11 +33,9 @@ NEGATIVE = timedelta(seconds=-1)
         ("max_snapshots", True),
         ("max_snapshots", torch.tensor(2.5)),
         ("max_snapshots", np.array([2, 3])),
-        ("chunk_bytes", 4e6),
         ("port", None),
         ("stall_timeout", 5.0),
         ("stall_timeout", 5),
-        ("lease", None),
         ("min_bytes_per_s", "fast"),
         ("host", 127),
         ("advertise", b"eth0"),
@@ -52,7 +46,7 @@ NEGATIVE = timedelta(seconds=-1)
 )
 def test_a_setting_out_of_range_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=name):
-        TransportSettings(**{name: value})
+        settings_of(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -141,16 +135,18 @@ def test_a_step_that_is_no_count_is_refused_before_anything_is_copied(step: Any)
 
 
 def test_the_limits_themselves_are_allowed() -> None:
-    settings = TransportSettings(
-        max_snapshots=1, chunk_bytes=1, max_failures=1, max_receive_bytes=1, lease=ZERO, port=65535
-    )
-    assert settings.chunk_bytes == 1
+    assert settings_of(max_snapshots=1, max_clients=1, port=65535).limits.max_snapshots == 1
 
 
 def test_what_numpy_and_torch_count_with_becomes_an_int() -> None:
-    settings = TransportSettings(chunk_bytes=torch.tensor(1 << 20), max_snapshots=np.uint8(3))  # type: ignore[arg-type]
-    assert (type(settings.chunk_bytes), settings.chunk_bytes) == (int, 1 << 20)
-    assert (type(settings.max_snapshots), settings.max_snapshots) == (int, 3)
+    limits = Limits(max_clients=torch.tensor(1 << 20), max_snapshots=np.uint8(3))  # type: ignore[arg-type]
+    assert (type(limits.max_clients), limits.max_clients) == (int, 1 << 20)
+    assert (type(limits.max_snapshots), limits.max_snapshots) == (int, 3)
+
+
+def test_limits_of_another_type_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="expected Limits as limits, got dict"):
+        TransportSettings(limits={"max_snapshots": 1})  # type: ignore[arg-type]
 
 
 def test_settings_cannot_be_changed_later() -> None:
@@ -161,7 +157,7 @@ def test_settings_cannot_be_changed_later() -> None:
 
 def test_the_smallest_settings_carry_a_state() -> None:
     timeout = timedelta(seconds=30)
-    settings = TransportSettings(host="127.0.0.1", max_snapshots=1, chunk_bytes=1, max_failures=1, lease=ZERO)
+    settings = settings_of(host="127.0.0.1", max_snapshots=1, chunk_bytes=1, max_failures=1, lease=ZERO)
     transport: HTTPTransport[Any] = HTTPTransport(timeout, num_chunks=1, settings=settings)
     try:
         transport.send_checkpoint([], 1, {"b": bytes(range(100)), "n": None}, timeout)

@@ -32,8 +32,9 @@ from machine_pauses import MachinePauses, watching_for_pauses
 from sharded_tools import mesh_of, part_of
 from state_equality import exact
 from torch.distributed.tensor import Replicate, Shard
+from transport_settings import settings_of
 
-from ft_transport import FetchFailedError, HTTPTransport, TransportError, TransportSettings
+from ft_transport import FetchFailedError, HTTPTransport, TransportError
 from ft_transport.http.peer_address import PeerAddress
 
 STALL_S: Final = 0.1
@@ -89,7 +90,7 @@ def _serving() -> Iterator[dict[int, list[HTTPTransport[Any]]]]:
     with ExitStack() as stack:
 
         def transport(state: Any) -> HTTPTransport[Any]:
-            settings = TransportSettings(
+            settings = settings_of(
                 host="127.0.0.1", chunk_bytes=8 << 10, lease=timedelta(0), stall_timeout=timedelta(seconds=5 * STALL_S)
             )
             made: HTTPTransport[Any] = HTTPTransport(_LONG, settings=settings)
@@ -117,7 +118,7 @@ class _Fetcher:
         self._num_left = 0
 
     def run(self, seeds: Iterator[int], num_faults: int) -> None:
-        settings = TransportSettings(
+        settings = settings_of(
             host="127.0.0.1",
             stall_timeout=timedelta(seconds=STALL_S),
             min_bytes_per_s=1,

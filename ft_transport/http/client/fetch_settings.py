@@ -216,9 +216,9 @@ class FetchSettings:
             unreachable_s=unreachable.total_seconds(),
             timeouts=Timeouts(
                 deadline_s=time.monotonic() + timeout.total.total_seconds(),
-                connect_timeout_s=min(10.0, settings.stall_timeout.total_seconds()),
-                stall_timeout_s=settings.stall_timeout.total_seconds(),
-                min_bytes_per_s=settings.min_bytes_per_s,
+                connect_timeout_s=min(10.0, settings.limits.stall_timeout.total_seconds()),
+                stall_timeout_s=settings.limits.stall_timeout.total_seconds(),
+                min_bytes_per_s=settings.limits.min_bytes_per_s,
                 progress=Progress(timeout.progress.total_seconds()) if timeout.progress is not None else None,
             ),
             on_progress=settings.on_progress,

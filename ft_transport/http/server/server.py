@@ -74,7 +74,7 @@ class SnapshotServer:
         max_wait_s: float,
         process_status: ProcessStatus,
     ) -> None:
-        stall_timeout_s = settings.stall_timeout.total_seconds()
+        stall_timeout_s = settings.limits.stall_timeout.total_seconds()
         self.server_id = secrets.token_hex(8)
         self.deltas = DeltaCache()
         is_guarded = keys is not None or certificates is not None
@@ -83,7 +83,7 @@ class SnapshotServer:
         self._same_host: SameHostServer | None = None
         try:
             # Copying out of its memory would take a share of its bandwidth that no limit bounds.
-            if settings.same_host and settings.max_send_bytes_per_s is None:
+            if settings.same_host and settings.limits.max_send_bytes_per_s is None:
                 with contextlib.suppress(OSError):  # The system lacks such sockets, or has no free descriptor.
                     self._same_host = SameHostServer(cache, name=self.server_id, stall_timeout_s=stall_timeout_s)
             self.port: int = self._socket.getsockname()[1]
@@ -126,7 +126,7 @@ class SnapshotServer:
                 certificates=certificates,
             )
             self.relays = Relays(self._server.loop)
-            rate = settings.max_send_bytes_per_s
+            rate = settings.limits.max_send_bytes_per_s
             limiter = RateLimiter(rate) if rate is not None else None
             self._routes = SnapshotRoutes(
                 cache,
@@ -141,7 +141,7 @@ class SnapshotServer:
                 stall_timeout_s=stall_timeout_s,
                 same_host=self._same_host,
                 limiter=limiter,
-                clients=ClientLimit(settings.max_clients, time.monotonic),
+                clients=ClientLimit(settings.limits.max_clients, time.monotonic),
             )
             report = StatusReport(
                 cache=cache,

@@ -21,6 +21,7 @@ import torch
 from quorum_threads import TIMEOUT
 from safetensors.torch import load_file
 from served_memory import until
+from transport_settings import settings_of
 from typer.testing import CliRunner, Result
 
 from ft_transport import HTTPTransport, TransportSettings
@@ -42,7 +43,7 @@ def state() -> dict[str, Any]:
 
 def serving(**settings: Any) -> HTTPTransport[Any]:
     source = HTTPTransport[Any](
-        TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1", same_host=False, **settings)
+        TIMEOUT, settings=settings_of(host="127.0.0.1", advertise="127.0.0.1", same_host=False, **settings)
     )
     source.send_checkpoint([], STEP, state(), TIMEOUT)
     return source

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 from proxy import Fault, Link, Proxy, proxied
 from scripted_peer import Peer, scripted
+from transport_settings import settings_of
 
 from ft_transport import (
     DeadlineExceededError,
@@ -23,7 +24,6 @@ from ft_transport import (
     HTTPTransport,
     PeerAuthenticationError,
     TransportError,
-    TransportSettings,
 )
 from ft_transport.errors import MessageDamagedError
 from ft_transport.http.peer_address import socket_address
@@ -36,9 +36,7 @@ STATE = {"a": 1, "b": [2.5] * 100}
 
 @contextmanager
 def transport(token: str | None = SECRET, **settings: Any) -> Iterator[HTTPTransport[Any]]:
-    made: HTTPTransport[Any] = HTTPTransport(
-        TIMEOUT, settings=TransportSettings(host="127.0.0.1", token=token, **settings)
-    )
+    made: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings_of(host="127.0.0.1", token=token, **settings))
     try:
         yield made
     finally:

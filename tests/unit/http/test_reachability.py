@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from transport_settings import settings_of
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
 from ft_transport.http import bind_address
@@ -32,7 +33,7 @@ def _no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[HTTPTransport[Any]]:
-    made: HTTPTransport[Any] = HTTPTransport(SOON, settings=TransportSettings(**settings))
+    made: HTTPTransport[Any] = HTTPTransport(SOON, settings=settings_of(**settings))
     try:
         made.send_checkpoint([], 1, {"a": 1}, SOON)
         yield made

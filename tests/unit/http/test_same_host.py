@@ -22,6 +22,7 @@ import torch
 from certificates import Issued
 from other_users import NOBODY, as_root
 from served_memory import serving, until
+from transport_settings import settings_of
 
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.errors import (
@@ -58,7 +59,7 @@ ITEMS = 1 << 18
 @contextlib.contextmanager
 def source(**settings: Any) -> Iterator[HTTPTransport[Any]]:
     chosen: dict[str, Any] = {"host": "127.0.0.1", "lease": timedelta(0), **settings}
-    made: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=TransportSettings(**chosen))
+    made: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings_of(**chosen))
     try:
         made.send_checkpoint([], 1, {"w": torch.arange(ITEMS)}, TIMEOUT)
         yield made

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from served_memory import Serving, serving, until
+from transport_settings import settings_of
 
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.telemetry.process_state import ProcessState, decode_state
@@ -80,7 +81,7 @@ def test_a_fetch_tells_what_comes_from_whom_while_it_does() -> None:
         thread.join(20)
 
     local: dict[str, Any] = {"host": "127.0.0.1", "advertise": "127.0.0.1", "same_host": False}
-    source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(**local, chunk_bytes=1 << 20))
+    source = HTTPTransport[Any](TIMEOUT, settings=settings_of(**local, chunk_bytes=1 << 20))
     source.send_checkpoint([], 8, {"w": torch.zeros(1 << 20)}, TIMEOUT)
     peer = source.metadata().split("/")[2]
     try:

@@ -20,7 +20,7 @@ from lent_memory import lent
 from proxy import proxied
 from served_memory import serving
 
-from ft_transport import ConfigurationError, HTTPTransport, PeerNotReadyError, TransportSettings
+from ft_transport import ConfigurationError, HTTPTransport, Limits, PeerNotReadyError
 from ft_transport.http.relays import Relay
 from ft_transport.http.server.bodies import RelayedChunks
 from ft_transport.http.server.leases import ClientLimit
@@ -305,4 +305,4 @@ def test_a_receiver_keeps_its_place_for_a_moment() -> None:
 )
 def test_what_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        TransportSettings(**wrong)
+        Limits(**wrong)

@@ -100,7 +100,7 @@ def test_a_dtensor_is_received_into_the_receivers_own() -> None:
     mesh = _mesh("dp")
     value, own = _sharded(mesh, Shard(0)), distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
     file = file_of_state({"w": value})
-    restore = Restore(manifest_of(file), into={"w": own}, max_bytes=1 << 20)
+    restore = Restore(manifest_of(file), into={"w": own})
     deliver(restore, file, manifest_of(file))
     assert exact(own) == exact(value), "it is received into directly"
     received: Any = restore.finish()
@@ -136,7 +136,7 @@ def test_another_division_is_told_before_anything_comes() -> None:
     mesh = _mesh("dp")
     state = {"a": _sharded(mesh, Shard(0)), "b": _sharded(mesh, Shard(0)), "c": torch.zeros(4, 6)}
     own = {"a": _sharded(mesh, Shard(1)), "b": torch.zeros(4, 6), "c": _sharded(mesh, Shard(0))}
-    incoming = Restore(manifest_of(file_of_state(state)), into=own, max_bytes=1 << 20).incoming
+    incoming = Restore(manifest_of(file_of_state(state)), into=own).incoming
     described = {mismatch.path: (mismatch.own, mismatch.received) for mismatch in incoming.mismatches}
     assert set(described) == {"a", "b", "c"}
     assert all("by (Shard(dim=" in text for text in described["a"])

@@ -37,7 +37,7 @@ def _receive(sources: Sequence[object], into: Any, **settings: Any) -> Any:
     files = [file_of_state(source) for source in sources]
     manifests = [manifest_of(file) for file in files]
     resharding = reshard(manifests, into, **settings)
-    restore = Restore(resharding.manifest, into=into, max_bytes=1 << 20)
+    restore = Restore(resharding.manifest, into=into)
     planner = Planner(manifests)
     for source, reads in enumerate(planner.plan(resharding.wanted)):
         data = memoryview(files[source])[manifests[source].header_bytes :]
@@ -306,7 +306,7 @@ def test_partial_values_are_refused_by_name() -> None:
 def test_another_shape_is_told_before_anything_comes() -> None:
     own = {"w": part_of(torch.zeros(10, 8), mesh_of((2,), 0), [Shard(0)])}
     manifests = [manifest_of(file_of_state({"w": part})) for part in _ranks(WHOLE, (2,), Shard(0))]
-    restore = Restore(reshard(manifests, own).manifest, into=own, max_bytes=1 << 20)
+    restore = Restore(reshard(manifests, own).manifest, into=own)
     assert list(restore.incoming.mismatches) == [("w", "float32[10, 8]", "float32[10, 6]", False)]
 
 

@@ -14,6 +14,7 @@ from state_tools import deliver, file_of_state, manifest_of, manifest_with, rece
 from torch import nn
 
 from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.state import restore as restore_module
 from ft_transport.state.restore import Restore
 from ft_transport.wire.nodes import LayoutNode, SequenceNode, TensorNode
 
@@ -25,7 +26,7 @@ class Point(NamedTuple):
 
 def _restore(state: object, into: object = None) -> tuple[Restore, bytes]:
     file = file_of_state(state)
-    return Restore(manifest_of(file), into=into, max_bytes=1 << 30), file
+    return Restore(manifest_of(file), into=into), file
 
 
 def _whole(restore: Restore, file: bytes) -> Any:
@@ -266,7 +267,7 @@ def test_a_tensor_of_another_layout_is_copied_to_at_the_end(kind: str) -> None:
 def test_a_contradiction_is_found_before_any_copy() -> None:
     tree = SequenceNode("list", [TensorNode(1), LayoutNode(0, "float32", (4,), (1,))])
     own = [torch.zeros(3, 2).t(), torch.zeros(4)]
-    restore = Restore(manifest_with(tree), into=own, max_bytes=1 << 20)
+    restore = Restore(manifest_with(tree), into=own)
     for view in restore.buffers(0, 32):
         view[:] = b"\1" * len(view)
     with pytest.raises(ManifestError, match="expected bytes for float32"):
@@ -326,18 +327,21 @@ def test_memory_of_a_view_that_was_freed_is_not_written_to(num_bytes_kept: int) 
     assert not num_bytes_kept or own[0].isnan().all()
 
 
-def test_a_snapshot_over_the_limit_is_refused_before_anything_is_allocated() -> None:
+def test_a_snapshot_over_the_limit_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     file = file_of_state(torch.ones(100))
-    with pytest.raises(RestoreError, match=r"at most 399 bytes \(max_receive_bytes\), got 400.*step 7"):
-        receive(file, max_bytes=399)
-    assert receive(file, max_bytes=400).sum() == 100
+    monkeypatch.setattr(restore_module, "MEMORY_BYTES", 399)
+    with pytest.raises(RestoreError, match=r"at most 399 bytes, the memory of this machine, got 400.*step 7"):
+        receive(file)
+    monkeypatch.setattr(restore_module, "MEMORY_BYTES", 400)
+    assert receive(file).sum() == 100
 
 
-def test_memory_that_is_not_there_is_a_typed_error() -> None:
+def test_memory_that_is_not_there_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore_module, "MEMORY_BYTES", 1 << 60)
     endless = torch.zeros(1 << 50, dtype=torch.uint8, device="meta")
     manifest = manifest_with(TensorNode(0), [endless], chunk_bytes=1 << 40)
     with pytest.raises(RestoreError, match="bytes of memory to receive into"):
-        Restore(manifest, max_bytes=1 << 60)
+        Restore(manifest)
 
 
 def test_a_small_tensor_does_not_keep_the_large_ones_alive() -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import typing
-
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_transport.wire.chunks import CHUNK_BYTES, PLAIN, Digester, DigestKind, Hasher, chunk_bytes_for, digest
+from ft_transport.wire.chunks import CHUNK_BYTES, PLAIN, Digester, Hasher, chunk_bytes_for, digest
 from ft_transport.wire.signing import Key
 
 
@@ -56,7 +54,6 @@ def test_chunks_are_never_larger_than_the_setting() -> None:
 
 
 OURS, FOREIGN = Key.of(b"ours" * 8), Key.of(b"evil" * 8)
-KINDS: tuple[DigestKind, ...] = typing.get_args(DigestKind)
 DATA = memoryview(bytes(range(256)) * 40)
 
 
@@ -65,7 +62,7 @@ def test_the_plain_one_is_xxh3() -> None:
     assert not PLAIN.is_keyed
 
 
-@pytest.mark.parametrize("digester", [PLAIN, *(Digester.of(kind, OURS) for kind in KINDS)])
+@pytest.mark.parametrize("digester", [PLAIN, Digester.of(OURS)])
 def test_pieces_are_digested_as_one(digester: Digester) -> None:
     whole = digester.digest(DATA)
     assert whole == digester.digest_of([DATA[:1], DATA[1:777], DATA[777:777], DATA[777:]])
@@ -73,17 +70,15 @@ def test_pieces_are_digested_as_one(digester: Digester) -> None:
     assert whole != digester.digest(DATA[:-1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_key_or_kind_makes_another_digest(kind: DigestKind) -> None:
-    digests = {PLAIN.digest(DATA), Digester.of(kind, OURS).digest(DATA), Digester.of(kind, FOREIGN).digest(DATA)}
+def test_another_key_makes_another_digest() -> None:
+    digests = {PLAIN.digest(DATA), Digester.of(OURS).digest(DATA), Digester.of(FOREIGN).digest(DATA)}
     assert len(digests) == 3
-    assert Digester.of(kind, OURS) == Digester.of(kind, OURS)
-    assert "ours" not in repr(Digester.of(kind, OURS))
+    assert Digester.of(OURS) == Digester.of(OURS)
+    assert "ours" not in repr(Digester.of(OURS))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_a_context_a_digest_is_of_that_place_alone(kind: DigestKind) -> None:
-    digester = Digester.of(kind, OURS)
+def test_with_a_context_a_digest_is_of_that_place_alone() -> None:
+    digester = Digester.of(OURS)
 
     def digest(context: bytes, data: memoryview = DATA) -> int:
         hasher = digester.hasher(context)
@@ -95,10 +90,9 @@ def test_with_a_context_a_digest_is_of_that_place_alone(kind: DigestKind) -> Non
     assert digest(b"ab", memoryview(b"c")) != digest(b"a", memoryview(b"bc"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_manifests_name_finds_the_digester_of_whoever_has_the_key(kind: DigestKind) -> None:
-    name = Digester.of(kind, OURS).name
-    assert Digester.named(name, [FOREIGN, OURS]) == Digester.of(kind, OURS)
+def test_a_manifests_name_finds_the_digester_of_whoever_has_the_key() -> None:
+    name = Digester.of(OURS).name
+    assert Digester.named(name, [FOREIGN, OURS]) == Digester.of(OURS)
     assert Digester.named(name, [FOREIGN]) is None
     assert Digester.named(name, []) is None
     assert Digester.named(f"md5 {OURS.key_id}", [OURS]) is None

@@ -19,6 +19,7 @@ import torch
 from lock_holders import holders_of
 from state_equality import exact
 from state_tools import file_of_state, manifest_of
+from transport_settings import settings_of
 
 from ft_transport import (
     FetchFailedError,
@@ -27,7 +28,6 @@ from ft_transport import (
     HTTPTransport,
     StateNotServedError,
     TransportError,
-    TransportSettings,
 )
 from ft_transport.state.restore import Restore
 from manager import LockTimeoutError, Manager, ManagerError, RandomState, RegistryError, StateTornError
@@ -63,7 +63,7 @@ class Replica:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 * (seed + 1))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
         self.seen, self.local = Loader(), Loader()
-        settings = TransportSettings(
+        settings = settings_of(
             host="127.0.0.1",
             advertise="127.0.0.1",
             chunk_bytes=1 << 16,
@@ -373,7 +373,7 @@ def test_optimizers_and_schedulers_of_another_make_are_refused(
     peer.register_object("part", theirs())
     own_state = {"user": own.state_dict(), "manager": {}}
     file = file_of_state({"user": peer.state_dict(), "manager": {}})
-    incoming = Restore(manifest_of(file), into=own_state, max_bytes=1 << 20).incoming
+    incoming = Restore(manifest_of(file), into=own_state).incoming
     if message is None:
         check_fit(incoming, own, own_state)
     else:
@@ -391,7 +391,7 @@ def test_a_module_that_loads_by_rules_of_its_own_is_not_asked_for_the_same_names
     theirs.register_object("model", Lenient(2, 2))
     own_state = {"user": ours.state_dict(), "manager": {}}
     file = file_of_state({"user": theirs.state_dict(), "manager": {}})
-    check_fit(Restore(manifest_of(file), into=own_state, max_bytes=1 << 20).incoming, ours, own_state)
+    check_fit(Restore(manifest_of(file), into=own_state).incoming, ours, own_state)
 
 
 def test_a_peer_that_is_no_manager_is_refused(replicas: Callable[..., Replica]) -> None:
