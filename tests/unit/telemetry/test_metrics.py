@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 
-import prometheus_client
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -289,10 +288,3 @@ def test_no_label_breaks_the_text_or_the_other_numbers(form: str, value: str) ->
 )
 def test_the_form_is_the_one_that_is_asked_for(header: str, form: str) -> None:
     assert accepted(header) == form
-
-
-def test_the_global_registry_of_prometheus_client_is_left_alone() -> None:
-    metrics = Metrics()
-    metrics.collect(MetricValues("lock").readings)
-    encode_metrics(metrics, TEXT)
-    assert b"ft_transport" not in prometheus_client.generate_latest()
