@@ -39,7 +39,6 @@ from ft_transport.runtime.regular_files import read_regular
 
 METADATA_NAME: Final = ".metadata"
 
-_MAX_NAME: Final = 200
 _MAX_LENGTH: Final = (1 << 63) - 1
 _REFUSED: Final = 3
 _WITH_PLACES: Final = "--with-places"
@@ -47,8 +46,6 @@ _LEAST_MEMORY_BYTES: Final = 512 << 20
 _MEMORY_FOR_EACH_BYTE: Final = 64
 """Generous estimate of the memory for each byte of metadata, as objects and as JSON."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
-_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
-"""The module of `TensorProperties` up to torch 2.2."""
 _ZSTD: Final = "stream.zstd/1"
 """The name of DCP's ``ZStandard`` extension (torch/distributed/checkpoint/_extension.py)."""
 
@@ -128,7 +125,7 @@ def _read(encoded: bytes, *, with_places: bool) -> Contents:
     )
 
 
-class _Kept:
+class _Stored:
     """Replaces a class of DCP and stores its pickled state."""
 
     __slots__ = ("state",)
@@ -140,15 +137,15 @@ class _Kept:
         self.state = state
 
 
-class _Tensor(_Kept):
+class _Tensor(_Stored):
     __slots__ = ()
 
 
-class _Bytes(_Kept):
+class _Bytes(_Stored):
     __slots__ = ()
 
 
-def _fields(stored: _Kept) -> dict[Any, Any]:
+def _fields(stored: _Stored) -> dict[Any, Any]:
     """Return the pickled attributes; those of a dataclass with slots have two parts, its ``__dict__`` and the slots."""
     state = stored.state
     if isinstance(state, dict):
@@ -161,31 +158,24 @@ class _DType:
     name: str
 
 
+_STORED: Final = {
+    _METADATA: "Metadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    # The module of `TensorProperties` up to torch 2.2.
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.serialization": "_get_layout",
+    "pathlib": "Path PosixPath PurePosixPath",
+    "pathlib._local": "Path PosixPath PurePosixPath",
+}
+"""Names of which only the state is stored, by module."""
 _CLASSES: Final[dict[tuple[str, str], Any]] = {
+    **{(module, name): _Stored for module, names in _STORED.items() for name in names.split()},
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "BytesStorageMetadata"): _Bytes,
-    **{
-        (_METADATA, name): _Kept
-        for name in (
-            "Metadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    (_SHARDED, "TensorProperties"): _Kept,
-    (_SHARDED, "MEM_FORMAT_ENCODING"): _Kept,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Kept,
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Kept,
-    ("torch.serialization", "_get_layout"): _Kept,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
-    **{("pathlib", name): _Kept for name in ("Path", "PosixPath", "PurePosixPath")},
-    **{("pathlib._local", name): _Kept for name in ("Path", "PosixPath", "PurePosixPath")},
 }
 
 
@@ -200,7 +190,7 @@ class _Reader(pickle.Unpickler):
             return found
         if module == "torch" and name in ITEM_BITS:
             return _DType(name)
-        asked = escape(f"{module}.{name}", _MAX_NAME)
+        asked = escape(f"{module}.{name}")
         raise UnreadableError(f"expected DCP's metadata, which has no {asked}: it is not read, for it may run code")
 
     def persistent_load(self, pid: object) -> Any:
@@ -212,7 +202,7 @@ def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
     dtype, shape = _dtype_of(fields["properties"]), _lengths(fields["size"], name)
     num_bytes = math.prod(shape) * ITEM_BITS[dtype] // 8
     if num_bytes > _MAX_LENGTH:
-        raise UnreadableError(f"expected the shape of a tensor, {_shown(name)} has one that no machine could hold")
+        raise UnreadableError(f"expected the shape of a tensor, {escape(str(name))} has one that no machine could hold")
     return TensorEntry(
         path=str(name),
         dtype=dtype,
@@ -223,7 +213,7 @@ def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
     )
 
 
-def _piece(name: str, chunk: _Kept, places: _Places) -> TensorPiece:
+def _piece(name: str, chunk: _Stored, places: _Places) -> TensorPiece:
     fields = _fields(chunk)
     offsets = _lengths(fields["offsets"], name)
     return TensorPiece(offsets, _lengths(fields["sizes"], name), places.get((name, offsets)))
@@ -232,7 +222,7 @@ def _piece(name: str, chunk: _Kept, places: _Places) -> TensorPiece:
 def _lengths(lengths: Any, name: str) -> tuple[int, ...]:
     counts = tuple(int(length) for length in lengths)
     if any(not 0 <= length <= _MAX_LENGTH for length in counts) or len(counts) > MAX_DIMENSIONS:
-        raise UnreadableError(f"expected the shape of a tensor, {_shown(name)} has none")
+        raise UnreadableError(f"expected the shape of a tensor, {escape(str(name))} has none")
     return counts
 
 
@@ -248,18 +238,14 @@ def _places_of(storage: Any) -> _Places:
         if transforms not in ([], [_ZSTD]):
             raise UnreadableError(
                 "expected data as torch.save writes it, or as DCP's ZStandard compresses that; another extension has "
-                f"transformed {_shown(name)}"
+                f"transformed {escape(str(name))}"
             )
         at = _lengths(offset, name) if offset is not None else None
         places[name, at] = StoredPart(file, start, num_bytes, is_raw=False, is_zstd=bool(transforms))
     return places
 
 
-def _shown(name: object) -> str:
-    return escape(str(name), _MAX_NAME)
-
-
-def _dtype_of(properties: _Kept) -> str:
+def _dtype_of(properties: _Stored) -> str:
     state = properties.state
     parts = state if isinstance(state, tuple) else tuple(state.values())
     return next(part.name for part in parts if isinstance(part, _DType))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import sys
 from typing import Final
 from urllib.parse import urlsplit
@@ -68,6 +67,8 @@ def remedy_for(error: TransportError) -> str:
 
 
 def _of_what_answers(peer: str) -> str:
+    import http.client
+
     from ft_transport.wire.routes import EXCHANGE_DIGEST_HEADER
 
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
