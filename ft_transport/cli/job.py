@@ -1,29 +1,55 @@
-"""A whole job as ``ft-transport top`` sees it: its state as values, and the finder of its replicas."""
+"""A job as ``ft-transport top`` shows it: asks all processes for ``/state`` at once, and joins their answers.
+
+It asks only addresses that a quorum or the Lighthouse names, never one of a request. With a job token, each process has
+to prove that it knows the token before it is asked for anything else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from ft_transport.errors import TransportError
+from ft_transport.errors import PeerProtocolError, TransportError
 from ft_transport.http.client.rate_probe import Connect, ask_state
-from ft_transport.http.peer_address import PeerAddress
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.process_state import (
     VERSION,
     ErrorStatus,
-    ManagerStatus,
     MembershipChange,
-    MemberStatus,
     ProcessState,
-    TransportStatus,
+    shortened,
 )
-from ft_transport.telemetry.record import Record
-from manager.quorum.members import LighthouseStatus, name_of, read_status
+from ft_transport.telemetry.record import Record, encode_json, now_unix_s
+from manager.quorum.members import name_of
 
 Presence: TypeAlias = Literal["here", "silent", "gone", "coming"]
 """``here``: it answers. ``silent``: it does not answer, and is a member of the quorum or has a heartbeat. ``gone``: it
 does not answer, and is neither. ``coming``: it has a heartbeat, and its address is not known yet."""
+
+MAX_PROCESSES: Final = 512
+_WITHIN_S: Final = 1.0
+_ROUND_S: Final = 3.0
+"""How long one look waits for all answers."""
+_FRESH_S: Final = 0.5
+_MAX_AT_ONCE: Final = 32
+_MAX_KEPT_BYTES: Final = 128 << 10
+"""The state of one process without its records and errors; several times the size of a real one.
+
+Defaults that a process leaves out of its answer are part of this size.
+"""
+_NUM_FLOWS: Final = 64
+_FORGET_S: Final = 600.0
+"""How long a replica that left has a row, unless it comes back under its name."""
+_NUM_LAST: Final = 30
+"""Number of the last records, errors, changes and steps."""
+_MAX_TEXT: Final = 300
+_LATE: Final = ""
+"""In place of an answer: there was no time to ask."""
+_Key: TypeAlias = tuple[str, int]
+"""Id of a replica, and the rank of a process in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +86,6 @@ class KnownJob:
     lighthouse: str = ""
     status: str = ""
     is_lighthouse_read: bool = False
-
-
-FindJob: TypeAlias = Callable[[], KnownJob]
-"""Finds the replicas of the job; may take a second or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,83 +164,235 @@ class JobState:
     changes: tuple[MembershipChange, ...] = ()
 
 
-_STATUS_S: Final = 0.5
-_STATE_S: Final = 1.0
-_MAX_ADDRESSES: Final = 64
+@dataclass(slots=True)
+class _Seen:
+    """The memory of one process.
+
+    Attributes:
+        process: Its present row, with all lists of its last answer.
+        since_s: When its presence changed, by the clock.
+        ahead_s: How far its clock is behind this one, in seconds.
+    """
+
+    process: JobProcess
+    since_s: float
+    ahead_s: float = 0.0
 
 
-class JobFinder:
-    """Finds the replicas again at each call, which takes a second or two. Not thread-safe.
-
-    A process names its Lighthouse and the members of its last quorum. Both stay known after that process has exited.
+class JobWatch:
+    """Looks at a job again and again. Any thread may call it; nothing runs between two looks.
 
     Args:
-        address: ``host:port`` or URL of the Lighthouse, or of a process of the job.
-        connect: Connects to a process.
+        find: Finds the replicas of the job; may take a second or two.
+        connect: Connects to a process, with the proof of the job token.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, find: Callable[[], KnownJob], connect: Connect, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._find = find
+        self._connect = connect
+        self._clock = clock
+        self._seen: dict[_Key, _Seen] = {}
+        self._num_looks = 0
+        self._last: tuple[float, JobState] | None = None
+        self._mutex = threading.Lock()
+
+    def look(self) -> JobState:
+        """Ask all processes; takes a few seconds at most, and waits for a look that runs already."""
+        with self._mutex:
+            return self._look()
+
+    def recent(self) -> JobState:
+        """Return the last look for as long as that look took, and at least for half a second; after that a new one.
+
+        So any number of browsers costs at most two looks a second, and at most half of the time.
+        """
+        with self._mutex:
+            if self._last is None or self._clock() - self._last[0] > max(_FRESH_S, self._last[1].took_s):
+                job = self._look()
+                self._last = self._clock(), job
+            return self._last[1]
+
+    def _look(self) -> JobState:
+        began_s = self._clock()
+        job = self._find()
+        num_left_out = self._note_members(job)
+        answers = self._ask_all()
+        now_s = self._clock()
+        known = {member.replica_id for member in job.members}
+        expected = known - {member.replica_id for member in job.members if member.silent_s is not None}
+        for key, seen in self._seen.items():
+            _update(seen, answers.get(key), now_s, is_expected=key[0] in expected)
+        self._forget_the_past(now_s, known)
+        return self._state(job, now_s, took_s=now_s - began_s, num_left_out=num_left_out)
+
+    def _note_members(self, job: KnownJob) -> int:
+        """Remember the members; returns how many more there are than fit."""
+        now_s, num_left_out = self._clock(), 0
+        for member in job.members:
+            for rank, address in enumerate(member.addresses or ("",)):
+                seen = self._seen.get((member.replica_id, rank))
+                if seen is None:
+                    if member.silent_s is not None and not address:
+                        continue  # It left before the first look, and its address is unknown.
+                    if len(self._seen) >= MAX_PROCESSES:
+                        num_left_out += 1
+                        continue
+                    new = JobProcess(name=member.name, replica_id=member.replica_id, group_rank=rank)
+                    seen = self._seen[member.replica_id, rank] = _Seen(new, now_s)
+                seen.process = replace(
+                    seen.process,
+                    address=address or seen.process.address,
+                    step=member.step if member.step is not None else seen.process.step,
+                )
+        return num_left_out
+
+    def _ask_all(self) -> dict[_Key, ProcessState | str]:
+        """Return the states of the processes that answered, the errors of the others, and nothing for lack of time."""
+        keys = [key for key, seen in self._seen.items() if seen.process.address]
+        if not keys:
+            return {}
+        # Each look begins with another process, so time does not always run out for the same ones.
+        self._num_looks += 1
+        first = self._num_looks * _MAX_AT_ONCE % len(keys)
+        until_s = self._clock() + _ROUND_S
+        with SafeExecutor(min(_MAX_AT_ONCE, len(keys)), "ft-transport-watch") as pool:
+            asking = {
+                key: pool.submit(self._ask, self._seen[key].process.address, until_s)
+                for key in keys[first:] + keys[:first]
+            }
+        return {key: future.result() for key, future in asking.items()}
+
+    def _ask(self, address: str, until_s: float) -> ProcessState | str:
+        within_s = min(_WITHIN_S, until_s - self._clock())
+        if within_s <= 0:
+            return _LATE
+        try:
+            return _bounded(ask_state(address, self._connect, within_s), address)
+        except (TransportError, OSError) as error:
+            return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+
+    def _forget_the_past(self, now_s: float, known: set[str]) -> None:
+        """Forget replicas that came back under their name, and replicas that left long ago."""
+        rows = [seen.process for seen in self._seen.values()]
+        there = {
+            (row.name, row.group_rank)
+            for row in rows
+            if row.presence in ("here", "coming") or (row.presence == "silent" and row.replica_id in known)
+        }
+
+        def is_past(seen: _Seen) -> bool:
+            row = seen.process
+            if row.presence == "gone":
+                return (row.name, row.group_rank) in there or now_s - seen.since_s > _FORGET_S
+            return row.presence == "coming" and row.replica_id not in known
+
+        self._seen = {key: seen for key, seen in self._seen.items() if not is_past(seen)}
+
+    def _state(self, job: KnownJob, now_s: float, *, took_s: float, num_left_out: int) -> JobState:
+        processes: list[JobProcess] = []
+        records: list[JobRecord] = []
+        errors: list[JobError] = []
+        changes: dict[tuple[str, str, float], MembershipChange] = {}
+        for seen in sorted(
+            self._seen.values(), key=lambda seen: (seen.process.name, seen.process.group_rank, seen.process.replica_id)
+        ):
+            row, state, ahead_s = seen.process, seen.process.state, seen.ahead_s
+            if state is not None:
+                for record in state.records:
+                    shifted = replace(record, begun_unix_s=record.begun_unix_s + ahead_s)
+                    records.append(JobRecord(name=row.name, group_rank=row.group_rank, record=shifted))
+                for error in state.errors:
+                    late = replace(error, unix_s=error.unix_s + ahead_s)
+                    errors.append(JobError(name=row.name, group_rank=row.group_rank, error=late))
+                for change in state.changes:
+                    # All survivors report the same departure; the earliest report counts.
+                    moved = replace(change, unix_s=change.unix_s + ahead_s)
+                    key = change.kind, change.replica_id, change.step
+                    changes[key] = min(changes.get(key, moved), moved, key=lambda each: each.unix_s)
+                state = replace(state, records=(), errors=(), changes=())
+            processes.append(replace(row, since_s=now_s - seen.since_s, state=state))
+        ordered = sorted(changes.values(), key=lambda each: each.unix_s)
+        processes += _departed(ordered, {each.name for each in processes})
+        records.sort(key=lambda each: each.record.begun_unix_s + each.record.length_s)
+        errors.sort(key=lambda each: each.error.unix_s)
+        return JobState(
+            unix_s=now_unix_s(),
+            took_s=took_s,
+            lighthouse=job.lighthouse,
+            status=job.status[:_MAX_TEXT],
+            is_lighthouse_read=job.is_lighthouse_read,
+            processes=tuple(processes),
+            num_left_out=num_left_out,
+            records=tuple(records[-_NUM_LAST:]),
+            errors=tuple(errors[-_NUM_LAST:]),
+            changes=tuple(ordered[-_NUM_LAST:]),
+        )
+
+
+def _update(seen: _Seen, answer: ProcessState | str | None, now_s: float, *, is_expected: bool) -> None:
+    row = seen.process
+    presence: Presence
+    if answer is None:
+        presence = "coming" if is_expected else "gone"
+    elif answer == _LATE:
+        return
+    elif isinstance(answer, str):
+        presence = "silent" if is_expected else "gone"
+        row = replace(row, error=answer)
+    else:
+        presence = "here"
+        row = replace(row, state=answer, error="")
+        seen.ahead_s = now_unix_s() - answer.unix_s if answer.unix_s else 0.0
+    # A replica that left was silent first: its absence began then.
+    if presence != row.presence and (presence, row.presence) != ("gone", "silent"):
+        seen.since_s = now_s
+    seen.process = replace(row, presence=presence)
+
+
+def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[JobProcess]:
+    """Yield replicas that left before the first look, as the survivors report them.
+
+    Args:
+        changes: In the order in which they happened.
+        names: The names of replicas that were seen.
+    """
+    for name, change in {name_of(change.replica_id): change for change in changes}.items():
+        since_s = now_unix_s() - change.unix_s
+        if change.kind == "left" and name not in names and since_s < _FORGET_S:
+            yield JobProcess(
+                name=name, replica_id=change.replica_id, address="", presence="gone", since_s=since_s, step=change.step
+            )
+
+
+def _bounded(state: ProcessState, peer: str) -> ProcessState:
+    """Truncate a state, because every browser gets all states.
 
     Raises:
-        ConfigurationError: The address is of another form.
+        PeerProtocolError: The truncated state is still larger than that of any real process.
     """
-
-    def __init__(self, address: str, connect: Connect) -> None:
-        self._address = self._lighthouse = address if "://" in address else f"http://{address}"
-        PeerAddress.from_url(self._address)
-        self._connect = connect
-        self._is_lighthouse = False
-        self._members: tuple[MemberStatus, ...] = ()
-        self._alone: tuple[KnownMember, ...] = ()
-
-    def __call__(self) -> KnownJob:
-        """Ask the process, unless the address turned out to be that of a Lighthouse, and then the Lighthouse."""
-        if not self._is_lighthouse:
-            self._ask_process()
-        status = read_status(self._lighthouse, _STATUS_S) if self._lighthouse else None
-        if status is not None and status.reason and self._lighthouse == self._address:
-            self._is_lighthouse = True
-        return job_of(self._lighthouse, status, self._members, self._alone)
-
-    def _ask_process(self) -> None:
-        try:
-            state = ask_state(self._address, self._connect, _STATE_S)
-        except TransportError:
-            return
-        manager = state.manager if state.manager is not None else ManagerStatus()
-        self._lighthouse, self._members = manager.lighthouse, manager.members
-        transport = state.transport if state.transport is not None else TransportStatus()
-        name = manager.replica_id or transport.replica
-        self._alone = (KnownMember(name=name_of(name) or "the process", replica_id=name, addresses=(self._address,)),)
-
-
-def job_of(
-    lighthouse: str,
-    status: LighthouseStatus | None,
-    members: Sequence[MemberStatus],
-    alone: tuple[KnownMember, ...] = (),
-) -> KnownJob:
-    """Join the Lighthouse's page with the members of a quorum.
-
-    Args:
-        lighthouse: Its address; empty for a job without one.
-        status: Its page's text; ``None`` if it cannot be read. The addresses there are not authenticated.
-        members: The members of a process's last quorum.
-        alone: A process that has been in no quorum.
-    """
-    page = status if status is not None else LighthouseStatus(reason="", num_asking=None, alive=(), silent=())
-    addresses = {each.replica_id: each.addresses for each in page.members}
-    addresses.update({each.replica_id: each.addresses for each in members})
-    steps = {each.replica_id: each.step for each in members}
-    steps.update({each.replica_id: each.step for each in page.members})
-    silent_s = dict(page.silent)
-    found = tuple(
-        KnownMember(
-            name=name_of(replica_id),
-            replica_id=replica_id,
-            addresses=addresses.get(replica_id, ())[:_MAX_ADDRESSES],
-            step=steps.get(replica_id),
-            silent_s=silent_s.get(replica_id),
+    manager, transport = state.manager, state.transport
+    if manager is not None:
+        manager = replace(manager, members=(), steps=manager.steps[-_NUM_LAST:], rules=(), structure=())
+    if transport is not None:
+        transport = replace(transport, sends=transport.sends[-_NUM_FLOWS:], receives=transport.receives[-_NUM_FLOWS:])
+    kept = replace(
+        state,
+        manager=manager,
+        transport=transport,
+        running=tuple(shortened(replace(each, retries=each.retries[-8:])) for each in state.running[-8:]),
+        records=tuple(shortened(record) for record in state.records[-_NUM_LAST:]),
+        errors=state.errors[-_NUM_LAST:],
+        changes=tuple(
+            replace(each, replica_id=each.replica_id[:_MAX_TEXT], text=each.text[:_MAX_TEXT])
+            for each in state.changes[-_NUM_LAST:]
+        ),
+    )
+    num_bytes = len(encode_json(replace(kept, records=(), errors=())))
+    if num_bytes > _MAX_KEPT_BYTES:
+        raise PeerProtocolError(
+            f"expected at most {_MAX_KEPT_BYTES} bytes as the state of a process, got {num_bytes}", peer=peer
         )
-        for replica_id in dict.fromkeys([*addresses, *page.alive, *silent_s])
-    )
-    return KnownJob(
-        members=found or alone, lighthouse=lighthouse, status=page.reason, is_lighthouse_read=status is not None
-    )
+    return kept

@@ -9,7 +9,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Annotated, Final
 
@@ -18,18 +18,28 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from ft_transport.cli.job import JobFinder, JobState
-from ft_transport.cli.job_watch import JobWatch
+from ft_transport.cli.job import JobState, JobWatch, KnownJob, KnownMember
 from ft_transport.cli.top_screen import is_well, screen
-from ft_transport.http.client.rate_probe import connecting
+from ft_transport.errors import TransportError
+from ft_transport.http.client.rate_probe import Connect, ask_state, connecting
+from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.server.server import SnapshotServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.settings import Limits, TransportSettings
+from ft_transport.telemetry.process_state import (
+    ManagerStatus,
+    MemberStatus,
+    TransportStatus,
+)
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
+from manager.quorum.members import LighthouseStatus, name_of, read_status
 
 _PERIOD_S: Final = 1.0
 _LINES: Final = 24
+_STATUS_S: Final = 0.5
+_STATE_S: Final = 1.0
+_MAX_ADDRESSES: Final = 64
 
 
 def top_command(
@@ -169,3 +179,80 @@ def _single_keys() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+class JobFinder:
+    """Finds the replicas again at each call, which takes a second or two. Not thread-safe.
+
+    A process names its Lighthouse and the members of its last quorum. Both stay known after that process has exited.
+
+    Args:
+        address: ``host:port`` or URL of the Lighthouse, or of a process of the job.
+        connect: Connects to a process.
+
+    Raises:
+        ConfigurationError: The address is of another form.
+    """
+
+    def __init__(self, address: str, connect: Connect) -> None:
+        self._address = self._lighthouse = address if "://" in address else f"http://{address}"
+        PeerAddress.from_url(self._address)
+        self._connect = connect
+        self._is_lighthouse = False
+        self._members: tuple[MemberStatus, ...] = ()
+        self._alone: tuple[KnownMember, ...] = ()
+
+    def __call__(self) -> KnownJob:
+        """Ask the process, unless the address turned out to be that of a Lighthouse, and then the Lighthouse."""
+        if not self._is_lighthouse:
+            self._ask_process()
+        status = read_status(self._lighthouse, _STATUS_S) if self._lighthouse else None
+        if status is not None and status.reason and self._lighthouse == self._address:
+            self._is_lighthouse = True
+        return job_of(self._lighthouse, status, self._members, self._alone)
+
+    def _ask_process(self) -> None:
+        try:
+            state = ask_state(self._address, self._connect, _STATE_S)
+        except TransportError:
+            return
+        manager = state.manager if state.manager is not None else ManagerStatus()
+        self._lighthouse, self._members = manager.lighthouse, manager.members
+        transport = state.transport if state.transport is not None else TransportStatus()
+        name = manager.replica_id or transport.replica
+        self._alone = (KnownMember(name=name_of(name) or "the process", replica_id=name, addresses=(self._address,)),)
+
+
+def job_of(
+    lighthouse: str,
+    status: LighthouseStatus | None,
+    members: Sequence[MemberStatus],
+    alone: tuple[KnownMember, ...] = (),
+) -> KnownJob:
+    """Join the Lighthouse's page with the members of a quorum.
+
+    Args:
+        lighthouse: Its address; empty for a job without one.
+        status: Its page's text; ``None`` if it cannot be read. The addresses there are not authenticated.
+        members: The members of a process's last quorum.
+        alone: A process that has been in no quorum.
+    """
+    page = status if status is not None else LighthouseStatus(reason="", num_asking=None, alive=(), silent=())
+    addresses = {each.replica_id: each.addresses for each in page.members}
+    addresses.update({each.replica_id: each.addresses for each in members})
+    steps = {each.replica_id: each.step for each in members}
+    steps.update({each.replica_id: each.step for each in page.members})
+    silent_s = dict(page.silent)
+    found = tuple(
+        KnownMember(
+            name=name_of(replica_id),
+            replica_id=replica_id,
+            addresses=addresses.get(replica_id, ())[:_MAX_ADDRESSES],
+            step=steps.get(replica_id),
+            silent_s=silent_s.get(replica_id),
+        )
+        for replica_id in dict.fromkeys([*addresses, *page.alive, *silent_s])
+    )
+    return KnownJob(
+        members=found or alone, lighthouse=lighthouse, status=page.reason, is_lighthouse_read=status is not None
+    )

@@ -26,8 +26,7 @@ from served_memory import serving
 from typer.testing import CliRunner
 from watching import answer_of, job_of, listening
 
-from ft_transport.cli.job import JobState
-from ft_transport.cli.job_watch import JobWatch
+from ft_transport.cli.job import JobState, JobWatch
 from ft_transport.cli.main import app
 from ft_transport.http.client.rate_probe import connecting
 from ft_transport.keys import TOKEN_VARIABLE, Keys

@@ -15,8 +15,8 @@ import pytest
 from served_memory import serving
 from watching import answer_of, encoded_state, job_of, listening
 
-from ft_transport.cli.job import JobFinder, JobState, KnownJob, KnownMember
-from ft_transport.cli.job_watch import MAX_PROCESSES, JobWatch
+from ft_transport.cli.job import MAX_PROCESSES, JobState, JobWatch, KnownJob, KnownMember
+from ft_transport.cli.top import JobFinder
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.rate_probe import connecting
 from ft_transport.keys import Keys
