@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.report import Sample
-from ft_transport.state.host_memory import available_bytes
+from ft_transport.state.prefaulted import available_bytes
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _QUIET_SHARE: Final = 0.05

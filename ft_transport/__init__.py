@@ -78,9 +78,9 @@ if TYPE_CHECKING:
     from ft_transport.settings import FetchProgress as FetchProgress
     from ft_transport.settings import Limits as Limits
     from ft_transport.settings import TransportSettings as TransportSettings
+    from ft_transport.state.comparison import state_digest as state_digest
     from ft_transport.state.encodings import register_encoding as register_encoding
     from ft_transport.state.flatten import check_encodable as check_encodable
-    from ft_transport.state.state_digest import state_digest as state_digest
     from ft_transport.tls import TLSFiles as TLSFiles
     from ft_transport.transfer.known import PartialState as PartialState
     from ft_transport.transfer.known import Received as Received

@@ -381,7 +381,7 @@ class HTTPTransport(Generic[T]):
         Does nothing if that would take half of the free memory, or more. The next fetch, or a call with 0, gives unused
         memory back.
         """
-        self._client.spare.prepare(num_bytes)
+        self._client.prefaulted.prepare(num_bytes)
 
     def prefault(self, state: object) -> None:
         """Make the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.

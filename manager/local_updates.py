@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.optim import Optimizer
 
-from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.placements import is_dtensor
 from manager.errors import ManagerError
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.optimizer_guard import GUARD_FLAG, OptimizerAttachment, flag_seldom

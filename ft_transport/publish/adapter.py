@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ft_transport.errors import ConfigurationError, PublishError
-from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.placements import is_dtensor
 
 _REQUIRED: Final = ("r", "lora_alpha", "target_modules")
 _PREFIX: Final = "base_model.model."

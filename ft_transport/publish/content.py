@@ -18,7 +18,7 @@ from ft_transport.errors import ConfigurationError, PublishError
 from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter, unwrapped
 from ft_transport.publish.engines.engine import Kind
 from ft_transport.settings import check_number
-from ft_transport.state.casting import CASTABLE
+from ft_transport.state.blocks import CASTABLE
 from ft_transport.wire.chunks import digest
 
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]

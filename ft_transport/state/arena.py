@@ -22,8 +22,7 @@ import torch
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.runtime.handler_safety import Place, Places, SafeCondition, SafeThread, ThreadRefusedError
-from ft_transport.state.host_memory import available_bytes
-from ft_transport.state.resident_memory import make_resident, map_file
+from ft_transport.state.prefaulted import available_bytes, make_resident, map_file
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
 
 HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ft_transport.errors import CollectiveRefusedError
-from ft_transport.state.dtensors import dtensor_type
+from ft_transport.state.placements import dtensor_type
 
 _NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of torch's collectives; those of every process group pass through them (``torch/distributed``)."""

@@ -23,9 +23,8 @@ import torch
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.arena import Arena
-from ft_transport.state.copying import Column, HostCopier, HostCopies
-from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
-from ft_transport.state.raw_memory import bytes_at
+from ft_transport.state.copying import ChunkKey, Column, HostCopier, HostCopies, LastingDigests
+from ft_transport.state.memory_bytes import bytes_at
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, Digester
 from ft_transport.wire.manifest import encode_digests

@@ -15,12 +15,10 @@ import torch
 
 from ft_transport.errors import SnapshotError, UnsupportedLeafError
 from ft_transport.state import encodings
-from ft_transport.state.blocks import Blocks, FlatState
-from ft_transport.state.dtensors import dtensor_type
+from ft_transport.state.blocks import Blocks, FastLane, FlatState, OffLaneError
 from ft_transport.state.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
-from ft_transport.state.fast_lane import FastLane, OffLaneError
-from ft_transport.state.placements import LayoutEncoder
-from ft_transport.state.views import Base, ViewKey, find_views, is_lazy, view_key
+from ft_transport.state.memory_bytes import Base, ViewKey, find_views, is_lazy, view_key
+from ft_transport.state.placements import LayoutEncoder, dtensor_type
 from ft_transport.wire.nodes import (
     MAX_DEPTH,
     BytesNode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -9,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import TypeIs
 
 from ft_transport.errors import ManifestError, RestoreError, UnsupportedLeafError
-from ft_transport.state.dtensors import is_dtensor
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # torch.distributed.tensor takes half a second to import, so a function that needs it does: a state with a DTensor has
 # imported it already.
@@ -269,3 +272,14 @@ def _dtensors(state: object) -> Iterator[DTensor]:
         elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             pending.extend(value.values() if isinstance(value, Mapping) else value)
+
+
+def dtensor_type() -> type[DTensor] | None:
+    """Return ``DTensor``, or ``None`` if it is not imported; then no value of this process is one."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Return ``isinstance(value, DTensor)``."""
+    dtensor = dtensor_type()
+    return dtensor is not None and isinstance(value, dtensor)

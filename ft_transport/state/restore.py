@@ -19,15 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state import placements
-from ft_transport.state.bit_copies import copy_bits
-from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.device_copies import copy_bits
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME
-from ft_transport.state.fresh_memory import FreshMemory
 from ft_transport.state.matching import Incoming, Matcher
-from ft_transport.state.raw_memory import bytes_at
-from ft_transport.state.spare_memory import SpareMemory
+from ft_transport.state.memory_bytes import bytes_at, extent_bytes, has_own_memory, view_key
+from ft_transport.state.placements import is_dtensor
+from ft_transport.state.prefaulted import FreshMemory, PrefaultedMemory
 from ft_transport.state.unflatten import Unflattener, as_plain
-from ft_transport.state.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import CheckTime, DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode, unbounded
 
@@ -78,7 +76,7 @@ class Restore:
             same dtype, shape and row-major layout. A tensor that fits but is on a device, or has another layout, gets a
             copy at the end, unless it already has the content. Other values are ignored.
         meshes: Meshes for DTensors without a counterpart in ``into``.
-        spare: May have resident memory.
+        prefaulted: May have resident memory.
         check_time: Called repeatedly, here and in `finish`.
 
     Attributes:
@@ -96,7 +94,7 @@ class Restore:
         *,
         into: object = None,
         meshes: Sequence[DeviceMesh] = (),
-        spare: SpareMemory | None = None,
+        prefaulted: PrefaultedMemory | None = None,
         check_time: CheckTime = unbounded,
     ) -> None:
         if manifest.data_bytes > MEMORY_BYTES:
@@ -125,7 +123,7 @@ class Restore:
         for node, target in self._indirect:
             if tensors[node.index].end > tensors[node.index].start:
                 self._indirect_of.setdefault(node.index, []).append((node, target))
-        self._fresh = FreshMemory(manifest, self._direct, spare)
+        self._fresh = FreshMemory(manifest, self._direct, prefaulted)
         # Entries in fresh memory with received bytes.
         self._arrived: set[int] = set()
         # Entries copied to fresh memory from a tensor of the receiver, and that tensor.

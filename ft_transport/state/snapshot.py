@@ -24,10 +24,9 @@ from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import Arena, ArenaPool
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.copying import Column, HostCopier, HostCopies
-from ft_transport.state.device import DeviceCopier, Marks
+from ft_transport.state.copying import ChunkKey, Column, HostCopier, HostCopies, LastingDigests
+from ft_transport.state.device_copies import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
-from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, Digester, chunk_bytes_for
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
@@ -97,7 +96,7 @@ class HeldState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workshop:
+class SnapshotResources:
     """The resources that all snapshots of a stager share.
 
     Attributes:
@@ -126,7 +125,7 @@ class PendingSnapshot:
 
     Args:
         held: The state.
-        workshop: The shared resources.
+        resources: The shared resources.
         arena: Destination of copies; ``None`` if nothing is to be copied.
 
     Attributes:
@@ -134,7 +133,7 @@ class PendingSnapshot:
         shared: The memory of a snapshot that is shared in part; ``None`` if all of it is copied.
     """
 
-    def __init__(self, held: HeldState, workshop: Workshop, *, arena: Arena | None) -> None:
+    def __init__(self, held: HeldState, resources: SnapshotResources, *, arena: Arena | None) -> None:
         # Without ``held.taking.state``: live tensors must not outlive the copy.
         taking = held.taking
         self.step = taking.step
@@ -145,9 +144,9 @@ class PendingSnapshot:
         self._addresses = np.asarray(flat.blocks.addresses)
         self._data_bytes = data_bytes_of(flat)
         self._arena = arena
-        self._workshop = workshop
-        self._digester = workshop.digester()
-        chunk_bytes = chunk_bytes_for(self._data_bytes, most=workshop.chunk_bytes)
+        self._resources = resources
+        self._digester = resources.digester()
+        chunk_bytes = chunk_bytes_for(self._data_bytes, most=resources.chunk_bytes)
         self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
@@ -273,22 +272,22 @@ class PendingSnapshot:
             owners=[sources[index] for index in indices.tolist()],
             data_bytes=self._data_bytes,
             arena=self._arena,
-            take_arena=self._workshop.pool.take,
-            give_back=self._workshop.pool.give_back,
-            copier=self._workshop.copier,
+            take_arena=self._resources.pool.take,
+            give_back=self._resources.pool.give_back,
+            copier=self._resources.copier,
             chunk_bytes=self._chunks.chunk_bytes,
             digester=self._digester,
-            lasting=self._workshop.lasting,
+            lasting=self._resources.lasting,
             keys=keys,
             check=self._check_shared,
-            costs=self._workshop.costs,
+            costs=self._resources.costs,
         )
 
     def _digests(self) -> list[int] | None:
-        if self.shared is not None or not self._workshop.is_digested:
+        if self.shared is not None or not self._resources.is_digested:
             return None
         assert self._arena is not None, "what is not shared is copied"
-        return self._workshop.copier.digests(self._arena.view[: self._data_bytes], self._chunks, self._digester)
+        return self._resources.copier.digests(self._arena.view[: self._data_bytes], self._chunks, self._digester)
 
     def _put_header(self, header: bytes) -> MemoryFile | CopyOnWriteMemory:
         if self.shared is not None:
@@ -303,7 +302,7 @@ class PendingSnapshot:
         if self.shared is not None:
             return self.shared.close
         assert self._arena is not None, "what is not shared is copied"
-        return functools.partial(self._workshop.pool.give_back, self._arena)
+        return functools.partial(self._resources.pool.give_back, self._arena)
 
     def _copy(self, indices: Column) -> None:
         blocks = self._flat.blocks
@@ -315,7 +314,7 @@ class PendingSnapshot:
         has_address = self._addresses[indices] != 0
         host = indices[has_address]
         targets = self._starts[host] + self._arena.data.data_ptr()
-        self._workshop.copier.copy(HostCopies(targets, self._addresses[host], self._num_bytes[host]))
+        self._resources.copier.copy(HostCopies(targets, self._addresses[host], self._num_bytes[host]))
         device: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index in indices[~has_address].tolist():
             source = blocks.sources[index]
@@ -328,8 +327,8 @@ class PendingSnapshot:
             else:
                 device.append((target, carried))
         if device:
-            self._workshop.device_copier.copy(device, self._marks)
-        costs = self._workshop.costs
+            self._resources.device_copier.copy(device, self._marks)
+        costs = self._resources.costs
         costs.add("snapshot_copy_bytes_total", "clone", by=int(self._num_bytes[indices].sum()))
         costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
 

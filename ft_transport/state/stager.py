@@ -9,11 +9,11 @@ import torch
 
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import ArenaPool
-from ft_transport.state.casting import cast_floating
+from ft_transport.state.blocks import cast_floating
 from ft_transport.state.copying import HostCopier
-from ft_transport.state.device import Accelerator, DeviceCopier, pinning
+from ft_transport.state.device_copies import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
-from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking, Workshop, data_bytes_of
+from ft_transport.state.snapshot import HeldState, PendingSnapshot, SnapshotResources, Taking, data_bytes_of
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import PLAIN, Digester
 
@@ -41,7 +41,7 @@ class Stager:
         accelerator: Accelerator | None = None,
     ) -> None:
         self._pool = ArenaPool(max_snapshots, pin=pinning())
-        self._workshop = Workshop(
+        self._resources = SnapshotResources(
             pool=self._pool,
             copier=HostCopier(num_threads),
             device_copier=DeviceCopier(accelerator if accelerator is not None else Accelerator()),
@@ -53,7 +53,7 @@ class Stager:
     @property
     def costs(self) -> MetricValues:
         """Metrics of all its snapshots."""
-        return self._workshop.costs
+        return self._resources.costs
 
     def prefault(self, state: object) -> None:
         """Make memory for snapshots of ``state`` ready in the background; return when its size is known.
@@ -81,7 +81,7 @@ class Stager:
         held = wanted if isinstance(wanted, HeldState) else self._flattened(wanted)
         arena = None if share else self._pool.take(data_bytes_of(held.flat))
         try:
-            pending = PendingSnapshot(held, self._workshop, arena=arena)
+            pending = PendingSnapshot(held, self._resources, arena=arena)
             if share:
                 pending.share_all()
             elif held is wanted:
@@ -124,7 +124,7 @@ class Stager:
 
     def forget_lasting(self) -> None:
         """Discard the digests of lasting tensors, which may change from here on."""
-        self._workshop.lasting.forget()
+        self._resources.lasting.forget()
 
     def _flattened(self, taking: Taking) -> HeldState:
         with collector_paused():
@@ -137,10 +137,10 @@ class Stager:
             if not address and not source.is_cpu
         }
         # The copies begin after all work that is queued on the devices by now.
-        marks = self._workshop.device_copier.mark(sorted(devices, key=str)) if devices else {}
+        marks = self._resources.device_copier.mark(sorted(devices, key=str)) if devices else {}
         return HeldState(taking=taking, flat=flat, marks=marks)
 
     def close(self) -> None:
         """End the threads and free the arenas without readers."""
-        self._workshop.copier.close()
+        self._resources.copier.close()
         self._pool.close()

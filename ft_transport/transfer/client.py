@@ -24,9 +24,9 @@ from ft_transport.http.relays import Relay, Relays
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.matching import Incoming
+from ft_transport.state.prefaulted import PrefaultedMemory
 from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore
-from ft_transport.state.spare_memory import SpareMemory
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.tls import Certificates
@@ -80,7 +80,7 @@ class StateClient(Generic[T]):
         recorder: Records each fetch.
 
     Attributes:
-        spare: Memory that the next state may use.
+        prefaulted: Memory that the next state may use.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StateClient(Generic[T]):
         self._certificates = certificates
         self._relays = relays
         self._recorder = recorder
-        self.spare = SpareMemory()
+        self.prefaulted = PrefaultedMemory()
         self._warned_paths: set[str] = set()
         self._warned_mutex = threading.Lock()
 
@@ -213,7 +213,7 @@ class StateClient(Generic[T]):
             into=request.into,
             meshes=self._settings.meshes,
             check_time=request.settings.timeouts.check_deadline,
-            spare=self.spare,
+            prefaulted=self.prefaulted,
         )
         if request.check is not None:
             request.check(restore.incoming)

@@ -13,8 +13,8 @@ from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.client.manifests import find_damaged
 from ft_transport.settings import default_num_threads
+from ft_transport.state.comparison import find_differences
 from ft_transport.state.restore import Range, Restore
-from ft_transport.state.verify import find_differences
 from ft_transport.transfer.sources import AgreedSources
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import Manifest

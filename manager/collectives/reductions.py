@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import AllreduceOptions, ReduceOp
 from torch.optim import Optimizer
 
-from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.placements import is_dtensor
 from manager.collectives.managed_work import ManagedWork, wait_all
 from manager.errors import UnfinishedReductionError
 

@@ -24,7 +24,7 @@ import msgspec
 from torch.optim import Optimizer
 
 from ft_transport import TransportError
-from ft_transport.state.state_digest import TensorDigests
+from ft_transport.state.comparison import TensorDigests
 from manager.errors import HyperparametersDivergedError, LockTimeoutError, ManagerError, StatesDivergedError
 from manager.lifecycle import OwnedExecutor
 from manager.quorum.decision import Decision

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.placements import is_dtensor
 from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
 from manager.collectives.reductions import NamedParameters, ReducedTensor, Reduction, average_gradients, gradients_of
 from manager.errors import ManagerError, ReductionMismatchError

@@ -12,7 +12,7 @@ from state_tools import on_host
 from torch import nn
 
 from ft_transport import HTTPTransport, TransportSettings
-from ft_transport.state.state_digest import TensorDigests
+from ft_transport.state.comparison import TensorDigests
 from manager import StateManager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

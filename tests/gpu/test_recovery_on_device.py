@@ -179,8 +179,10 @@ def test_memory_for_what_goes_to_the_device_is_made_ready(monkeypatch: pytest.Mo
         source.send_checkpoint([], 1, state, TIMEOUT)
         receiver.prefault_receive(copied_bytes(state))
         taken: list[object] = []
-        take = receiver._client.spare.take
-        monkeypatch.setattr(receiver._client.spare, "take", lambda num: (taken.append(found := take(num)), found)[1])
+        take = receiver._client.prefaulted.take
+        monkeypatch.setattr(
+            receiver._client.prefaulted, "take", lambda num: (taken.append(found := take(num)), found)[1]
+        )
         into = layers(7)
         receiver.fetch(source.metadata(), 1, into=into, timeout=timedelta(seconds=LONG_S))
     assert is_same(into, state)

@@ -15,8 +15,8 @@ from property_examples import num_examples
 from state_equality import exact
 from state_tools import file_of_state, manifest_of, receive
 
+from ft_transport.state.comparison import state_digest
 from ft_transport.state.dtypes import DTYPES_BY_NAME
-from ft_transport.state.state_digest import state_digest
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

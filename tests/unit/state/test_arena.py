@@ -14,7 +14,7 @@ import torch
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.state import arena as module
-from ft_transport.state import resident_memory
+from ft_transport.state import prefaulted
 from ft_transport.state.arena import HEADER_ROOM_BYTES, Arena, ArenaPool
 
 
@@ -186,7 +186,7 @@ def test_an_old_kernel_is_served_page_by_page_and_one_without_memory_is_not(
     def populate(*_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(resident_memory, "_populate", populate)
+    monkeypatch.setattr(prefaulted, "_populate", populate)
     pool = ArenaPool(1)
     if number == errno.ENOMEM:
         with pytest.raises(SnapshotError, match="Cannot allocate memory"):
@@ -231,14 +231,14 @@ def test_what_is_too_small_is_replaced_when_more_is_prepared() -> None:
 
 def test_who_comes_meanwhile_waits_for_the_arena_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    populate = resident_memory._populate
+    populate = prefaulted._populate
 
     def slowly(address: int, num_bytes: int) -> None:
         begun.set()
         assert go_on.wait(20)
         populate(address, num_bytes)
 
-    monkeypatch.setattr(resident_memory, "_populate", slowly)
+    monkeypatch.setattr(prefaulted, "_populate", slowly)
     pool = ArenaPool(1)
     pool.prefault(5000)
     assert begun.wait(20)
@@ -259,7 +259,7 @@ def test_closing_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
         begun.set()
         assert go_on.wait(20)
 
-    monkeypatch.setattr(resident_memory, "_populate", slowly)
+    monkeypatch.setattr(prefaulted, "_populate", slowly)
     pool = ArenaPool(2)
     pool.prefault(64 << 20)
     assert begun.wait(20)
@@ -281,7 +281,7 @@ def test_memory_that_cannot_be_prepared_is_asked_for_again(
 
     pool = ArenaPool(1)
     with monkeypatch.context() as patch:
-        patch.setattr(resident_memory, "_populate", populate)
+        patch.setattr(prefaulted, "_populate", populate)
         pool.prefault(5000)
         _until_prepared(pool)
     assert "no memory could be prefaulted for snapshots of 5000 bytes" in caplog.text
@@ -310,7 +310,7 @@ def test_memory_that_others_need_is_not_taken_ahead(
 def _slow_populate(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> threading.Event:
     """Preparation waits for ``go_on`` before each piece; returns the event of its beginning."""
     begun = threading.Event()
-    populate = resident_memory._populate
+    populate = prefaulted._populate
 
     def slowly(address: int, num_bytes: int) -> None:
         if threading.current_thread().name == "ft-transport-arena":
@@ -318,7 +318,7 @@ def _slow_populate(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> t
             assert go_on.wait(20)
         populate(address, num_bytes)
 
-    monkeypatch.setattr(resident_memory, "_populate", slowly)
+    monkeypatch.setattr(prefaulted, "_populate", slowly)
     return begun
 
 

@@ -159,15 +159,15 @@ def test_without_memory_for_a_copy_the_snapshot_is_lost_and_the_owner_goes_on(ow
 def test_an_interrupted_materialization_can_be_repeated(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = owner.share_all()
     before = file_of(snapshot)
-    copy = owner.stager._workshop.copier.copy
+    copy = owner.stager._resources.copier.copy
 
     def interrupt(_copies: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(owner.stager._workshop.copier, "copy", interrupt)
+    monkeypatch.setattr(owner.stager._resources.copier, "copy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         memory_of(snapshot).materialize()
-    monkeypatch.setattr(owner.stager._workshop.copier, "copy", copy)
+    monkeypatch.setattr(owner.stager._resources.copier, "copy", copy)
     assert memory_of(snapshot).is_shared
     memory_of(snapshot).materialize()
     owner.change()
@@ -181,7 +181,7 @@ def test_an_interrupted_materialization_can_be_repeated(owner: Owner, monkeypatc
 def test_a_second_thread_that_materializes_waits_for_the_copy(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = owner.share_all()
     before = file_of(snapshot)
-    copy = owner.stager._workshop.copier.copy
+    copy = owner.stager._resources.copier.copy
     copying, may_copy = threading.Event(), threading.Event()
 
     def held_back(copies: HostCopies) -> None:
@@ -189,7 +189,7 @@ def test_a_second_thread_that_materializes_waits_for_the_copy(owner: Owner, monk
         assert may_copy.wait(LONG_S)
         copy(copies)
 
-    monkeypatch.setattr(owner.stager._workshop.copier, "copy", held_back)
+    monkeypatch.setattr(owner.stager._resources.copier, "copy", held_back)
     changed = threading.Event()
 
     def change() -> None:

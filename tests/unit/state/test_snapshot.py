@@ -193,7 +193,7 @@ def _assert_given_back_once(stager: Stager, pending: PendingSnapshot) -> None:
     first.close()
 
 
-@pytest.mark.parametrize("fails", ["_workshop.copier.digests", "_arena.write_header"])
+@pytest.mark.parametrize("fails", ["_resources.copier.digests", "_arena.write_header"])
 def test_a_finish_that_fails_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     with open_stager(max_snapshots=1) as stager:
         pending = stager.begin(Taking(step=1, state=torch.ones(5)))

@@ -1,4 +1,4 @@
-"""A snapshot with floating-point tensors in another dtype is that of the state that was cast before."""
+"""Floating-point tensors are cast while a snapshot copies them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from state_equality import exact
 from state_tools import file_of, manifest_of, open_stager, receive
 
-from ft_transport.state.casting import CASTABLE
+from ft_transport.state.blocks import CASTABLE
 from ft_transport.state.snapshot import Taking
 
 

@@ -1,12 +1,12 @@
-"""Compares a live state with a manifest bit for bit, without a transfer.
+"""Compares states: by their digests without a transfer, or a live state with a manifest bit for bit.
 
 A receiver's state after its load functions may differ from the received one: a function may skip, convert or reorder.
-The digests of the manifest's chunks are computed again from the live tensors; each byte is read once.
+`find_differences` computes the digests of the manifest's chunks again from the live tensors; it reads each byte once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -17,11 +17,88 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.dtypes import carrier_of, torch_name_of
 from ft_transport.state.flatten import flatten
+from ft_transport.state.memory_bytes import as_bytes
 from ft_transport.state.restore import DestinationPlan
-from ft_transport.state.views import as_bytes
+from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import DefaultDictNode, LayoutNode, MappingNode, TensorNode
+
+
+def state_digest(state: object) -> int:
+    """Return the xxh3-64 digest of a state: every bit of every tensor and leaf, with types, paths, dtypes and shapes.
+
+    Two states have the same digest if a snapshot of one restores to the other. A DTensor counts with its local shard
+    and its placement. Device tensors are copied to the host, one at a time.
+
+    Args:
+        state: Any nesting of supported kinds; must not change meanwhile.
+
+    Returns:
+        An unsigned 64-bit number.
+
+    Raises:
+        UnsupportedLeafError: A leaf has no safe encoding.
+    """
+    flat = flatten(state)
+    hasher = Hasher()
+    hasher.update(msgspec.json.encode(flat.tree))
+    blocks = flat.blocks
+    for name, dtype, shape, source in zip(blocks.names, blocks.dtypes, blocks.shapes, blocks.sources, strict=True):
+        hasher.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
+        _update(hasher, source)
+    return hasher.intdigest()
+
+
+class TensorDigests:
+    """Digests of selected tensors of a state, computed later on any thread.
+
+    Args:
+        state: Any nesting of supported kinds; flattened here, on the calling thread.
+        chosen: Selects tensors. The caller keeps them from changing until `compute` has returned.
+
+    Raises:
+        SnapshotError: The state cannot be flattened.
+    """
+
+    def __init__(self, state: object, chosen: Callable[[torch.Tensor], bool]) -> None:
+        blocks = flatten(state).blocks
+        self._chosen = [
+            (f"{name} {dtype}{list(shape)}", source)
+            for name, dtype, shape, source in zip(
+                blocks.names, blocks.dtypes, blocks.shapes, blocks.sources, strict=True
+            )
+            if chosen(source)
+        ]
+        # Reads must come after work that is already queued on the device.
+        self._events = [
+            _event_on(device) for device in {source.device for _, source in self._chosen} if device.type != "cpu"
+        ]
+
+    def compute(self) -> dict[str, int]:
+        """Return the xxh3-64 digest of each tensor by its path, dtype and shape. Called once."""
+        for event in self._events:
+            event.synchronize()
+        chosen, self._chosen = self._chosen, []
+        digests = {}
+        for name, source in chosen:
+            hasher = Hasher()
+            _update(hasher, source)
+            digests[name] = hasher.intdigest()
+        return digests
+
+
+def _event_on(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _update(hasher: Hasher, source: torch.Tensor) -> None:
+    if source.nbytes:
+        host = source.detach().view(carrier_of(source.dtype)).cpu().contiguous()
+        hasher.update(as_bytes(host).numpy().data)
+
 
 _ENDS: Final = ".[]"
 _Tagged = msgspec.Struct

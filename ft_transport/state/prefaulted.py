@@ -1,0 +1,327 @@
+"""Memory that is made resident before its first use, and the limits of the host's memory.
+
+A fresh page costs the kernel a search and a clearing: filling a fresh mapping takes ten times as long as filling
+resident memory. Small pages cost three times: the kernel finds and clears each one (0.3 s for half a gigabyte, 0.03 s
+with huge pages), each one occupies the processor's page tables while a snapshot is written, and each reader of the file
+(a receiver on the same host, or a socket) looks each one up again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import logging
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ft_transport.errors import RestoreError, SnapshotError
+from ft_transport.wire.manifest import Manifest
+
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
+_MADV_COLLAPSE: Final = 25  # Linux 6.1, ibid.
+_MAP_FIXED: Final = 0x10  # include/uapi/asm-generic/mman-common.h
+_MAP_NORESERVE: Final = 0x4000  # ibid.; Python has it since 3.13
+_PIECE_BYTES: Final = 16 << 20
+"""Size of one step, during which other threads that map memory may wait."""
+_HUGE_PAGE_SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+
+
+def map_file(descriptor: int, num_bytes: int, *, offset: int) -> mmap.mmap | memoryview:
+    """Map a part of a file for shared reading and writing, aligned for huge pages if it is large.
+
+    Args:
+        descriptor: The file; may be closed afterwards.
+        num_bytes: Length of the part.
+        offset: Position of the part, a multiple of the page size.
+
+    Returns:
+        A writable buffer, unmapped with the last reference to it or its memory.
+
+    Raises:
+        OSError: The system cannot map it.
+    """
+    huge = huge_page_bytes()
+    if not huge or offset % huge or num_bytes < huge:
+        return mmap.mmap(descriptor, num_bytes, offset=offset)
+    # The kernel chooses aligned addresses only if it is configured to use huge pages for all shared memory. So the file
+    # is mapped over a part of a larger mapping, which Python owns and unmaps with the last view.
+    whole = mmap.mmap(-1, num_bytes + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    at = -begin % huge
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _libc().mmap(begin + at, num_bytes, protection, flags, descriptor, offset) != begin + at:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memoryview(whole)[at : at + num_bytes]
+
+
+def make_resident(
+    address: int, num_bytes: int, *, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None
+) -> None:
+    """Make the kernel find and clear all pages of fresh memory of `map_file`; its content stays zero.
+
+    Args:
+        address: Address of the memory.
+        num_bytes: Length of the memory.
+        is_wanted: Called repeatedly; false ends the work.
+        rest: Called repeatedly, with the seconds of work since the last call.
+
+    Raises:
+        SnapshotError: ``is_wanted`` returned false.
+        OSError: Not enough memory.
+    """
+    huge = huge_page_bytes()
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        started_s = time.monotonic()
+        if not is_wanted():
+            raise SnapshotError("expected to be still wanted: the transport was shut down, or the state has grown")
+        piece = min(_PIECE_BYTES, num_bytes - start)
+        if huge and not _collapse(address + start, piece, huge):
+            huge = 0
+        try:
+            _populate(address + start, piece)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):  # no memory
+                raise
+            # A kernel before 5.14.
+            ctypes.memset(address + start, 0, piece)
+        if rest is not None:
+            rest(time.monotonic() - started_s)
+
+
+@functools.cache
+def huge_page_bytes() -> int:
+    """Return the size of a huge page in bytes; 0 if there are none of a usable size."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        size = int(_HUGE_PAGE_SIZE.read_text())
+    except (OSError, ValueError):
+        return 0
+    return size if 0 < size <= _PIECE_BYTES and size & (size - 1) == 0 else 0
+
+
+def _collapse(address: int, num_bytes: int, huge: int) -> bool:
+    """Back the aligned part with huge pages; return whether another attempt is worthwhile.
+
+    This request of the process does not depend on ``shmem_enabled``, which is ``never`` on most systems.
+    """
+    start, end = -(-address // huge) * huge, (address + num_bytes) // huge * huge
+    if start >= end:
+        return True
+    try:
+        for page in range(start, end, huge):
+            # The kernel refuses a range without any page. A plain write there could end the process (SIGBUS) without
+            # memory.
+            _populate(page, mmap.PAGESIZE)
+        _advise(start, end - start, _MADV_COLLAPSE)
+    except OSError as error:
+        # Busy pages; otherwise no free huge page is left, or the kernel lacks the call.
+        return error.errno in (errno.EAGAIN, errno.EBUSY)
+    return True
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    _advise(address, num_bytes, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    # Not mmap.madvise, which holds the GIL.
+    if _libc().madvise(address, num_bytes, advice):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+    )  # fmt: skip
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+_PROC: Final = Path("/proc")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """Return the minimum of free memory over the machine and this process's control groups; ``None`` if unknown.
+
+    Droppable memory of files counts as free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max``
+    and ``memory.current`` (Linux, Documentation/admin-guide/cgroup-v2.rst), ``memory.limit_in_bytes`` and
+    ``memory.usage_in_bytes`` (cgroup-v1/memory.rst).
+
+    Args:
+        proc: Mount point of procfs.
+        cgroups: Mount point of the control groups.
+    """
+    found = [_field(proc / "meminfo", "MemAvailable:", unit=1024)]
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not controllers:
+            found += _groups_left(cgroups, path, limit="memory.max", usage="memory.current", prefix="")
+        elif "memory" in controllers.split(","):
+            found += _groups_left(
+                cgroups / "memory",
+                path,
+                limit="memory.limit_in_bytes",
+                usage="memory.usage_in_bytes",
+                prefix="total_",
+            )
+    known = [number for number in found if number is not None]
+    return max(0, min(known)) if known else None
+
+
+def _groups_left(root: Path, path: str, *, limit: str, usage: str, prefix: str) -> list[int | None]:
+    """Return the free memory of each group from ``path`` up to the root. In a container the path may not exist."""
+    group = root / path.lstrip("/")
+    left: list[int | None] = []
+    while True:
+        limit_bytes, usage_bytes = _number(group / limit), _number(group / usage)
+        if limit_bytes is not None and usage_bytes is not None:
+            files = [_field(group / "memory.stat", f"{prefix}{kind}_file") or 0 for kind in ("inactive", "active")]
+            left.append(limit_bytes - usage_bytes + sum(files))
+        if group == root or root not in group.parents:
+            return left
+        group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; ``None`` without a file, or for a word (``max``)."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+def _field(path: Path, name: str, *, unit: int = 1) -> int | None:
+    for line in _lines(path):
+        words = line.split()
+        if len(words) > 1 and words[0] == name and words[1].isdigit():
+            return int(words[1]) * unit
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeError):
+        return []
+
+
+logger = logging.getLogger(__name__)
+
+_FILLED_AT_ONCE: Final = 64 << 20
+_MOST_OF_AVAILABLE: Final = 0.5
+
+
+class PrefaultedMemory:
+    """One block of private memory for the next received state. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._block: mmap.mmap | None = None
+
+    def prepare(self, num_bytes: int) -> None:
+        """Make ``num_bytes`` resident on this thread, unless that exceeds half of the free memory."""
+        self.free()
+        left = available_bytes()
+        if num_bytes <= 0 or (left is not None and num_bytes > _MOST_OF_AVAILABLE * left):
+            return
+        try:
+            block = new_block(num_bytes)
+        except OSError as error:
+            logger.debug("no memory is made ready: %s", error)
+            return
+        address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+        for start in range(0, num_bytes, _FILLED_AT_ONCE):
+            # Releases the GIL meanwhile.
+            ctypes.memset(address + start, 0, min(_FILLED_AT_ONCE, num_bytes - start))
+        with self._mutex:
+            self._block = block
+
+    def take(self, num_bytes: int) -> mmap.mmap | None:
+        """Return the block, once, resized to ``num_bytes``; added bytes are not resident. ``None`` without a block."""
+        with self._mutex:
+            block, self._block = self._block, None
+        if block is None:
+            return None
+        with contextlib.suppress(OSError, SystemError, BufferError):  # some systems cannot resize mappings
+            block.resize(num_bytes)
+        return block if len(block) >= num_bytes else None
+
+    def free(self) -> None:
+        """Free the block."""
+        with self._mutex:
+            self._block = None
+
+
+def new_block(num_bytes: int) -> mmap.mmap:
+    """Return fresh, untouched memory.
+
+    Raises:
+        OSError: Not enough memory.
+    """
+    # Private, because shared anonymous memory gets no huge pages on most systems.
+    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        # Fewer, larger page faults: a fresh buffer of small pages is filled at a fraction of the speed.
+        with contextlib.suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+_ALIGN_BYTES: Final = 64
+
+
+class FreshMemory:
+    """One block of memory for all entries of a table without a tensor to receive into.
+
+    Args:
+        manifest: The manifest with the table.
+        direct: Entries that are received in place.
+        prefaulted: May have resident memory.
+
+    Raises:
+        RestoreError: The system has not enough memory.
+    """
+
+    def __init__(self, manifest: Manifest, direct: Container[int], prefaulted: PrefaultedMemory | None) -> None:
+        self._num_bytes: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
+        end = 0
+        for index, entry in enumerate(manifest.tensors):
+            if index not in direct and entry.end > entry.start:
+                self._offsets[index], self._num_bytes[index] = end, entry.end - entry.start
+                end += -(-(entry.end - entry.start) // _ALIGN_BYTES) * _ALIGN_BYTES
+        self._block: mmap.mmap | None = None
+        if end:
+            try:
+                self._block = (prefaulted.take(end) if prefaulted is not None else None) or new_block(end)
+            except OSError as error:
+                raise RestoreError(
+                    f"expected {end} bytes of memory to receive into: {error}", step=manifest.step
+                ) from error
+        self._view = memoryview(self._block) if self._block is not None else memoryview(b"")
+
+    def view(self, index: int, offset: int, num_bytes: int) -> memoryview:
+        """Return a writable part of an entry's bytes."""
+        at = self._offsets[index] + offset
+        return self._view[at : at + num_bytes]
+
+    def tensor(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an entry's bytes as a one-dimensional tensor, which keeps the block alive."""
+        assert self._block is not None, "an entry with bytes has memory"
+        num_items = self._num_bytes[index] // dtype.itemsize
+        return torch.frombuffer(self._block, dtype=dtype, count=num_items, offset=self._offsets[index])
