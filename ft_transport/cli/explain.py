@@ -114,11 +114,11 @@ def explain_command(
         raise typer.Exit(1)
     links = link_speeds()
     for number, record in enumerate(chosen):
-        explanation = explain(record, others=[each for each in records if each is not record], link_bits_per_s=links)
+        findings = explain(record, others=[each for each in records if each is not record], link_bits_per_s=links)
         if as_json:
-            typer.echo(msgspec.json.encode(_as_object(record, explanation)))
+            typer.echo(msgspec.json.encode(_as_object(record, findings)))
         else:
-            typer.echo(("\n" if number else "") + _as_text(record, explanation))
+            typer.echo(("\n" if number else "") + _as_text(record, findings))
     if any(record.outcome != "ok" for record in chosen):
         raise typer.Exit(1)
 
@@ -136,18 +136,18 @@ def link_speeds() -> dict[str, float]:
     return speeds
 
 
-def _as_object(record: Record, explanation: Explanation) -> dict[str, Any]:
+def _as_object(record: Record, findings: tuple[Finding, ...]) -> dict[str, Any]:
     return {
-        "summary": explanation.summary,
+        "summary": summary_of(record),
         "phases": record.phase_lengths(),
-        "findings": msgspec.to_builtins(explanation.findings),
+        "findings": msgspec.to_builtins(findings),
         "record": msgspec.to_builtins(record),
     }
 
 
-def _as_text(record: Record, explanation: Explanation) -> str:
+def _as_text(record: Record, findings: tuple[Finding, ...]) -> str:
     lines = [
-        _shown(explanation.summary),
+        _shown(summary_of(record)),
         f"began {_date(record.begun_unix_s)}, rank {record.group_rank}",
         "",
     ]
@@ -155,7 +155,7 @@ def _as_text(record: Record, explanation: Explanation) -> str:
         # In records of other origin a phase may be longer than the whole.
         share = min(1.0, max(0.0, length_s / record.length_s)) if record.length_s else 0.0
         lines.append(f"  {_shown(name):<11} {_seconds(length_s)} {100 * share:4.0f} %  {'█' * round(40 * share)}")
-    for finding in explanation.findings:
+    for finding in findings:
         lines += ["", f"• {_shown(finding.text)}"]
         if finding.remedy:
             lines.append(f"  → {_shown(finding.remedy)}")
@@ -190,18 +190,10 @@ class Finding:
     cost_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The explanation of one record: a line about the whole, and findings, the most important first."""
-
-    summary: str
-    findings: tuple[Finding, ...]
-
-
 def explain(
     record: Record, *, others: Sequence[Record] = (), link_bits_per_s: Mapping[str, float] | None = None
-) -> Explanation:
-    """Explain a record.
+) -> tuple[Finding, ...]:
+    """Return what a record shows, the most important finding first.
 
     Args:
         record: The record of the slow operation.
@@ -216,10 +208,11 @@ def explain(
     if record.outcome != "ok":
         why = record.error or "something else took its place"
         findings.insert(0, Finding(text=f"it {record.outcome}: {why}", cost_s=record.length_s))
-    return Explanation(summary=_summary(record), findings=tuple(sorted(findings, key=lambda each: -each.cost_s)))
+    return tuple(sorted(findings, key=lambda each: -each.cost_s))
 
 
-def _summary(record: Record) -> str:
+def summary_of(record: Record) -> str:
+    """Return one line about the whole record."""
     who = f" of {record.replica}" if record.replica else ""
     at = f" at step {record.step}" if record.step is not None else ""
     size = f", {megabytes(record.num_bytes)}" if record.num_bytes else ""
@@ -231,16 +224,12 @@ def _of_phases(record: Record) -> list[Finding]:
     for name, length_s in record.phase_lengths().items():
         if record.length_s and name != "transfer" and length_s >= _DOMINANT * record.length_s:
             about, remedy = _PHASES.get(name, ("", ""))
-            if name == "quorum" and not _is_long_wait(length_s, record):
+            if name == "quorum" and length_s < max(_LEAST_WAIT_S, _MUCH_OF_IT * record.length_s):
                 # The others come to their step boundary, as expected.
                 remedy = ""
             text = f"{name} took {_part_of(length_s, record)}" + (f": {about}" if about else "")
             found.append(Finding(text=text, remedy=remedy, cost_s=length_s))
     return found
-
-
-def _is_long_wait(length_s: float, record: Record) -> bool:
-    return length_s >= _LEAST_WAIT_S and length_s >= _MUCH_OF_IT * record.length_s
 
 
 def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, float]) -> list[Finding]:
@@ -250,57 +239,51 @@ def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, 
     known = [
         transfer for each in (record, *others) for transfer in each.transfers if transfer.num_bytes >= _LEAST_BYTES
     ]
-    found = [
-        Finding(
-            text=f"transfer took {_part_of(length_s, record)}: " + "; ".join(map(_described, record.transfers)),
-            cost_s=length_s,
-        )
+    text = f"transfer took {_part_of(length_s, record)}: " + "; ".join(map(_described, record.transfers))
+    slow = [
+        _of_slow_way(transfer, known, links)
+        for transfer in record.transfers
+        if transfer.num_bytes >= _LEAST_BYTES and transfer.interface
     ]
-    for transfer in record.transfers:
-        if transfer.num_bytes < _LEAST_BYTES or not transfer.interface:
-            continue
-        finding = _of_slow_way(transfer, known, links)
-        if finding is not None:
-            found.append(finding)
-    return found
+    return [Finding(text=text, cost_s=length_s), *(finding for finding in slow if finding is not None)]
 
 
 def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[str, float]) -> Finding | None:
     """Return a finding if another way was, or is, much faster."""
-    own = transfer.interface
+    own, rate = transfer.interface, transfer.bytes_per_s
     ways = [each for each in known if each.interface not in ("", own, _LOOPBACK)]
     best = max(ways, key=lambda each: each.bytes_per_s, default=None)
-    rate = transfer.bytes_per_s
+    same = max((each for each in known if each.interface == own), key=lambda each: each.bytes_per_s)
+    link = links.get(own, 0.0)
+    faster, name = max(
+        ((speed, name) for name, speed in links.items() if name not in (own, _LOOPBACK)), default=(0.0, "")
+    )
     if not rate:
         return None
     if best is not None and best.bytes_per_s > _MUCH_SLOWER * rate:
         times = best.bytes_per_s / rate
-        return Finding(
-            text=f"{transfer.peer} was reached over {own} ({transfer.local_address} → {transfer.peer_address}) with "
+        text = (
+            f"{transfer.peer} was reached over {own} ({transfer.local_address} → {transfer.peer_address}) with "
             f"{megabytes(rate)}/s; over {best.interface} ({best.local_address} → {best.peer_address}) "
-            f"{megabytes(best.bytes_per_s)}/s came, {times:.0f} times as much",
-            remedy=_ADVERTISE.format(interface=best.interface),
-            cost_s=transfer.length_s * (1 - 1 / times),
+            f"{megabytes(best.bytes_per_s)}/s came, {times:.0f} times as much"
         )
-    same = max((each for each in known if each.interface == own), key=lambda each: each.bytes_per_s)
-    if same.bytes_per_s > _MUCH_SLOWER * rate:
+        remedy = _ADVERTISE.format(interface=best.interface)
+    elif same.bytes_per_s > _MUCH_SLOWER * rate:
         times = same.bytes_per_s / rate
-        return Finding(
-            text=f"{transfer.peer} sent {megabytes(rate)}/s over {own}; {same.peer} sent "
-            f"{megabytes(same.bytes_per_s)}/s over the same interface",
-            remedy=f"look at {transfer.peer}: its link, its load, or its Limits.max_send_bytes_per_s",
-            cost_s=transfer.length_s * (1 - 1 / times),
+        text = (
+            f"{transfer.peer} sent {megabytes(rate)}/s over {own}; {same.peer} sent {megabytes(same.bytes_per_s)}/s "
+            "over the same interface"
         )
-    link = links.get(own, 0.0) / 8
-    faster = max(((speed, name) for name, speed in links.items() if name not in (own, _LOOPBACK)), default=(0.0, ""))
-    if link and rate >= _NEAR_THE_LINK * link and faster[0] > _MUCH_SLOWER * links[own]:
-        return Finding(
-            text=f"{own} is a link of {links[own] / 1e6:.0f} Mbit/s, and that was the limit; {faster[1]} has "
-            f"{faster[0] / 1e6:.0f} Mbit/s",
-            remedy=_ADVERTISE.format(interface=faster[1]),
-            cost_s=transfer.length_s * (1 - links[own] / faster[0]),
+        remedy = f"look at {transfer.peer}: its link, its load, or its TransportSettings.max_send_bytes_per_s"
+    elif link and rate >= _NEAR_THE_LINK * link / 8 and faster > _MUCH_SLOWER * link:
+        times = faster / link
+        text = (
+            f"{own} is a link of {link / 1e6:.0f} Mbit/s, and that was the limit; {name} has {faster / 1e6:.0f} Mbit/s"
         )
-    return None
+        remedy = _ADVERTISE.format(interface=name)
+    else:
+        return None
+    return Finding(text=text, remedy=remedy, cost_s=transfer.length_s * (1 - 1 / times))
 
 
 def _of_retries(record: Record) -> list[Finding]:

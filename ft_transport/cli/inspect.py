@@ -128,7 +128,6 @@ def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
 
 
 def _of_peer(url: str) -> Contents:
-
     settings, peer = TransportSettings(), PeerAddress.from_url(url)
     connect = connecting(settings.keys(), settings.certificates())
     status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
