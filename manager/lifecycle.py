@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from ft_transport.runtime.handler_safety import ExecutorClosedError, SafeExecutor, ThreadRefusedError
+from ft_transport.runtime.signal_safe import ThreadRefusedError
+from ft_transport.runtime.threads import ExecutorClosedError, SafeExecutor
 from manager.errors import ManagerClosedError, ManagerError
 
 P = ParamSpec("P")

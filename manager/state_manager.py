@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ft_transport.runtime.handler_safety import SafeEnd
+from ft_transport.runtime.signal_safe import SafeEnd
 from manager.errors import ManagerError
 from manager.lifecycle import Unclosed, Usability, ends_what_it_owns, interrupts_own_call
 from manager.recovery.checkpoints import ResumeKeys

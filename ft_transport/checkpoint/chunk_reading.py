@@ -23,7 +23,7 @@ import torch
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName
 from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, StoredFile, damaged
 from ft_transport.coordination.gloo_exchange import GlooExchange
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.snapshot import Memory, copy_out, put
 

@@ -43,7 +43,7 @@ from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
 from ft_transport.http.client.manifests import digest_chunks
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import collector_paused
 from ft_transport.settings import default_num_threads
 from ft_transport.state.comparison import find_differences
 from ft_transport.state.encodings import decode_simple

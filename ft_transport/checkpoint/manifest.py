@@ -24,7 +24,7 @@ from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import CheckpointDamagedError, CheckpointUntrustedError, ManifestError
 from ft_transport.keys import Keys
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.nodes import Count, DefaultDictNode, MappingNode

@@ -46,7 +46,7 @@ from ft_transport.checkpoint.writer_process import (
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import from_msgpack
 from ft_transport.errors import CheckpointExistsError, DeadlineExceededError, TransportError, WriterFailedError
-from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.settings import check_duration
 from ft_transport.transfer.server import SnapshotLease
 

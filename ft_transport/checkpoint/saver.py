@@ -33,8 +33,8 @@ from ft_transport.errors import (
     TransportError,
     WriterFailedError,
 )
-from ft_transport.runtime.at_exit import at_exit
-from ft_transport.runtime.handler_safety import LazyThread
+from ft_transport.runtime.signal_safe import LazyThread
+from ft_transport.runtime.threads import at_exit
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from ft_transport.checkpoint.staging import StagedState, State, StateStager
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError
-from ft_transport.runtime.handler_safety import SafeEnd
+from ft_transport.runtime.signal_safe import SafeEnd
 from ft_transport.settings import default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction

@@ -20,8 +20,7 @@ from ft_transport.checkpoint.manifest import FileEntry, HashName
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.coordination.votes import Failure, rebuild
 from ft_transport.errors import WriterFailedError
-from ft_transport.runtime.child_python import child_command, child_environment
-from ft_transport.runtime.fork_safety import close_in_children, making_socket
+from ft_transport.runtime.children import child_command, child_environment, close_in_children, making_socket
 from ft_transport.runtime.regular_files import PRIVATE_UMASK
 
 MAX_DESCRIPTORS: Final = 2
@@ -236,7 +235,7 @@ class WriterProcess:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.fork_safety``."""
+        """See ``runtime.children``."""
         return self._connection is not None and candidate.fileno() == self._connection.fileno()
 
     @property

@@ -25,8 +25,9 @@ import typer
 
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.errors import TransportError
-from ft_transport.runtime.child_python import child_command, child_environment
-from ft_transport.runtime.handler_safety import SafeExecutor, SafeThread
+from ft_transport.runtime.children import child_command, child_environment
+from ft_transport.runtime.signal_safe import SafeThread
+from ft_transport.runtime.threads import SafeExecutor
 
 if TYPE_CHECKING:
     import torch

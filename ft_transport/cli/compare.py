@@ -14,7 +14,7 @@ import numpy as np
 
 from ft_transport.cli.contents import Box, UnreadableError, intersections
 from ft_transport.cli.stored_state import StoredFile, StoredPiece, StoredTensor
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.slices import row_major_strides
 
 _BLOCK_BYTES: Final = 1 << 20

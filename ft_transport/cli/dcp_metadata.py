@@ -34,7 +34,7 @@ from ft_transport.cli.contents import (
     UnreadableError,
 )
 from ft_transport.cli.output import escape
-from ft_transport.runtime.child_python import child_command, child_environment
+from ft_transport.runtime.children import child_command, child_environment
 from ft_transport.runtime.regular_files import read_regular
 
 METADATA_NAME: Final = ".metadata"

@@ -22,7 +22,7 @@ from ft_transport.cli.snapshot_files import SnapshotFiles, UnequalChunks, differ
 from ft_transport.cli.stored_state import StoredFile, StoredState, StoredTensor
 from ft_transport.cli.verify import DIGESTS, read_manifest
 from ft_transport.errors import TransportError
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import StepSelector
 

@@ -28,7 +28,7 @@ from ft_transport.cli.contents import (
 )
 from ft_transport.cli.output import escape
 from ft_transport.cli.stored_state import StoredFile, path_in
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"

@@ -12,7 +12,7 @@ from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.client.manifests import PeerStatus
 from ft_transport.http.client.rate_probe import Connect, ask_status, connecting
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.settings import TransportSettings
 
 

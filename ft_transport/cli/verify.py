@@ -36,7 +36,7 @@ from ft_transport.errors import (
 )
 from ft_transport.http.client.manifests import find_damaged
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.transfer.file_client import check_data
 from ft_transport.transfer.part_file import read_pieces

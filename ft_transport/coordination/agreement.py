@@ -35,7 +35,7 @@ from ft_transport.coordination.votes import (
     tally,
 )
 from ft_transport.errors import PeerProtocolError, RankGoneError, TransportError
-from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
+from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 
 T = TypeVar("T")
 

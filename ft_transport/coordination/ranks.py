@@ -30,7 +30,7 @@ from ft_transport.errors import (
 )
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.runtime.deadline import Backoff, Deadline
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 
 _PURPOSE: Final = "told among ranks"
 _END: Final = b" "

@@ -32,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported, undecl
 from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
 from ft_transport.http.peer_address import AddressInfo, PeerAddress, look_up
 from ft_transport.runtime.deadline import Backoff, Deadline
-from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
+from ft_transport.runtime.signal_safe import SafeFuture, SafeThread
 
 T = TypeVar("T")
 

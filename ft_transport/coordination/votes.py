@@ -25,7 +25,7 @@ from ft_transport.errors import (
     RankGoneError,
     TransportError,
 )
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.peer_address import PeerAddress, is_address
-from ft_transport.runtime.fork_safety import making_socket
+from ft_transport.runtime.children import making_socket
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from ft_transport.errors import ConfigurationError, PeerUnreachableError, UnknownHostError
-from ft_transport.runtime.handler_safety import SafeFuture, SafeThread, ThreadRefusedError
+from ft_transport.runtime.signal_safe import SafeFuture, SafeThread, ThreadRefusedError
 
 _TICK_S: Final = 0.1
 _UNKNOWN: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})

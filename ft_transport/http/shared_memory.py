@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ft_transport.errors import PeerProtocolError, PeerUnreachableError
-from ft_transport.runtime.fork_safety import close_files_in_children, close_in_children, making_socket
+from ft_transport.runtime.children import close_files_in_children, close_in_children, making_socket
 from ft_transport.wire.routes import DONE, HELD, LENT, MemoryTicket, socket_name
 
 _MAX_BUFFERS: Final = 1024
@@ -79,14 +79,14 @@ class LentMemory:
             self._file = None
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.fork_safety``."""
+        """See ``runtime.children``."""
         try:
             return bool(candidate.family == socket.AF_UNIX and candidate.getpeername() == self._remote)
         except OSError:  # not connected
             return False
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """See ``runtime.fork_safety``."""
+        """See ``runtime.children``."""
         return self._file == (status.st_dev, status.st_ino)
 
     def borrow(self, ticket: MemoryTicket) -> None:

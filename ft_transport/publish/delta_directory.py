@@ -48,9 +48,9 @@ from ft_transport.publish.deltas import (
 )
 from ft_transport.publish.engines.engine import Delivery, EngineConnection
 from ft_transport.publish.versions import weights_in
-from ft_transport.runtime.at_exit import at_exit
-from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError, make_read_only, read_regular
+from ft_transport.runtime.signal_safe import SafeFuture, SafeThread
+from ft_transport.runtime.threads import at_exit
 from ft_transport.settings import check_duration, check_number
 from ft_transport.wire.delta import Delta, apply_changes, decode_delta
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ft_transport.errors import IntegrityError, RestoreError
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.runtime.regular_files import (
     FileTooLargeError,
     NotRegularFileError,

@@ -23,7 +23,7 @@ from ft_transport.publish.engines.adapters import refusal
 from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, Link, PolledEngine
 from ft_transport.publish.report import EngineLag, EngineReport, EngineState, Policy, PublishReport, ReportStore, judge
 from ft_transport.publish.versions import StoredVersions
-from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
+from ft_transport.runtime.signal_safe import LazyThread, SafeFuture
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from ft_transport.publish.report import (
     ReportStore,
 )
 from ft_transport.publish.versions import StoredVersions
-from ft_transport.runtime.at_exit import at_exit
-from ft_transport.runtime.handler_safety import SafeEnd
+from ft_transport.runtime.signal_safe import SafeEnd
+from ft_transport.runtime.threads import at_exit
 from ft_transport.settings import check_duration, check_number
 from ft_transport.telemetry.metrics import weakly
 from ft_transport.telemetry.record import Transfer

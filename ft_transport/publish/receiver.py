@@ -51,8 +51,8 @@ from ft_transport.publish.received_weights import (
     WeightsUnusableError,
     addresses_or_none,
 )
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.runtime.handler_safety import SafeEnd
+from ft_transport.runtime.decoding import DECODE_ERRORS
+from ft_transport.runtime.signal_safe import SafeEnd
 from ft_transport.settings import check_duration
 from ft_transport.tls import TLSFiles
 

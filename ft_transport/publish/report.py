@@ -19,7 +19,7 @@ from ft_transport.coordination.ranks import RankGroup, from_json
 from ft_transport.coordination.store import AT_ONCE
 from ft_transport.errors import DeadlineExceededError, PublishError, RankGoneError
 from ft_transport.runtime.deadline import Backoff
-from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.signal_safe import SafeCondition
 from ft_transport.telemetry.metrics import Reading
 
 Outcome: TypeAlias = Literal[

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
-from ft_transport.runtime.handler_safety import Place, Places, SafeCondition, SafeThread, ThreadRefusedError
+from ft_transport.runtime.signal_safe import Place, Places, SafeCondition, SafeThread, ThreadRefusedError
 from ft_transport.state.prefaulted import available_bytes, make_resident, map_file
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
 

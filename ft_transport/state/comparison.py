@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 import torch
 
-from ft_transport.runtime.garbage_collector import collector_paused
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.decoding import collector_paused
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.dtypes import carrier_of, torch_name_of
 from ft_transport.state.flatten import flatten

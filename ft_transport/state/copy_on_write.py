@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ft_transport.errors import SnapshotError
-from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.signal_safe import SafeCondition
 from ft_transport.state.arena import Arena
 from ft_transport.state.copying import ChunkKey, Column, HostCopier, HostCopies, LastingDigests
 from ft_transport.state.memory_bytes import bytes_at

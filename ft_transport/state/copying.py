@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ft_transport.errors import SnapshotError
-from ft_transport.runtime.handler_safety import ExecutorClosedError, SafeExecutor, ThreadRefusedError
+from ft_transport.runtime.signal_safe import ThreadRefusedError
+from ft_transport.runtime.threads import ExecutorClosedError, SafeExecutor
 from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester
 
 T = TypeVar("T")

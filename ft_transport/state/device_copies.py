@@ -97,7 +97,7 @@ class DeviceCopier:
 
 
 def _queue(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
-    """Queue the copies from one device. A function of its own: ``runtime.handler_safety`` explains why for loops."""
+    """Queue the copies from one device. A function of its own: ``runtime.signal_safe`` explains why for loops."""
     for target, source in copies:
         if source.device == device:
             target.copy_(source, non_blocking=True)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ManifestError, RestoreError
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.dtypes import (
     WHOLE_BYTE_DTYPES_BY_NAME,
     is_dense,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from ft_transport.errors import SnapshotError
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import Arena, ArenaPool
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.copy_on_write import CopyOnWriteMemory

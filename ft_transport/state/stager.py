@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import ArenaPool
 from ft_transport.state.blocks import cast_floating
 from ft_transport.state.copying import HostCopier

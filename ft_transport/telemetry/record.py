@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from ft_transport.errors import RecordError
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 
 Kind: TypeAlias = Literal["heal", "fetch", "save", "load", "publish"]
 Outcome: TypeAlias = Literal["ok", "failed", "abandoned", "running"]

@@ -14,7 +14,7 @@ from ft_transport.http.server.leases import Reader
 from ft_transport.http.server.server import SnapshotServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.keys import Keys
-from ft_transport.runtime.handler_safety import Place, SafeEnd, SafeEvent
+from ft_transport.runtime.signal_safe import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking

@@ -33,7 +33,8 @@ from ft_transport.http.client.manifests import fetch_manifest, fetch_status, wit
 from ft_transport.http.client.same_host import is_on_this_host
 from ft_transport.http.client.slices import Source
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
-from ft_transport.runtime.handler_safety import SafeExecutor, ThreadRefusedError
+from ft_transport.runtime.signal_safe import ThreadRefusedError
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.recorder import current
 from ft_transport.wire.manifest import ContentId, Manifest, content_id
 from ft_transport.wire.routes import LATEST, StepSelector

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import zstandard
 
 from ft_transport.errors import ManifestError
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.wire.chunks import digest
 
 _FORMAT: Final = 1

@@ -19,8 +19,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import ManifestError
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import DECODE_ERRORS, collector_paused
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, PLAIN, ChunkTable, Digester
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, check
 from ft_transport.wire.nodes import STRIDE, CheckTime, Count, Dimensions, Node, decode_tree, encode_tree, unbounded

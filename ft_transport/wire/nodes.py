@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from ft_transport.errors import ManifestError
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import collector_paused
 
 MAX_TENSOR_RANK = 64
 """Highest number of dimensions accepted from a peer; torch itself stops at 64."""

@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ft_transport.errors import PeerProtocolError
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, ChunkTable, digest, runs_of
 from ft_transport.wire.manifest import ContentId, SnapshotId
 from ft_transport.wire.signing import Headers

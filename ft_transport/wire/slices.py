@@ -15,8 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import DECODE_ERRORS, collector_paused
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.nodes import Count

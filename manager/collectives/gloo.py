@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.store import StoreConnections
-from ft_transport.runtime.fork_safety import close_in_children, delaying_forks
-from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
+from ft_transport.runtime.children import close_in_children, delaying_forks
+from ft_transport.runtime.signal_safe import SafeThread, ThreadRefusedError
 from manager.errors import quorum_errors
 
 _LOOK_AFTER_S: Final = 1.0

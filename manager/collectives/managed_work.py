@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
+from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 from manager.errors import ManagerError
 
 T = TypeVar("T")

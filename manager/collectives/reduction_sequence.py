@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined] # exported, undeclared
 
-from ft_transport.runtime.handler_safety import SafeCondition, SafeExecutor
+from ft_transport.runtime.signal_safe import SafeCondition
+from ft_transport.runtime.threads import SafeExecutor
 from manager.collectives.managed_work import forget_frames
 from manager.collectives.reductions import (
     Announcement,
@@ -305,4 +306,4 @@ def _abort_living() -> None:
             sequence.abort()
 
 
-threading._register_atexit(_abort_living)  # type: ignore[attr-defined] # as in ``handler_safety``
+threading._register_atexit(_abort_living)  # type: ignore[attr-defined] # as in ``signal_safe``

@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ft_transport import HTTPTransport, TransportSettings, state_digest
-from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
+from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 from ft_transport.telemetry.record import Record
 from manager import Manager, ManagerConfig
 

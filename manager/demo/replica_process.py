@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, Final, NamedTuple
 
-from ft_transport.runtime.child_python import child_command, child_environment
-from ft_transport.runtime.handler_safety import SafeThread
+from ft_transport.runtime.children import child_command, child_environment
+from ft_transport.runtime.signal_safe import SafeThread
 
 ENDED: Final = "ended"
 

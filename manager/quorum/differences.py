@@ -13,7 +13,7 @@ import torch
 
 from ft_transport.coordination.ranks import from_json
 from ft_transport.errors import TransportError
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from manager.errors import HealFailedError, StatesDivergedError
 from manager.quorum.decision import Decision, DoesNotFit
 from manager.quorum.membership import Membership

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.recorder import phase
 from manager.errors import HealFailedError, HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum.comparison import Hyperparameters, StateComparison

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from ft_transport import PeerAuthenticationError, StateNotServedError, TransportError, UnknownHostError
 from ft_transport.coordination.store import nobody_listens
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.recorder import current
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
 from manager.quorum.decision import Decision, Heals

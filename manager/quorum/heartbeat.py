@@ -22,7 +22,7 @@ from datetime import timedelta
 from statistics import median
 from typing import Any, Final
 
-from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
+from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 from manager.errors import QuorumError
 
 logger = logging.getLogger(__name__)

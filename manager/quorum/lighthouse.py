@@ -25,7 +25,8 @@ from urllib.parse import urlsplit
 
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.handler_safety import SafeEvent, outcome_of
+from ft_transport.runtime.signal_safe import SafeEvent
+from ft_transport.runtime.threads import outcome_of
 from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
 from manager.quorum.heartbeat import Heartbeat
 from manager.quorum.members import SignedReports, name_of, read_status

@@ -33,7 +33,7 @@ import msgspec
 
 from ft_transport.errors import PeerAuthenticationError, TransportError, escape_peer_text
 from ft_transport.keys import TOKEN_VARIABLE, Keys
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.process_state import ProcessState
 from manager.errors import QuorumError
 from manager.quorum.decision import DoesNotFit, Rules, decide

@@ -14,7 +14,8 @@ from ft_transport.coordination.ranks import decline, rendezvous
 from ft_transport.coordination.store import StoreConnections
 from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
+from ft_transport.runtime.signal_safe import SafeFuture
+from ft_transport.runtime.threads import SafeExecutor
 from manager.collectives.gloo import GlooProcessGroup
 from manager.collectives.process_group import Reconfigurable, ReconfigurableGroup, ReplicaProcessGroup
 from manager.collectives.reduction_sequence import GatheringGroup, ReductionSequence

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import torch
 from torch.distributed import DistError
 
-from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import Recording
 from manager.collectives.managed_work import ManagedWork

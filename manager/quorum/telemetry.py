@@ -20,7 +20,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler
 
-from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
+from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import ft_transport
 from ft_transport import ConfigurationError, SnapshotLimitError, TransportError
-from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.telemetry.metrics import MetricValues
 from manager.errors import ManagerError, RegistryError
 from manager.quorum.decision import next_lineage

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from ft_transport import CollectiveRefusedError, UnsupportedLeafError
-from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.runtime.signal_safe import SafeFuture
 from manager.errors import LockTimeoutError, RegistryError
 from manager.snapshots.boundary_copy import BoundaryCopy
 from manager.state.lock import Section, StateLock

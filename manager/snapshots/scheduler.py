@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from ft_transport import TransportError
-from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
+from ft_transport.runtime.signal_safe import SafeFuture
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.state.snapshot import HeldState
 from manager.errors import ManagerError
 from manager.snapshots.boundary_copy import BoundaryCopier, BoundaryCopy

@@ -231,7 +231,7 @@ class StateLock:
 
     def _wait_to_open(self, entry: _Entry, timeout_s: float, *, disallows: bool) -> bool:
         """Wait until the section is open; return false if another thread has disallowed reads meanwhile."""
-        # A function of its own, like `_wake_waiting`: ``runtime.handler_safety`` explains why for loops.
+        # A function of its own, like `_wake_waiting`: ``runtime.signal_safe`` explains why for loops.
         has_waited = False
         while not self._try_open(entry):
             if disallows and not self.is_read_allowed:

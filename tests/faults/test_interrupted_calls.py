@@ -17,7 +17,7 @@ from interruptions import HandlerError, Interruption, at_every_place
 from quorum_threads import loopback_transport
 
 from ft_transport import CheckpointStore, Publisher, StoreSettings, TransportError
-from ft_transport.runtime.fork_safety import delaying_forks
+from ft_transport.runtime.children import delaying_forks
 from ft_transport.telemetry.recorder import current
 from manager import ManagerError, StateManager
 

@@ -15,7 +15,7 @@ from interruptions import at_every_place
 from served_memory import until
 
 from ft_transport import CheckpointStore, HTTPTransport, Publisher, StoreSettings, TransportSettings, WeightReceiver
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 
 SECOND = timedelta(seconds=10)
 LOOPBACK = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")

@@ -20,7 +20,8 @@ from faulty_transports import closed_port, holds, network, state_of
 from interruptions import HandlerError, Interruption, at_every_place
 from served_memory import until
 
-from ft_transport.runtime.handler_safety import SafeExecutor, SafeThread, outcome_of
+from ft_transport.runtime.signal_safe import SafeThread
+from ft_transport.runtime.threads import SafeExecutor, outcome_of
 from manager.quorum.healing import _listening
 
 # Python swallows what is raised in a callback of a weak reference, and closes the sockets of a call that was left.

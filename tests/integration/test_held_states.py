@@ -15,7 +15,7 @@ import torch
 from state_equality import exact
 
 from ft_transport import HTTPTransport, StateMovedError, StepNotServedError, TransportError
-from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.transfer.server import SnapshotLease
 from manager import RandomState
 from manager.recovery.replica import Replica

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor
 from manager.collectives.reduction_sequence import ReductionSequence
 from manager.collectives.reductions import Reduction
 from manager.errors import ReductionMismatchError

@@ -22,7 +22,7 @@ from ft_transport.http.server.server import SnapshotServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
-from ft_transport.runtime.handler_safety import Place
+from ft_transport.runtime.signal_safe import Place
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import Certificates, TLSFiles

@@ -38,7 +38,7 @@ from ft_transport.http.client.responses import (
 )
 from ft_transport.http.peer_address import PeerAddress, look_up, socket_address
 from ft_transport.keys import TOKEN_VARIABLE, Keys
-from ft_transport.runtime.fork_safety import close_in_children, making_socket
+from ft_transport.runtime.children import close_in_children, making_socket
 from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
 from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER, SAME_HOST_HEADER, RequestRead
 from ft_transport.wire.signing import CONTENT_DIGEST_HEADER, content_digest
@@ -105,7 +105,7 @@ class Connection:
         )
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.fork_safety``."""
+        """See ``runtime.children``."""
         timed = self._socket
         if timed is not None and candidate.fileno() == timed.raw.fileno():
             return True

@@ -15,7 +15,7 @@ from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.connection_pool import ConnectionPool
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.signal_safe import SafeCondition
 from ft_transport.runtime.threads import run_on_threads
 from ft_transport.settings import FetchProgress
 from ft_transport.telemetry.record import Transfer

@@ -26,8 +26,8 @@ from ft_transport.errors import (
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.decoding import DECODE_ERRORS
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_digests, decode_header

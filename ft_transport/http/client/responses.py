@@ -28,7 +28,7 @@ from ft_transport.http.client.deadline_socket import DeadlineSocket
 from ft_transport.http.client.fetch_settings import Timeouts
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE, Keys
-from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.wire.routes import (
     AFTER_HEADER,
     EXCHANGE_DIGEST_HEADER,

@@ -20,7 +20,7 @@ from aiohttp import web
 from ft_transport.http.server.bodies import Body, FileRange, acked_bytes
 from ft_transport.http.server.throttle import BodySocket, RateLimiter
 from ft_transport.http.server.tls_protocol import TLSTransport
-from ft_transport.runtime.handler_safety import SafeThread
+from ft_transport.runtime.signal_safe import SafeThread
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.snapshot import MemoryFile
 

@@ -25,7 +25,7 @@ from typing import Final
 from ft_transport.http.server.leases import Reader
 from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.shared_memory import is_own_user, is_sealed
-from ft_transport.runtime.fork_safety import close_in_children
+from ft_transport.runtime.children import close_in_children
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import DONE, GONE, HELD, LENT, TICKET_CHARACTERS, MemoryTicket, socket_name
@@ -85,7 +85,7 @@ class SameHostServer:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.fork_safety``. Accepted sockets have the address of the listener."""
+        """See ``runtime.children``. Accepted sockets have the address of the listener."""
         return candidate.family == socket.AF_UNIX and candidate.getsockname() == self._address
 
     def start(self) -> None:

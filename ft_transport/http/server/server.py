@@ -34,7 +34,7 @@ from ft_transport.http.server.snapshot_routes import SnapshotRoutes
 from ft_transport.http.server.throttle import RateLimiter
 from ft_transport.http.server.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
-from ft_transport.runtime.fork_safety import close_in_children
+from ft_transport.runtime.children import close_in_children
 from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.tls import Certificates
@@ -164,7 +164,7 @@ class SnapshotServer:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.fork_safety``. Accepted sockets have the listener's port until the listener closes."""
+        """See ``runtime.children``. Accepted sockets have the listener's port until the listener closes."""
         if self._server.loop.is_closed() or candidate.family == socket.AF_UNIX:
             return False
         return bool(candidate.getsockname()[1] == self.port)

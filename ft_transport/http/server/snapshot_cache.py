@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.http.server.leases import Lease, Reader, StepWaiters
-from ft_transport.runtime.handler_safety import Place, Places
+from ft_transport.runtime.signal_safe import Place, Places
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector

@@ -1,9 +1,14 @@
-"""Makes forked children close their parent's connections and free the memory that was lent to it.
+"""Child processes: what forked ones close, and how programs of this package start as children.
 
 A child that the trainer forks, such as a worker of a data loader, inherits every descriptor. If the trainer dies, its
 peers would see their connections stay open and silent for as long as one such child lives, and wait for their stall
 timeouts; and memory is freed only when its last descriptor is closed. (A process that is spawned inherits none: PEP
 446.)
+
+A program of this package imports the same modules as its parent. With ``-m`` and ``-c`` Python searches the working
+directory first (https://docs.python.org/3/library/sys.html, ``sys.path``). There a child of a training run would import
+the user's ``queue.py`` instead of the standard library's, and in a checkpoint directory it would run any code placed
+beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,12 +18,14 @@ import os
 import resource
 import socket
 import stat
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Final, Protocol
 
-from ft_transport.runtime.handler_safety import Place, Places, SafeCondition
+from ft_transport.runtime.signal_safe import Place, Places, SafeCondition
 
 _DESCRIPTORS: Final = "/dev/fd"
 _LONGEST_DELAY_S: Final = 5.0
@@ -157,3 +164,29 @@ def _is_of_any(holders: list[SocketHolder], file_holders: list[FileHolder], numb
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_close_all)
+
+
+_PROGRAM: Final = """
+import sys
+sys.path[:] = [place for place in sys.path if place]
+from {module} import {function} as run
+run()
+"""
+
+
+def child_command(module: str, function: str, *arguments: str) -> tuple[str, ...]:
+    """Return a command that calls a function of a module in its own process.
+
+    Args:
+        module: A module of this distribution.
+        function: Its name; it takes no arguments and reads ``sys.argv[1:]``.
+        arguments: Arguments of the command.
+    """
+    return (sys.executable, "-c", _PROGRAM.format(module=module, function=function), *arguments)
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment, completed so that a child finds this package."""
+    here = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": paths}

@@ -1,4 +1,4 @@
-"""Conditions, events, futures, threads, executors and counters for threads on which a signal handler may raise.
+"""Conditions, events, futures, threads and counters for threads on which a signal handler may raise.
 
 CPython runs signal handlers between any two calls of the main thread, also inside Python code of the standard library.
 For example, a handler that raises in ``Condition.__enter__`` after the lock was taken leaves it locked for ever, and
@@ -13,19 +13,16 @@ its own.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from operator import attrgetter
-from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeAlias, TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-_Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 class SafeCondition(threading.Condition):
@@ -76,10 +73,6 @@ class SafeFuture(Future[T]):
         """Wait until the future is done; return whether it is."""
         with self._condition:
             return self._condition.wait_for(self.done, timeout_s)
-
-
-class ExecutorClosedError(RuntimeError):
-    """The executor has been shut down and accepts no further job."""
 
 
 class ThreadRefusedError(RuntimeError):
@@ -197,32 +190,6 @@ class LazyThread:
                 self._target()
 
 
-def outcome_of(function: Callable[[], T]) -> T | Exception:
-    """Call a native function that would treat a handler's exception as its own error.
-
-    On the main thread another thread makes the call, and continues alone if a handler raises here.
-
-    Returns:
-        The function's result, or its exception; this function itself raises only handlers' exceptions.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return _outcome(function)
-    future: Future[T | Exception] = SafeFuture()
-    jobs: SimpleQueue[_Job | None] = SimpleQueue()
-    jobs.put((future, lambda: _outcome(function)))
-    jobs.put(None)
-    # A daemon: even the interpreter's end does not wait for an abandoned call.
-    SafeThread(target=_work, args=(jobs,), name="ft-transport-call", daemon=True).start()
-    return future.result()
-
-
-def _outcome(function: Callable[[], T]) -> T | Exception:
-    try:
-        return function()
-    except Exception as error:
-        return error
-
-
 class Place:
     """One place of `Places`."""
 
@@ -318,102 +285,3 @@ class SafeEnd:
             finally:
                 self._is_made = True
                 self._pending.release()
-
-
-class SafeExecutor(Executor):
-    """An executor with a few threads, safe from signal handlers; the first job starts them.
-
-    The threads finish their jobs and end with `shutdown`, with the last reference to the executor, or with the
-    interpreter. As a context manager the executor waits for its jobs; an exception cancels jobs that have not begun.
-
-    Args:
-        num_threads: Number of threads.
-        name: Prefix of the threads' names.
-    """
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads = num_threads
-        self._num_started = 0
-        self.name = name
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._mutex = threading.Lock()
-        self._threads: list[SafeThread] = []
-        self._is_closed = False
-        weakref.finalize(self, self._jobs.put, None)
-        _living.add(self)
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Let a thread call ``fn``.
-
-        Raises:
-            ExecutorClosedError: After `shutdown`.
-            ThreadRefusedError: The system has no further thread.
-        """
-        future: Future[T] = SafeFuture()
-        with self._mutex:
-            if self._is_closed:
-                raise ExecutorClosedError("cannot take another job after the shutdown")
-            if self._num_started < self._num_threads:
-                self._start_threads()
-            self._jobs.put((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def _start_threads(self) -> None:
-        # After an interrupted start a thread may run or not: it does not count, and the next call starts another. A
-        # function of its own: the module explains why for loops inside a ``with``.
-        while self._num_started < self._num_threads:
-            thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self.name}_{self._num_started}")
-            self._threads.append(thread)
-            thread.start()
-            self._num_started += 1
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no further job; the threads end after their present jobs.
-
-        Args:
-            wait: Whether to wait for the threads.
-            cancel_futures: Whether to cancel jobs that have not begun.
-        """
-        self._is_closed = True
-        if cancel_futures:
-            with contextlib.suppress(Empty):
-                while True:
-                    if (job := self._jobs.get_nowait()) is not None:
-                        job[0].cancel()
-        # In each call: a signal handler may have raised in the first one.
-        self._jobs.put(None)
-        if wait:
-            for thread in self._threads:
-                thread.join()
-
-    def __exit__(self, kind: type[BaseException] | None, *_exc_info: object) -> None:
-        self.shutdown(wait=True, cancel_futures=kind is not None)
-
-
-_living: Final[weakref.WeakSet[SafeExecutor]] = weakref.WeakSet()
-
-
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        future, call = job
-        if future.set_running_or_notify_cancel():
-            try:
-                result = call()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-        # While it waits for the next job, the thread must not refer to the last one.
-        del job, future, call
-    # For the other threads, and for a thread that starts only now.
-    jobs.put(None)
-
-
-def _end_all() -> None:
-    for executor in list(_living):
-        executor.shutdown(wait=False)
-
-
-# Before the interpreter waits for threads, as concurrent.futures does; `atexit` runs later.
-threading._register_atexit(_end_all)  # type: ignore[attr-defined]

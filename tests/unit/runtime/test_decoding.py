@@ -12,7 +12,7 @@ import pytest
 from state_tools import file_of_state, receive
 
 from ft_transport import register_encoding
-from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state import encodings
 
 

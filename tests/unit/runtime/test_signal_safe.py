@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 from interruptions import at_every_place
 
-from ft_transport.runtime.handler_safety import SafeCondition, SafeEvent, SafeExecutor, SafeFuture
+from ft_transport.runtime.signal_safe import SafeCondition, SafeEvent, SafeFuture
+from ft_transport.runtime.threads import SafeExecutor
 
 LONG_S = 20.0
 

@@ -1,4 +1,7 @@
-"""Pauses Python's garbage collector during passages that create very many objects, none of them garbage."""
+"""Support for decoders of large states: the errors of msgspec, and pauses of Python's garbage collector.
+
+A decoder, or the walk through a state, creates very many objects, none of them garbage.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+
+DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeError, RecursionError)
+"""``UnicodeError``: text that is not UTF-8. ``RecursionError``: about a thousand nested brackets, even under an ignored
+key; a caller that catches only ``MsgspecError`` would crash on 2 KB from a peer."""
 
 
 class _Passage:
