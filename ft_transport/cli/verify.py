@@ -158,8 +158,12 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
     return Contents(kind=f"snapshot of {peer}", tensors=tuple(entries), step=manifest.step)
 
 
-def _of_ours(path: Path, step: int | None) -> Iterator[str]:
-    """Compare the files of a checkpoint of ours with its manifest, of any step without ``step``."""
+def _of_ours(path: Path, step: int | None) -> list[str]:
+    """Compare the files of a checkpoint of ours with its manifest, of any step without ``step``.
+
+    Raises:
+        NotFoundError: Another process deleted or replaced the checkpoint.
+    """
     from ft_transport import StoreSettings
     from ft_transport.checkpoint.stored_files import (
         ReadRetries,
@@ -169,16 +173,18 @@ def _of_ours(path: Path, step: int | None) -> Iterator[str]:
         read_rank_files,
     )
 
-    settings = StoreSettings()
+    settings, begun = StoreSettings(), path.stat()
     retries = ReadRetries(settings.retry_s)
     try:
         manifest = read_manifest(path, step, settings.trust(), retries)
-        damaged = find_damage(path, manifest.files, manifest.hash, retries, lambda: None)
-        if not damaged:
+        troubles = find_damage(path, manifest.files, manifest.hash, retries, lambda: None)
+        if not troubles:
             decode_rank_files(read_rank_files(path, manifest, retries), manifest)
-        yield from damaged
-    except CheckpointDamagedError as error:
-        yield f"{type(error).__name__}: {error}"
+    except (CheckpointDamagedError, OSError) as error:
+        troubles = [f"{type(error).__name__}: {error}"]
+    if troubles and not (path.exists() and os.path.samestat(begun, path.stat())):
+        raise NotFoundError(f"expected a checkpoint that stays while it is read, {path} was deleted or replaced")
+    return troubles
 
 
 def tensor_troubles(contents: Contents) -> Iterator[str]:

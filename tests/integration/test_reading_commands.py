@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from typer.testing import CliRunner
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
-from ft_transport.cli.contents import UnreadableError
+from ft_transport.checkpoint import stored_files
+from ft_transport.cli.contents import NotFoundError, UnreadableError
 from ft_transport.cli.main import app
 from ft_transport.http.client import manifests
 from ft_transport.wire.manifest import Manifest
@@ -265,6 +266,24 @@ def test_what_is_whole_is_found_so(tmp_path: Path) -> None:
         store.save(3, STATE, wait=True)
     for name in ("dcp", "m.safetensors", "ours", "ours/step-3"):
         assert verified(tmp_path / name) == (0, [])
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointStore(tmp_path) as store:
+        store.save(3, STATE, wait=True)
+    read = stored_files.read_manifest
+
+    def deleted_then(path: Path, *arguments: Any) -> Any:
+        manifest = read(path, *arguments)
+        path.rename(tmp_path / "retired")
+        return manifest
+
+    monkeypatch.setattr(stored_files, "read_manifest", deleted_then)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert isinstance(result.exception, NotFoundError)
+    assert "was deleted or replaced" in str(result.exception)
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
