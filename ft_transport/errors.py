@@ -51,9 +51,8 @@ pickle, so they can cross a process boundary; ``partial`` stays behind.
 from __future__ import annotations
 
 import sys
-from typing import Any, ClassVar, Final, TypedDict
-
-from typing_extensions import Unpack
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Final
 
 _MAX_WHERE_CHARACTERS: Final = 1000
 
@@ -79,24 +78,17 @@ def escape_controls(text: str) -> str:
     return "\n".join(escape_peer_text(line, max_characters=sys.maxsize) for line in text.split("\n"))
 
 
-class _Where(TypedDict, total=False):
-    """The context of an error; `TransportError` describes the fields."""
-
-    peer: str | None
-    step: int | str | None
-    path: str | None
-
-
 def _rebuild(cls: type[TransportError], fields: dict[str, Any]) -> TransportError:
     error = cls.__new__(cls)
     error.__dict__.update(fields)
     return error
 
 
+@dataclass(eq=False, repr=False)
 class TransportError(Exception):
     """Root of the tree.
 
-    Args:
+    Attributes:
         message: The expectation, and the actual value.
         peer: ``host:port`` of the peer, if any.
         step: The training step, if any.
@@ -105,17 +97,14 @@ class TransportError(Exception):
 
     retryable: ClassVar[bool] = False
     http_status: ClassVar[int] = 500
-    destination_touched: bool = False
-    destination_kept: bool = False
+    destination_touched = False  # without a type, which would make it an argument
+    destination_kept = False
 
-    def __init__(
-        self, message: str, *, peer: str | None = None, step: int | str | None = None, path: str | None = None
-    ) -> None:
-        super().__init__()
-        self.message = message
-        self.peer = peer
-        self.step = step
-        self.path = path
+    message: str
+    _: KW_ONLY
+    peer: str | None = None
+    step: int | str | None = None
+    path: str | None = None
 
     def __str__(self) -> str:
         where = [
@@ -182,6 +171,7 @@ class RestoreError(TransportError):
     """A received tensor or leaf does not fit its destination; ``path`` names it."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class IntegrityError(TransportError):
     """Bytes differ from their digest.
 
@@ -190,16 +180,16 @@ class IntegrityError(TransportError):
         chunk: Index of the chunk; ``None`` for the manifest itself.
         expected: Digest in the manifest.
         actual: Digest of the received bytes.
-        **where: See `TransportError`.
     """
 
     retryable = True
 
-    def __init__(self, message: str, *, chunk: int | None, expected: int, actual: int, **where: Unpack[_Where]) -> None:
-        super().__init__(f"{message}: expected digest {expected:016x}, the bytes that came have {actual:016x}", **where)
-        self.chunk = chunk
-        self.expected = expected
-        self.actual = actual
+    chunk: int | None
+    expected: int
+    actual: int
+
+    def __post_init__(self) -> None:
+        self.message += f": expected digest {self.expected:016x}, the bytes that came have {self.actual:016x}"
 
 
 class PeerError(TransportError):
@@ -226,6 +216,7 @@ class PeerProtocolError(PeerError):
     """The peer answered outside the protocol (wrong status, length, range or header)."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MessageDamagedError(PeerProtocolError):
     """The request or the answer was damaged on the way: another attempt may help.
 
@@ -234,11 +225,8 @@ class MessageDamagedError(PeerProtocolError):
     """
 
     retryable = True
-    refusal: TransportError | None = None
 
-    def __init__(self, message: str, *, refusal: TransportError | None = None, **where: Unpack[_Where]) -> None:
-        super().__init__(message, **where)
-        self.refusal = refusal
+    refusal: TransportError | None = None
 
 
 class PeerAuthenticationError(PeerError):
@@ -247,6 +235,7 @@ class PeerAuthenticationError(PeerError):
     http_status = 401
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PeerNotReadyError(PeerError):
     """The peer has not taken a snapshot yet, or none since the request.
 
@@ -256,12 +245,8 @@ class PeerNotReadyError(PeerError):
     retryable = True
     http_status = 503
 
-    def __init__(
-        self, message: str, *, retry_after_s: float = 1.0, after: int | None = None, **where: Unpack[_Where]
-    ) -> None:
-        super().__init__(message, **where)
-        self.retry_after_s = retry_after_s
-        self.after = after
+    retry_after_s: float = 1.0
+    after: int | None = None
 
 
 class StateNotServedError(PeerError):
@@ -270,6 +255,7 @@ class StateNotServedError(PeerError):
     http_status = 501
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StepNotServedError(PeerError):
     """The peer serves other steps than the requested one; ``served`` lists them.
 
@@ -278,12 +264,8 @@ class StepNotServedError(PeerError):
 
     http_status = 404
 
-    def __init__(
-        self, message: str, *, served: tuple[int, ...] = (), is_past: bool = False, **where: Unpack[_Where]
-    ) -> None:
-        super().__init__(message, **where)
-        self.served = served
-        self.is_past = is_past
+    served: tuple[int, ...] = ()
+    is_past: bool = False
 
 
 class SnapshotReplacedError(PeerError):
@@ -293,15 +275,14 @@ class SnapshotReplacedError(PeerError):
     http_status = 409
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FetchFailedError(TransportError):
     """No source could deliver the whole snapshot.
 
     ``failures`` has the errors in order.
     """
 
-    def __init__(self, message: str, *, failures: tuple[TransportError, ...], **where: Unpack[_Where]) -> None:
-        super().__init__(message, **where)
-        self.failures = failures
+    failures: tuple[TransportError, ...]
 
     def __str__(self) -> str:
         lines = [super().__str__()]
@@ -327,12 +308,11 @@ class CheckpointExistsError(CheckpointError):
     """A checkpoint of that step exists, and must not be replaced."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CheckpointDamagedError(CheckpointError):
     """Files differ from their written content; ``files`` names them with the differences."""
 
-    def __init__(self, message: str, *, files: tuple[str, ...] = (), **where: Unpack[_Where]) -> None:
-        super().__init__(message, **where)
-        self.files = files
+    files: tuple[str, ...] = ()
 
 
 class CheckpointUntrustedError(CheckpointError):
@@ -347,6 +327,7 @@ class ReplicasDivergedError(CheckpointError):
     """Ranks that must have equal values differ; ``path`` names the first difference."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RankFailedError(CheckpointError):
     """One rank failed in a common phase; the same error on every rank.
 
@@ -354,30 +335,20 @@ class RankFailedError(CheckpointError):
     and ``phase`` the common phase.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        phase: str,
-        cause_type: str,
-        errno: int | None = None,
-        **where: Unpack[_Where],
-    ) -> None:
-        super().__init__(message, **where)
-        self.rank = rank
-        self.phase = phase
-        self.cause_type = cause_type
-        self.errno = errno
+    rank: int
+    phase: str
+    cause_type: str
+    errno: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RankGoneError(CheckpointError, TimeoutError):
     """Ranks did not answer before the deadline; ``ranks`` lists them."""
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), **where: Unpack[_Where]) -> None:
-        super().__init__(message, **where)
-        self.ranks = ranks
-        self.rank = ranks[0] if ranks else None
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.rank = self.ranks[0] if self.ranks else None
 
 
 class SaveInProgressError(CheckpointError):
@@ -402,6 +373,7 @@ class StaleVersionError(PublishError):
     """The version is not newer than a published one; versions must increase."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class EngineRefusedError(PublishError):
     """An engine answered with an error, or uses another version than requested.
 
@@ -409,13 +381,9 @@ class EngineRefusedError(PublishError):
     as the engine sent it; in the message, and in reports, its control characters are escaped.
     """
 
-    def __init__(
-        self, message: str, *, status: int | None = None, body: str = "", request: str = "", **where: Unpack[_Where]
-    ) -> None:
-        super().__init__(message, **where)
-        self.status = status
-        self.body = body
-        self.request = request
+    status: int | None = None
+    body: str = ""
+    request: str = ""
 
 
 class EngineUnreachableError(PublishError):
