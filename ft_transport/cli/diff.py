@@ -232,7 +232,7 @@ def opened_states(
 def _manifest_of(thing: str) -> Manifest | None:
     """Return the manifest of a file that ``fetch`` has written; ``None`` for anything else."""
     path = checkpoint_at(Path(thing))
-    if path.is_dir() or DIGESTS not in open_source(thing).metadata:
+    if path.is_dir() or DIGESTS not in open_source(str(path)).metadata:
         return None
     with contextlib.closing(StoredFile.at(path)) as file:
         return read_manifest(file)
@@ -240,7 +240,8 @@ def _manifest_of(thing: str) -> Manifest | None:
 
 def _open(thing: str, fetched: Path | None) -> StoredState:
     if fetched is None:
-        state = StoredState(checkpoint_at(Path(thing)), open_source(thing, with_places=True), name=thing)
+        path = checkpoint_at(Path(thing))
+        state = StoredState(path, open_source(str(path), with_places=True), name=thing)
     else:
         contents = replace(open_source(str(fetched)), kind="snapshot of a replica")
         state = StoredState(fetched, contents, name=thing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -139,7 +139,7 @@ def read_file(path: Path, *, file: str = "") -> Contents:
             contents = read_header(opened.read, kind="safetensors file", name=str(path), file=file)
         except OSError as error:
             raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
-    ends = (part.start + part.num_bytes for part in _parts(contents))
+    ends = (part.start + part.num_bytes for part in _parts(contents.tensors))
     missing = max(0, max(ends, default=contents.data_start) - opened.num_bytes)
     troubles = _layout_troubles(contents, opened.num_bytes - contents.data_start, path.name)
     return replace(contents, num_bytes_missing=missing, troubles=tuple(troubles))
@@ -159,7 +159,7 @@ def read_files(directory: Path, index: Path | None) -> Contents:
     there = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
     weight_map = _read_index(index) if index is not None else dict[str, str]()
     names = sorted({*weight_map.values()}) if index is not None else there
-    troubles, pieces, num_missing = list[str](), dict[str, list[tuple[str, TensorEntry]]](), 0
+    troubles, pieces, num_missing = list[str](), dict[str, list[TensorEntry]](), 0
     unread = set[str]()
     for name in names:
         try:
@@ -173,13 +173,13 @@ def read_files(directory: Path, index: Path | None) -> Contents:
         num_missing += contents.num_bytes_missing
         for tensor in contents.tensors:
             offsets = sharding[tensor.path].saved_offsets if tensor.path in sharding else None
-            pieces.setdefault(tensor.path, []).append((name, _moved(tensor, offsets)))
+            pieces.setdefault(tensor.path, []).append(_moved(tensor, offsets))
     troubles += _index_troubles(weight_map, pieces, unread) if index is not None else ()
     others = ", ".join(escape(name) for name in there if name not in names)
     return Contents(
         kind="directory of safetensors files",
         form="files",
-        tensors=tuple(_merged([part for _, part in parts], troubles) for parts in pieces.values()),
+        tensors=tuple(_merged(parts, troubles) for parts in pieces.values()),
         num_bytes_missing=num_missing,
         troubles=tuple(troubles),
         notes=(f"{others}: not in the index, and not looked at",) if others else (),
@@ -195,10 +195,10 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _index_troubles(
-    weight_map: dict[str, str], pieces: dict[str, list[tuple[str, TensorEntry]]], unread: set[str]
+    weight_map: dict[str, str], pieces: dict[str, list[TensorEntry]], unread: set[str]
 ) -> Iterator[str]:
     for name, parts in pieces.items():
-        files = ", ".join(escape(file) for file, _ in parts)
+        files = ", ".join(escape(stored.file) for stored in _parts(parts))
         if name not in weight_map:
             yield f"{escape(name)}: it is in {files}, and not in the index"
         elif files != escape(weight_map[name]):
@@ -249,7 +249,7 @@ def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator
     shown, end = escape(name), 0
     for start, stop in sorted(
         (part.start - contents.data_start, part.start - contents.data_start + part.num_bytes)
-        for part in _parts(contents)
+        for part in _parts(contents.tensors)
     ):
         if stop > data_bytes:
             yield f"{shown}: bytes [{start}, {stop}) are not in its {data_bytes} bytes"
@@ -284,8 +284,8 @@ def _size_troubles(tensor: TensorEntry) -> Iterator[str]:
         )
 
 
-def _parts(contents: Contents) -> Iterator[StoredPart]:
-    return (piece.stored for tensor in contents.tensors for piece in tensor.pieces if piece.stored is not None)
+def _parts(tensors: Iterable[TensorEntry]) -> Iterator[StoredPart]:
+    return (piece.stored for tensor in tensors for piece in tensor.pieces if piece.stored is not None)
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:

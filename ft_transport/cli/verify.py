@@ -80,8 +80,10 @@ def verify_command(
         if is_url(thing):
             contents = _of_peer(thing, timeout)
         else:
-            contents = open_source(thing, with_places=True)
-            troubles += _troubles(thing, contents, notes)
+            # A job may complete another checkpoint in the same directory meanwhile.
+            path = checkpoint_at(Path(thing))
+            contents = open_source(str(path), with_places=True)
+            troubles += _troubles(path, contents, notes)
     except NotFoundError:
         raise
     except UnreadableError as error:
@@ -105,8 +107,7 @@ def verify_command(
         raise typer.Exit(1)
 
 
-def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]:
-    path = checkpoint_at(Path(thing))
+def _troubles(path: Path, contents: Contents, notes: list[str]) -> Iterator[str]:
     is_of_ranks = path.is_dir() and any(path.glob(OF_A_RANK))
     if contents.kind == OURS or (is_of_ranks and (path / MANIFEST).exists()):
         yield from _of_ours(path.resolve(), contents.step)

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
 from ft_transport.checkpoint import stored_files
+from ft_transport.cli import verify
 from ft_transport.cli.contents import NotFoundError, UnreadableError
 from ft_transport.cli.main import app
 from ft_transport.http.client import manifests
@@ -284,6 +285,22 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_damaged(
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert isinstance(result.exception, NotFoundError)
     assert "was deleted or replaced" in str(result.exception)
+
+
+def test_a_checkpoint_that_is_completed_meanwhile_is_not_mixed_with_the_one_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointStore(tmp_path) as store:
+        store.save(3, STATE, wait=True)
+        read = verify.open_source
+
+        def and_another(*arguments: Any, **keywords: Any) -> Any:
+            contents = read(*arguments, **keywords)
+            store.save(4, STATE, wait=True)
+            return contents
+
+        monkeypatch.setattr(verify, "open_source", and_another)
+        assert verified(tmp_path) == (0, [])
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:

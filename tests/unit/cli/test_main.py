@@ -159,3 +159,25 @@ def test_a_paragraph_of_help_fills_a_narrow_terminal(command: str, monkeypatch: 
     for line, following in pairwise(text):
         if line and following and not line.startswith("Usage"):
             assert len(line) + 1 + len(following.split()[0]) > 78, f"{line!r} breaks before {following!r}"
+
+
+def test_help_lists_each_command_and_another_name_is_wrong_usage(run: Run) -> None:
+    code, output = run("--help")
+    assert code == 0
+    for command in (
+        "bench",
+        "demo",
+        "diff",
+        "doctor",
+        "explain",
+        "fetch",
+        "inspect",
+        "status",
+        "top",
+        "trace",
+        "verify",
+    ):
+        assert f" {command} " in output
+    assert " watch-token " in output
+    code, output = run("statsu")
+    assert (code, "No such command" in output) == (2, True)
