@@ -11,9 +11,8 @@ from typing import Final, Generic, TypeVar
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.fetch_settings import FetchTimeout, paced
-from ft_transport.http.client.manifests import fetch_deltas
 from ft_transport.http.client.rate_probe import ask_state, connecting
-from ft_transport.http.peer_address import PeerAddress, peer_addresses
+from ft_transport.http.peer_address import peer_addresses
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_function, check_number
@@ -28,7 +27,6 @@ from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.known import Known, Received
 from ft_transport.transfer.server import StateServer
 from ft_transport.transfer.sources import FetchPeers, common_step
-from ft_transport.wire.delta import Delta
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _DEFAULT_NUM_CONNECTIONS: Final = 4
@@ -269,28 +267,6 @@ class HTTPTransport(Generic[T]):
     def keep_delta(self, base: int, delta: bytes) -> None:
         """Serve a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; caches the latest 4."""
         self.server.http.deltas.keep(base, delta)
-
-    def fetch_deltas(
-        self, metadata: str, base: int, step: int, *, max_bytes: int, timeout: timedelta | None = None
-    ) -> list[Delta]:
-        """Receive the deltas that lead from one step to another.
-
-        Args:
-            metadata: The result of the peer's ``metadata()``.
-            base: The step that the receiver has.
-            step: The later one that it wants.
-            max_bytes: Maximum size of all of them together, as they come and, once more, decoded.
-            timeout: The transport's own by default.
-
-        Returns:
-            The deltas in the order in which they are applied; empty if the peer lacks one of them, or they are larger.
-            Their headers are checked; the result has to be compared with the manifest of the step.
-
-        Raises:
-            TransportError: The peer cannot be reached or refuses, or its answer is no delta.
-        """
-        settings = self._client.fetch_settings(timeout)
-        return fetch_deltas(PeerAddress.from_url(metadata), base, step, max_bytes=max_bytes, settings=settings)
 
     def fetch_sharded(
         self,

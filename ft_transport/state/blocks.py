@@ -141,8 +141,12 @@ class FastLane:
             blocks.item_bytes.extend(map(_ITEM_BYTES.__getitem__, dtypes))
         return True
 
-    def store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
+    def store(
+        self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int | None = None
+    ) -> int:
         """Add a block off the lane under a free name; return its index.
+
+        ``address`` is that of a row-major source on the CPU, and 0 for others; ``None`` if the caller has not looked.
 
         Raises:
             OffLaneError: See `settle`.
@@ -163,6 +167,8 @@ class FastLane:
         blocks.shapes.append(shape)
         blocks.num_bytes.append(source.nbytes)
         blocks.item_bytes.append(source.dtype.itemsize)
+        if address is None:
+            address = source.data_ptr() if source.is_cpu and source.is_contiguous() else 0
         blocks.addresses.append(address)
         return len(blocks.names) - 1
 

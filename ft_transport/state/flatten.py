@@ -6,7 +6,8 @@ Flattening copies nothing: blocks refer to live tensors, so flatten and copy nee
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -19,25 +20,8 @@ from ft_transport.state.blocks import Blocks, FastLane, FlatState, OffLaneError
 from ft_transport.state.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
 from ft_transport.state.memory_bytes import Base, ViewKey, find_views, is_lazy, view_key
 from ft_transport.state.placements import LayoutEncoder, dtensor_type
-from ft_transport.wire.nodes import (
-    MAX_DEPTH,
-    BytesNode,
-    CustomNode,
-    DefaultDictNode,
-    DequeNode,
-    DTensorNode,
-    LayoutNode,
-    LeafNode,
-    MappingNode,
-    NamedTupleNode,
-    Node,
-    NumpyArrayNode,
-    QuantizedNode,
-    SequenceNode,
-    StoredBytesNode,
-    TensorNode,
-    ViewNode,
-)
+from ft_transport.wire import nodes
+from ft_transport.wire.nodes import MAX_DEPTH, LayoutNode, LeafNode, MappingNode, Node, TensorNode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -57,18 +41,11 @@ def flatten(state: object) -> FlatState:
         UnsupportedLeafError: A leaf has no safe encoding; the error names its path.
         SnapshotError: The state contains itself or is nested too deeply.
     """
-    try:
+    with _named_errors():
         flat = _flatten_in_lane(state)
         blocks = flat.blocks
         views = find_views(blocks.names, blocks.sources, blocks.addresses, blocks.num_bytes)
-        if views:
-            flat = _flatten(state, views, None)
-    except RecursionError as error:
-        raise SnapshotError(f"expected a state that Python's recursion limit lets through: {error}") from error
-    except SnapshotError as error:
-        error.path = error.path or "(root)"
-        raise
-    return flat
+        return _Flattener(views, None).flatten(state) if views else flat
 
 
 def check_encodable(state: object, *, with_tensors: bool = True) -> None:
@@ -82,16 +59,19 @@ def check_encodable(state: object, *, with_tensors: bool = True) -> None:
         UnsupportedLeafError: See `flatten`.
         SnapshotError: See `flatten`.
     """
-    flattener = _Flattener({}, None) if with_tensors else _StructureFlattener({}, None)
+    with _named_errors():
+        (_Flattener if with_tensors else _StructureFlattener)({}, None).flatten(state)
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
     try:
-        flattener.encode_root(state)
+        yield
     except RecursionError as error:
         raise SnapshotError(f"expected a state that Python's recursion limit lets through: {error}") from error
     except SnapshotError as error:
         error.path = error.path or "(root)"
         raise
-    finally:
-        flattener.encoders.clear()
 
 
 def _flatten_in_lane(state: object) -> FlatState:
@@ -99,20 +79,10 @@ def _flatten_in_lane(state: object) -> FlatState:
     off_lane: frozenset[int] = frozenset()
     for _ in range(_MAX_LANE_ATTEMPTS):
         try:
-            return _flatten(state, {}, off_lane)
+            return _Flattener({}, off_lane).flatten(state)
         except OffLaneError as error:
             off_lane |= error.ids
-    return _flatten(state, {}, None)
-
-
-def _flatten(state: object, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> FlatState:
-    flattener = _Flattener(views, off_lane)
-    try:
-        tree = flattener.encode_root(state)
-        return FlatState(tree=tree, blocks=flattener.blocks, layouts=flattener.layouts.table)
-    finally:
-        # Breaks the cycle with its own methods: live tensors must not wait for the garbage collector.
-        flattener.encoders.clear()
+    return _Flattener({}, None).flatten(state)
 
 
 class _Flattener:
@@ -146,7 +116,7 @@ class _Flattener:
             set: lambda value, path: self._sequence("set", value, path),
             frozenset: lambda value, path: self._sequence("frozenset", value, path),
             torch.Size: lambda value, path: self._sequence("size", value, path),
-            deque: lambda value, path: DequeNode(value.maxlen, self._items(value, value, path)),
+            deque: lambda value, path: nodes.DequeNode(value.maxlen, self._items(value, value, path)),
             type(None): lambda _value, _path: None,
             bool: lambda value, _path: bool(value),
             int: encodings.encode_int,
@@ -158,18 +128,19 @@ class _Flattener:
             np.ndarray: self._numpy_array,
         }
 
-    def encode_root(self, state: object) -> Node:
-        """Return the tree of the whole state, and complete the blocks."""
+    def flatten(self, state: object) -> FlatState:
+        """Return the flattened state. Called once."""
         try:
-            tree = self.encode(state, "")
-        except SnapshotError:
-            # An earlier tensor may be the first fault; only the slow lane can tell.
-            self._lane.settle()
-            self._lane.check()
-            raise
-        self._lane.settle()
-        self._lane.check()
-        return tree
+            try:
+                tree = self.encode(state, "")
+            finally:
+                # After an error too: an earlier tensor may be the first fault, and only the slow lane can tell.
+                self._lane.settle()
+                self._lane.check()
+            return FlatState(tree=tree, blocks=self.blocks, layouts=self.layouts.table)
+        finally:
+            # Breaks the cycle with its own methods: live tensors must not wait for the garbage collector.
+            self.encoders.clear()
 
     def encode(self, value: object, path: str) -> Node:
         encoder = self.encoders.get(type(value))
@@ -214,14 +185,14 @@ class _Flattener:
                 raise SnapshotError(
                     f"the encoding {custom.name!r} failed: {type(error).__name__}: {error}", path=path
                 ) from error
-            return CustomNode(custom.name, self.encode(encoded, path))
+            return nodes.CustomNode(custom.name, self.encode(encoded, path))
         finally:
             self._open.discard(id(value))
 
     def _named_tuple(self, value: tuple[object, ...], path: str) -> Node:
         type_ = type(value)
         fields = list(type_._fields)  # type: ignore[attr-defined]
-        node = NamedTupleNode(type_.__module__, type_.__qualname__, fields, self._items(value, value, path))
+        node = nodes.NamedTupleNode(type_.__module__, type_.__qualname__, fields, self._items(value, value, path))
         if encodings.find_named_tuple_type(node) is not type_ or getattr(value, "__dict__", None):
             raise UnsupportedLeafError(
                 f"expected a named tuple whose class a receiver finds as {type_.__module__}.{type_.__qualname__}, with "
@@ -255,7 +226,7 @@ class _Flattener:
         if kind in ("set", "frozenset"):
             # Iteration order differs between processes (hash randomisation); equal sets read the same everywhere.
             items.sort(key=msgspec.json.encode)
-        return SequenceNode(kind, items)
+        return nodes.SequenceNode(kind, items)
 
     def _mapping_items(self, value: dict[Any, object], path: str) -> list[Node]:
         self._enter(value, path)
@@ -292,18 +263,18 @@ class _Flattener:
 
     def _default_dict(self, value: defaultdict[Any, object], path: str) -> Node:
         factory = encodings.default_factory_name(value, path)
-        return DefaultDictNode(factory, self._mapping_items(value, path))  # type: ignore[arg-type]
+        return nodes.DefaultDictNode(factory, self._mapping_items(value, path))  # type: ignore[arg-type]
 
     def _bytes(self, value: bytes | bytearray, path: str, *, mutable: bool) -> Node:
         if len(value) <= _INLINE_BYTES:
-            return BytesNode(bytes(value), mutable)
+            return nodes.BytesNode(bytes(value), mutable)
         block = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        return StoredBytesNode(self._store_bytes(block, path), mutable)
+        return nodes.StoredBytesNode(self._lane.store(block, path, "U8", (block.numel(),)), mutable)
 
     def _numpy_array(self, value: np.ndarray[Any, Any], path: str) -> Node:
         data = encodings.numpy_bytes(value, path)
         block = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return NumpyArrayNode(self._store_bytes(block, path), value.dtype.str, value.shape)
+        return nodes.NumpyArrayNode(self._lane.store(block, path, "U8", (block.numel(),)), value.dtype.str, value.shape)
 
     def _parameter(self, value: torch.Tensor, path: str) -> Node:
         return LeafNode(self._tensor(value.detach(), path), parameter=True, requires_grad=value.requires_grad)
@@ -312,7 +283,7 @@ class _Flattener:
         self._check_leaf(value, path)
         # DTensor.clone() and friends dispatch collectively; the local shard is all that this process has.
         layout = self.layouts.index_of(value, path)
-        node = DTensorNode(self._plain_tensor(value.to_local().detach(), path), layout)
+        node = nodes.DTensorNode(self._plain_tensor(value.to_local().detach(), path), layout)
         # A Parameter made of a DTensor has the class DTensor, and only isinstance tells.
         is_parameter = isinstance(value, torch.nn.Parameter)
         if is_parameter or value.requires_grad:
@@ -392,13 +363,13 @@ class _Flattener:
         is_row_major = source.is_contiguous() or not is_dense(shape, source.stride())
         stride = torch.empty(shape, device="meta").stride() if is_row_major else source.stride()
         if wire_dtype is not None:
-            index = self._lane.store(source, path, wire_dtype, shape, _host_address(source))
+            index = self._lane.store(source, path, wire_dtype, shape)
             return TensorNode(index) if is_row_major else LayoutNode(index, name_of(value.dtype), shape, stride)
         if not source.is_contiguous():
             source = source.view(carrier_of(source.dtype))
         itemsize = value.dtype.itemsize
         entry_shape = shape if itemsize == 1 else (*shape, itemsize)
-        index = self._lane.store(source, path, "U8", entry_shape, _host_address(source))
+        index = self._lane.store(source, path, "U8", entry_shape)
         return LayoutNode(index, name_of(value.dtype), shape, stride)
 
     def _view(self, value: torch.Tensor, base: Base) -> Node:
@@ -406,7 +377,7 @@ class _Flattener:
         node = self._plain_tensor(tensor, name)
         assert isinstance(node, TensorNode), "a base is row-major and of a dtype that safetensors knows"
         offset = (value.data_ptr() - tensor.data_ptr()) // value.dtype.itemsize
-        return ViewNode(node.index, tuple(value.shape), value.stride(), offset)
+        return nodes.ViewNode(node.index, tuple(value.shape), value.stride(), offset)
 
     def _quantized(self, value: torch.Tensor, path: str) -> Node:
         if value.dtype not in QUANTIZED:
@@ -417,10 +388,9 @@ class _Flattener:
                 path=path,
             )
         values = self._plain_tensor(value.int_repr(), path)
-        return QuantizedNode(values, name_of(value.dtype), encodings.float_bits(value.q_scale()), value.q_zero_point())
-
-    def _store_bytes(self, block: torch.Tensor, path: str) -> int:
-        return self._lane.store(block, path, "U8", (block.numel(),), _host_address(block))
+        return nodes.QuantizedNode(
+            values, name_of(value.dtype), encodings.float_bits(value.q_scale()), value.q_zero_point()
+        )
 
 
 class _StructureFlattener(_Flattener):
@@ -428,7 +398,3 @@ class _StructureFlattener(_Flattener):
 
     def encode(self, value: object, path: str) -> Node:
         return None if isinstance(value, torch.Tensor) else super().encode(value, path)
-
-
-def _host_address(source: torch.Tensor) -> int:
-    return source.data_ptr() if source.is_cpu and source.is_contiguous() else 0

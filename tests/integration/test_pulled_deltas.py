@@ -20,8 +20,19 @@ from certificates import issue
 from few_threads import OnFewThreads
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
-from ft_transport import HTTPTransport, Publisher, PublishError, PullingEngine, TransportSettings, WeightReceiver
+from ft_transport import (
+    FetchTimeout,
+    HTTPTransport,
+    Publisher,
+    PublishError,
+    PullingEngine,
+    TransportSettings,
+    WeightReceiver,
+)
 from ft_transport.errors import ManifestError, SnapshotLimitError
+from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.client.manifests import fetch_deltas
+from ft_transport.http.peer_address import PeerAddress
 from ft_transport.publish import deltas
 from ft_transport.publish.deltas import delta_between
 from ft_transport.state.restore import Restore
@@ -191,8 +202,12 @@ def test_changes_that_take_more_memory_than_the_weights_are_not_decompressed(tra
         bomb = b"".join((len(header).to_bytes(8, "little"), header, *frames))
         assert len(bomb) < 10_000
         transport.keep_delta(1, bomb)
+        settings = FetchSettings.of(
+            TransportSettings(), keys=None, certificates=None, num_connections=1, timeout=FetchTimeout(total=SOON)
+        )
+        source = PeerAddress.from_url(transport.metadata())
         with pytest.raises(ManifestError, match=f"fits into {num_bytes(second)} bytes"):
-            transport.fetch_deltas(transport.metadata(), 1, 2, max_bytes=num_bytes(second))
+            fetch_deltas(source, 1, 2, max_bytes=num_bytes(second), settings=settings)
         transport.send_checkpoint([], 2, {"weights": second}, SOON)
         assert tell(receiver, 2, transport) == 200
         assert same_bits(own, second)

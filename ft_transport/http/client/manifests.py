@@ -321,7 +321,22 @@ def digest_chunks(
 def fetch_deltas(
     source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
 ) -> list[Delta]:
-    """Fetch the deltas between two versions; see ``HTTPTransport.fetch_deltas``."""
+    """Fetch the deltas that lead from one version to another.
+
+    Args:
+        source: A peer that caches them.
+        base: The version that the receiver has.
+        version: The later one that it wants.
+        max_bytes: Maximum size of all of them together, as they come and, once more, decoded.
+        settings: Settings of the fetch.
+
+    Returns:
+        The deltas in the order in which they are applied; empty if the peer lacks one of them, or they are larger.
+        Their headers are checked; the caller compares the result with the manifest of the version.
+
+    Raises:
+        TransportError: The peer cannot be reached or refuses, or its answer is no delta.
+    """
     deltas: list[Delta] = []
     max_memory_bytes = max_bytes
     with Connection.of(source, settings) as connection:

@@ -13,7 +13,12 @@ from encrypted_transports import TIMEOUT, connection, port_of, tapped, transport
 from lent_memory import lent
 from served_memory import serving
 
+from ft_transport import FetchTimeout, TransportSettings
+from ft_transport.http.client.fetch_settings import FetchSettings
+from ft_transport.http.client.manifests import fetch_deltas
+from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay
+from ft_transport.tls import Certificates
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.delta import TensorPair, encode_delta
 from ft_transport.wire.manifest import ContentId
@@ -107,7 +112,14 @@ def test_what_is_received_is_what_was_sent_and_nobody_on_the_way_sees_it(
                 case _:
                     got = STATE["layer"]
                     sender.keep_delta(1, _delta())
-                    deltas = receiver.fetch_deltas(address, 1, 2, max_bytes=1 << 24)
+                    settings = FetchSettings.of(
+                        TransportSettings(),
+                        keys=None,
+                        certificates=Certificates(own.files) if own is not None else None,
+                        num_connections=1,
+                        timeout=FetchTimeout(total=TIMEOUT),
+                    )
+                    deltas = fetch_deltas(PeerAddress.from_url(address), 1, 2, max_bytes=1 << 24, settings=settings)
                     assert [(each.base, each.version) for each in deltas] == [(1, 2)]
             assert torch.equal(got, STATE["layer"])
             expected = b"w.secret" if how == "fetch_deltas" else WEIGHTS
