@@ -1,4 +1,4 @@
-"""``ft-transport doctor``: is this host, and the network path to its peers, fit for recoveries?"""
+"""``ft-transport doctor``: are this host and the way to its peers fit to recover? ``status``: what do peers serve?"""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 import typer
 
-from ft_transport.cli.output import escape, megabytes
-from ft_transport.errors import TransportError
+from ft_transport.cli.output import escape, megabytes, message_of, remedy_for
+from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.bind_address import ADVERTISE_VARIABLE, addresses_of, advertised_host, interfaces
 from ft_transport.http.client.manifests import PeerStatus
 from ft_transport.http.client.rate_probe import Connect, ProbedRate, ask_status, connecting, probe_rates
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE
+from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.record import now_unix_s
 
@@ -81,6 +82,57 @@ def doctor_command(
         typer.echo(msgspec.json.encode(checks))
     if any(check.verdict == "bad" for check in checks):
         raise typer.Exit(1)
+
+
+def status_command(
+    urls: Annotated[
+        list[str],
+        typer.Argument(metavar="URL", help="URLs of replicas (as `metadata()` of their transport returns them)."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
+) -> None:
+    """Ask replicas what they serve: step, size, and how many receive it now.
+
+    All are asked at once, for 3 s at most. The job's token and certificates are taken from the environment. Exits with
+    1 if one of them does not answer, with 2 if one is no URL.
+    """
+    settings = TransportSettings()
+    connect = connecting(settings.keys(), settings.certificates())
+    with SafeExecutor(min(32, len(urls)), "ft-transport-ask") as pool:
+        answers = list(pool.map(lambda url: _ask(url, connect), urls))
+    if as_json:
+        results = [_as_object(url, answer) for url, answer in zip(urls, answers, strict=True)]
+        typer.echo(msgspec.json.encode(results))
+    else:
+        for url, answer in zip(urls, answers, strict=True):
+            typer.echo(_as_line(url, answer))
+    if any(isinstance(answer, ConfigurationError) for answer in answers):
+        raise typer.Exit(2)
+    if any(isinstance(answer, TransportError) for answer in answers):
+        raise typer.Exit(1)
+
+
+def _ask(url: str, connect: Connect) -> PeerStatus | TransportError:
+    try:
+        return ask_status(PeerAddress.from_url(url), connect, within_s=3.0)
+    except TransportError as error:
+        return error
+
+
+def _as_object(url: str, answer: PeerStatus | TransportError) -> dict[str, Any]:
+    if isinstance(answer, TransportError):
+        return {"url": url, "error": f"{type(answer).__name__}: {answer}", "remedy": remedy_for(answer)}
+    return {"url": url, **msgspec.to_builtins(answer)}
+
+
+def _as_line(url: str, answer: PeerStatus | TransportError) -> str:
+    if isinstance(answer, TransportError):
+        remedy = remedy_for(answer)
+        return f"✗ {url}  {message_of(answer)}" + (f"\n    → {remedy}" if remedy else "")
+    replica = escape(answer.replica, 40)
+    if answer.step is None:
+        return f"✓ {url}  {replica}: has no snapshot now; it takes one when somebody recovers"
+    return f"✓ {url}  {replica}: step {answer.step}, {megabytes(answer.snapshot_bytes)}, {answer.clients} receive it"
 
 
 def check_host() -> Iterator[Check]:

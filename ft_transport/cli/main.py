@@ -22,10 +22,9 @@ _LOOK: Final[dict[str, Any]] = {
     "rich_markup_mode": "markdown",
 }
 _MODULES: Final = {
-    **{
-        name: name
-        for name in ("bench", "diff", "doctor", "explain", "fetch", "inspect", "status", "top", "trace", "verify")
-    },
+    **{name: name for name in ("bench", "diff", "doctor", "explain", "fetch", "inspect", "top", "verify")},
+    "status": "doctor",
+    "trace": "explain",
     "watch-token": "top",
 }
 """The module of each subcommand that is imported on use: ``explain`` needs neither aiohttp nor numpy."""

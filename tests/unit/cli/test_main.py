@@ -181,3 +181,10 @@ def test_help_lists_each_command_and_another_name_is_wrong_usage(run: Run) -> No
     assert " watch-token " in output
     code, output = run("statsu")
     assert (code, "No such command" in output) == (2, True)
+
+
+def test_the_demo_takes_the_arguments_of_the_demo() -> None:
+    pytest.importorskip("torchft")
+    result = CliRunner().invoke(app, ["demo", "--width", "wide"])
+    assert result.exit_code == 2
+    assert "invalid int value: 'wide'" in result.output
