@@ -1,7 +1,12 @@
-"""Leaves other than tensors, and the registry of encodings for a user's own types.
+"""Leaves other than tensors, the registry of encodings for a user's own types, and a limit of hash collisions.
 
 Decoding never imports, calls or unpickles an object that the bytes name: constants come from fixed tables, named tuples
 from classes that the receiver already has, and custom types from functions that the receiver has registered.
+
+Python randomizes hashes of str and bytes in each process, and at most a few dozen small ints and floats share a hash.
+But an int hashes to its remainder by 2^61 - 1, and a tuple, a frozenset or a complex number to a formula of its parts
+(``sys.hash_info``; Objects/tupleobject.c). So a peer can send any number of keys with one hash, and a dict of n such
+keys takes quadratic time in one call, which blocks all other threads. `HashWatch` limits them.
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ import re
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +29,10 @@ from ft_transport.errors import ConfigurationError, ManifestError, UnsupportedLe
 from ft_transport.state.dtypes import DTYPES_BY_NAME, name_of
 from ft_transport.wire.nodes import (
     MAX_BIG_INT_DIGITS,
+    STRIDE,
     BigIntNode,
     BytesNode,
+    CheckTime,
     ComplexNode,
     ConstantNode,
     FloatNode,
@@ -44,8 +52,11 @@ DEFAULT_FACTORIES: Final[dict[str, Callable[[], object] | None]] = {
 _NUMPY_DTYPE: Final = re.compile(r"[|<>](b1|[iufcSUV][1-9][0-9]{0,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,7}\])?)")
 """numpy's type strings for dtypes of plain values; ``numpy.dtype`` itself accepts far more."""
 
-_LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_MEMORY_FORMATS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.memory_format)}
+_CONSTANTS: Final[dict[str, Mapping[str, object]]] = {
+    "dtype": DTYPES_BY_NAME,
+    "layout": {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)},
+    "memory_format": {str(value): value for value in vars(torch).values() if isinstance(value, torch.memory_format)},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +146,6 @@ def encode_int(value: int, path: str) -> Node:
     return BigIntNode(f"{value:x}")
 
 
-def decode_int(node: BigIntNode) -> int:
-    """Decode an int outside the 64-bit range."""
-    if len(node.digits) > MAX_BIG_INT_DIGITS + 1:
-        raise ManifestError(f"expected an int of at most {MAX_BIG_INT_DIGITS} digits, got {len(node.digits)}")
-    return int(node.digits, 16)
-
-
 def encode_float(value: float) -> Node:
     """Encode a float; a nan keeps its sign and payload."""
     return value if value - value == 0.0 else FloatNode(float_bits(value))
@@ -177,27 +181,18 @@ def encode_numpy_scalar(value: np.generic[Any]) -> Node:
     return NumpyScalarNode(value.dtype.str, value.tobytes())
 
 
-def numpy_dtype(text: str) -> np.dtype[Any]:
-    """Return the numpy dtype that ``text`` names.
-
-    Raises:
-        ManifestError: Not a dtype, or one whose values are pointers or records.
-    """
-    if _NUMPY_DTYPE.fullmatch(text) is None:
-        raise ManifestError(f"expected the type string of a numpy dtype of plain values, got {text[:64]!r}")
-    try:
-        return np.dtype(text)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ManifestError(f"expected a numpy type string, got {text[:64]!r}") from error
-
-
 def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
     """Return the values of dtype ``text`` in ``data``, in one dimension; shares its memory.
 
     Raises:
-        ManifestError: The dtype is unknown, or the bytes are not values of it.
+        ManifestError: The dtype is unknown or one of pointers or records, or the bytes are not values of it.
     """
-    dtype = numpy_dtype(text)
+    if _NUMPY_DTYPE.fullmatch(text) is None:
+        raise ManifestError(f"expected the type string of a numpy dtype of plain values, got {text[:64]!r}")
+    try:
+        dtype = np.dtype(text)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ManifestError(f"expected a numpy type string, got {text[:64]!r}") from error
     if len(data) % dtype.itemsize:
         raise ManifestError(f"expected bytes of a numpy {dtype}, got {len(data)}")
     if dtype.kind == "U" and data:
@@ -214,12 +209,12 @@ def default_factory_name(value: defaultdict[Any, object], path: str) -> str:
     Raises:
         UnsupportedLeafError: The factory is not a builtin that a receiver may call.
     """
-    for name, factory in DEFAULT_FACTORIES.items():
-        if factory is value.default_factory:
-            return name
-    raise UnsupportedLeafError(
-        f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
-    )
+    name = next((name for name, factory in DEFAULT_FACTORIES.items() if factory is value.default_factory), None)
+    if name is None:
+        raise UnsupportedLeafError(
+            f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
+        )
+    return name
 
 
 def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
@@ -228,19 +223,20 @@ def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
     Raises:
         UnsupportedLeafError: The array has no plain values.
     """
-    if not is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
+    if not _is_plain(value.dtype):
         raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
     return bytearray(value.tobytes())
 
 
-def is_plain_numpy_dtype(dtype: np.dtype[Any]) -> bool:
+def _is_plain(dtype: np.dtype[Any]) -> bool:
     """Return whether the dtype's values are self-contained bytes that its type string describes."""
-    return not dtype.hasobject and dtype.fields is None and dtype.subdtype is None and dtype.isbuiltin != 2
+    has_parts = dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None
+    return not has_parts and dtype.isbuiltin != 2 and dtype.itemsize > 0
 
 
 def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
     """Return whether dtype and bytes restore the scalar: strings would lose trailing zeros, empty ones everything."""
-    if not is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
+    if not _is_plain(value.dtype):
         return False
     match value:
         case np.str_():
@@ -256,33 +252,21 @@ def encode_constant(value: object) -> Node | None:
     match value:
         case torch.dtype():
             return ConstantNode("dtype", name_of(value))
-        case torch.device():
-            return ConstantNode("device", str(value))
-        case torch.layout():
-            return ConstantNode("layout", str(value))
-        case torch.memory_format():
-            return ConstantNode("memory_format", str(value))
+        case torch.device() | torch.layout() | torch.memory_format():
+            return ConstantNode(type(value).__name__, str(value))  # type: ignore[arg-type]
         case _:
             return None
 
 
 def decode_constant(node: ConstantNode) -> object:
     """Decode a constant from fixed tables."""
-    value: object | None
-    match node.kind:
-        case "dtype":
-            value = DTYPES_BY_NAME.get(node.name)
-        case "layout":
-            value = _LAYOUTS.get(node.name)
-        case "memory_format":
-            value = _MEMORY_FORMATS.get(node.name)
-        case "device":
-            try:
-                value = torch.device(node.name)
-            except (RuntimeError, Warning):  # deprecated kinds warn, and a warning may be an error
-                value = None
-            if str(value) != node.name:  # torch keeps 8 bits of an index
-                value = None
+    value: object | None = None
+    if node.kind != "device":
+        value = _CONSTANTS[node.kind].get(node.name)
+    else:
+        # Deprecated kinds warn, and a warning may be an error; torch keeps 8 bits of an index.
+        with suppress(RuntimeError, Warning):
+            value = found if str(found := torch.device(node.name)) == node.name else None
     if value is None:
         raise ManifestError(f"expected a {node.kind} of this torch {torch.__version__}, got {node.name[:64]!r}")
     return value
@@ -292,7 +276,9 @@ def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | Byte
     """Decode a leaf that is complete in its node."""
     match node:
         case BigIntNode():
-            return decode_int(node)
+            if len(node.digits) > MAX_BIG_INT_DIGITS + 1:
+                raise ManifestError(f"expected an int of at most {MAX_BIG_INT_DIGITS} digits, got {len(node.digits)}")
+            return int(node.digits, 16)
         case FloatNode():
             return float_from_bits(node.bits)
         case ComplexNode():
@@ -348,3 +334,63 @@ def named_tuple_type(node: NamedTupleNode) -> type[Any]:
             "encoding for it"
         )
     return found
+
+
+T = TypeVar("T", bound=Sized)
+
+MAX_EQUAL_HASHES: Final = 256
+"""Far more than in any real state: -1 and -2 share a hash, and so do tuples of them."""
+
+_SPREAD: Final = frozenset({str, bytes, bool, float, type(None)})
+
+
+class HashWatch:
+    """Counts hash collisions among the keys of one container, before each insertion."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def admit(self, key: object, path: str) -> None:
+        """Count a key.
+
+        Raises:
+            ManifestError: Too many keys have the same hash.
+            TypeError: The key is not hashable.
+        """
+        if type(key) in _SPREAD or is_small_int(key):
+            return
+        hashed = hash(key)
+        count = self._counts[hashed] = self._counts.get(hashed, 0) + 1
+        if count > MAX_EQUAL_HASHES:
+            raise ManifestError(
+                f"expected keys that Python can tell apart quickly, got more than {MAX_EQUAL_HASHES} of one hash",
+                path=path,
+            )
+
+
+def set_of(items: Sequence[object], path: str, check_time: CheckTime) -> set[object]:
+    """Return the set of these members, built one by one so that other threads can run.
+
+    Raises:
+        ManifestError: Two members are equal, or too many have the same hash.
+        TypeError: A member is not hashable.
+    """
+    watch = HashWatch()
+    members: set[object] = set()
+    for num_before, item in enumerate(items):
+        if num_before % STRIDE == 0:
+            check_time()
+        watch.admit(item, path)
+        members.add(item)
+    return distinct(members, len(items), path)
+
+
+def distinct(container: T, num_expected: int, path: str) -> T:
+    """Return ``container`` if it has the expected length.
+
+    Raises:
+        ManifestError: Some keys or members were equal.
+    """
+    if len(container) != num_expected:
+        raise ManifestError(f"expected {num_expected} distinct keys or members, got {len(container)}", path=path)
+    return container

@@ -18,8 +18,6 @@ from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 # torch.distributed.tensor takes half a second to import, so a function that needs it does: a state with a DTensor has
 # imported it already.

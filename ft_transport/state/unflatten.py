@@ -15,7 +15,7 @@ import torch
 from ft_transport.errors import ManifestError, RestoreError, TransportError
 from ft_transport.state import encodings
 from ft_transport.state.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
-from ft_transport.state.hash_collisions import HashWatch, distinct, set_of
+from ft_transport.state.encodings import HashWatch, distinct, set_of
 from ft_transport.state.memory_bytes import as_bytes, has_own_memory, is_lazy, view_key
 from ft_transport.state.placements import MeshResolver, is_dtensor, matches, rebuild
 from ft_transport.wire import nodes

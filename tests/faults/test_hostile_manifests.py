@@ -19,7 +19,7 @@ from scripted_peer import Peer, scripted
 from state_tools import file_of_state, manifest_of, manifest_with, round_trip
 
 from ft_transport import DeadlineExceededError, FetchFailedError, ManifestError, TransportError, UnsupportedLeafError
-from ft_transport.state.hash_collisions import MAX_EQUAL_HASHES
+from ft_transport.state.encodings import MAX_EQUAL_HASHES
 from ft_transport.state.resharding import reshard
 from ft_transport.state.restore import Restore
 from ft_transport.wire import nodes
