@@ -216,7 +216,7 @@ def opened_states(
         paths = files.paths if files is not None else {}
         # DCP's metadata are read in a process each.
         with SafeExecutor(2, "ft-transport-open") as pool:
-            opening = [pool.submit(_open, thing, paths.get(thing)) for thing in (one, other)]
+            opening = [pool.submit(_open, target, paths.get(target)) for target in (one, other)]
         for each in opening:
             if each.exception() is None:
                 held.enter_context(each.result())
@@ -229,22 +229,22 @@ def opened_states(
         )
 
 
-def _manifest_of(thing: str) -> Manifest | None:
+def _manifest_of(target: str) -> Manifest | None:
     """Return the manifest of a file that ``fetch`` has written; ``None`` for anything else."""
-    path = checkpoint_at(Path(thing))
+    path = checkpoint_at(Path(target))
     if path.is_dir() or DIGESTS not in open_source(str(path)).metadata:
         return None
     with contextlib.closing(StoredFile.at(path)) as file:
         return read_manifest(file)
 
 
-def _open(thing: str, fetched: Path | None) -> StoredState:
+def _open(target: str, fetched: Path | None) -> StoredState:
     if fetched is None:
-        path = checkpoint_at(Path(thing))
-        state = StoredState(path, open_source(str(path), with_places=True), name=thing)
+        path = checkpoint_at(Path(target))
+        state = StoredState(path, open_source(str(path), with_places=True), name=target)
     else:
         contents = replace(open_source(str(fetched)), kind="snapshot of a replica")
-        state = StoredState(fetched, contents, name=thing)
+        state = StoredState(fetched, contents, name=target)
     with contextlib.ExitStack() as stack:
         stack.push(state)
         state.locate_all()

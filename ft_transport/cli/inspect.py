@@ -33,10 +33,10 @@ _PEER_WITHIN_S: Final = 30.0
 
 
 def inspect_command(
-    thing: Annotated[
+    target: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT",
+            metavar="TARGET",
             help="URL of a replica, safetensors file or directory, checkpoint, directory of them, or DCP directory.",
         ),
     ],
@@ -48,7 +48,7 @@ def inspect_command(
     Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read, is a
     file that was cut off, or lacks a file of its index.
     """
-    contents = open_source(thing)
+    contents = open_source(target)
     if as_json:
         typer.echo(msgspec.json.encode(_as_object(contents)))
     else:
@@ -57,22 +57,22 @@ def inspect_command(
         raise typer.Exit(1)
 
 
-def open_source(thing: str, *, with_places: bool = False) -> Contents:
+def open_source(target: str, *, with_places: bool = False) -> Contents:
     """Return the contents of a replica, a file or a checkpoint.
 
     Args:
-        thing: Its URL or path.
+        target: Its URL or path.
         with_places: Whether to include the position of each part in a DCP checkpoint; files always have it.
 
     Raises:
-        NotFoundError: There is nothing, or nothing of these kinds.
-        UnreadableError: It is not what it says.
-        ConfigurationError: It is a URL of something else.
-        TransportError: The replica cannot be asked.
+        NotFoundError: No such file or directory exists, or it is of none of these kinds.
+        UnreadableError: Its content contradicts its format.
+        ConfigurationError: The URL is malformed, or of another scheme.
+        TransportError: The replica is unreachable, or refuses.
     """
-    if is_url(thing):
-        return _of_peer(thing)
-    path = checkpoint_at(Path(thing))
+    if is_url(target):
+        return _of_peer(target)
+    path = checkpoint_at(Path(target))
     # A checkpoint of ours has consolidated files beside what DCP reads, and is nothing without that.
     if path.is_dir() and ((path / METADATA_NAME).exists() or any(path.glob(OF_A_RANK))):
         return _of_checkpoint(path, with_places=with_places)
@@ -82,16 +82,16 @@ def open_source(thing: str, *, with_places: bool = False) -> Contents:
     return read_files(path.parent, path) if path.name.endswith(INDEX_SUFFIX) else read_file(path)
 
 
-def is_url(thing: str) -> bool:
+def is_url(target: str) -> bool:
     """Whether the text is a URL, of any scheme, and so names a replica."""
-    return _URL.match(thing) is not None
+    return _URL.match(target) is not None
 
 
 def checkpoint_at(path: Path) -> Path:
     """Return the newest complete checkpoint, or version, in a directory of them; any other path unchanged.
 
     Raises:
-        NotFoundError: It is a directory without any, or cannot be looked into.
+        NotFoundError: The directory has no complete checkpoint, or is unreadable.
     """
     try:
         if not path.is_dir() or (path / METADATA_NAME).exists():

@@ -56,10 +56,10 @@ _Found: TypeAlias = "tuple[list[str], bool | None]"
 
 
 def verify_command(
-    thing: Annotated[
+    target: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help="URL of a replica, safetensors file or directory, checkpoint, or DCP directory."
+            metavar="TARGET", help="URL of a replica, safetensors file or directory, checkpoint, or DCP directory."
         ),
     ],
     timeout: Annotated[
@@ -77,11 +77,11 @@ def verify_command(
     """
     contents, notes, troubles = Contents(kind=""), list[str](), list[str]()
     try:
-        if is_url(thing):
-            contents = _of_peer(thing, timeout)
+        if is_url(target):
+            contents = _of_peer(target, timeout)
         else:
             # A job may complete another checkpoint in the same directory meanwhile.
-            path = checkpoint_at(Path(thing))
+            path = checkpoint_at(Path(target))
             contents = open_source(str(path), with_places=True)
             troubles += _troubles(path, contents, notes)
     except NotFoundError:
