@@ -27,9 +27,9 @@ from ft_transport.wire.routes import LATEST, StepSelector
 _WHOLE: Final = timedelta(days=30)
 """Longer than any file takes; what comes too slowly ends by the time without progress."""
 _MAX_TRIES: Final = 3
-_LEAST_PATIENCE_S: Final = 10.0
+_LEAST_WAIT_S: Final = 10.0
 """Minimum wait for a future step: the replicas may or may not train."""
-_MORE_PATIENCE: Final = 4.0
+_WAIT_FACTOR: Final = 4.0
 """The wait is this many times as long as the newest snapshots took, which also wait for a step boundary."""
 _LARGEST_LEAD: Final = 1 << 16
 
@@ -220,10 +220,10 @@ def asked_for_one_step(peers: Peers, step: int | None, *, timeout_s: float) -> I
         manifests = ask(LATEST, timeout_s)
         if manifests[0].step != manifests[1].step:
             took_s = time.monotonic() - began_s
-            patience_s = min(timeout_s, max(_LEAST_PATIENCE_S, _MORE_PATIENCE * took_s))
+            wait_s = min(timeout_s, max(_LEAST_WAIT_S, _WAIT_FACTOR * took_s))
             steps = [manifest.step for manifest in manifests]
             manifests = (
-                _of_the_one_behind(ask, steps) or _of_a_step_to_come(ask, steps, patience_s) or ask(LATEST, timeout_s)
+                _of_the_one_behind(ask, steps) or _of_a_step_to_come(ask, steps, wait_s) or ask(LATEST, timeout_s)
             )
         yield manifests
 
@@ -231,14 +231,14 @@ def asked_for_one_step(peers: Peers, step: int | None, *, timeout_s: float) -> I
 def _of_the_one_behind(ask: _Ask, steps: list[int]) -> Manifests | None:
     """Return both manifests of the first replica's step, if the other one still serves that step."""
     try:
-        return ask(min(steps), _LEAST_PATIENCE_S)
+        return ask(min(steps), _LEAST_WAIT_S)
     except (StepNotServedError, DeadlineExceededError):
         return None
 
 
-def _of_a_step_to_come(ask: _Ask, steps: list[int], patience_s: float) -> Manifests | None:
+def _of_a_step_to_come(ask: _Ask, steps: list[int], wait_s: float) -> Manifests | None:
     """Ask for steps further and further ahead, until neither replica has passed one; ``None`` if they stand still."""
-    newest, until_s, lead = max(steps), time.monotonic() + patience_s, 1
+    newest, until_s, lead = max(steps), time.monotonic() + wait_s, 1
     while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:
         try:
             return ask(newest + lead, left_s)

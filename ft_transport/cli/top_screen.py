@@ -242,11 +242,11 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     steps = tuple(step for step in steps if step.period_s) or steps
     last = f"{seconds(_period_s(steps[-1])):>7}" if steps else ""
     text.append(f"{_spark(steps):<9} {last:<7} ")
-    text.append(flows.get((process.name, process.group_rank), "") or _held(manager, process))
+    text.append(flows.get((process.name, process.group_rank), "") or _remark(manager, process))
     return text
 
 
-def _held(manager: ManagerStatus | None, process: JobProcess) -> str:
+def _remark(manager: ManagerStatus | None, process: JobProcess) -> str:
     """Return the holder of a lock that is held for long, or the reason for a missing answer."""
     if process.error and process.presence != "here":
         return escape(process.error, 60)

@@ -178,7 +178,7 @@ def large(change: float) -> dict[str, Any]:
 def test_of_two_replicas_only_what_differs_is_fetched(
     replicas: list[HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_files, "_LEAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(snapshot_files, "_LEAST_WAIT_S", 0.2)
     urls = [each.metadata() for each in replicas]
     for each, change in zip(replicas, (1.0, 3.5), strict=True):
         each.send_checkpoint([], 8, large(change), TIMEOUT)
