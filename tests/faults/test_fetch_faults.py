@@ -45,7 +45,8 @@ from ft_transport import (
     TransportError,
     UnknownHostError,
 )
-from ft_transport.http.client import chunks, fetch_pool, manifests
+from ft_transport.http.client import chunks, manifests
+from ft_transport.runtime import threads
 
 MIDDLE = STATE_BYTES // 2
 HEADS_BYTES = 64 << 10  # the manifest and the heads of all answers take far less
@@ -393,7 +394,7 @@ def test_memory_that_is_freed_while_it_is_received_is_an_error_that_names_it() -
 def test_a_signal_right_behind_the_start_of_a_thread_ends_that_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
     into = blank()
     stalled, landed = threading.Event(), threading.Event()
-    start = fetch_pool.start
+    start = threads.start
 
     def started(thread: threading.Thread) -> None:
         start(thread)
@@ -401,7 +402,7 @@ def test_a_signal_right_behind_the_start_of_a_thread_ends_that_thread_too(monkey
         assert landed.wait(20)
         raise Interrupted  # as a handler does that comes before the next line of the caller
 
-    monkeypatch.setattr(fetch_pool, "start", started)
+    monkeypatch.setattr(threads, "start", started)
     with network(3, on_progress=lambda _: landed.set()) as net:
         net.proxy.inject(stall(MIDDLE // 4, stalled), times=1000)
         with pytest.raises(Interrupted):
