@@ -28,7 +28,8 @@ def run(options: Options) -> Iterator[Group]:
     """Measures one state after the other."""
     for name in options.states:
         group = measure("token", StateSpec(name, options.scale), (WITH_TOKEN, VERIFIED), options)
-        group.verdicts = [Verdict("cryptographic digests / no token", group.ratio(WITH_TOKEN, VERIFIED, COLD), None, "at least")]
+        ratio = group.ratio(WITH_TOKEN, VERIFIED, COLD)
+        group.verdicts = [Verdict("cryptographic digests / no token", ratio, None, "at least")]
         yield group
 
 
