@@ -9,12 +9,12 @@ TransportError
 │   ├── CollectiveRefusedError  a state function that other ranks would have to take part in
 │   ├── StateMovedError         tensors changed in place between the step boundary and their copy
 │   └── SnapshotLimitError      as many snapshots alive as are allowed, and each one still read
-├── RestoreError                a received tensor or leaf that cannot be put where it belongs
+├── RestoreError                a received tensor or leaf that does not fit its destination
 ├── IntegrityError              bytes that differ from their digest
-├── PeerError                   one peer did not do what was asked
+├── PeerError                   one peer did not answer a request as expected
 │   ├── PeerUnreachableError    no connection, or it broke
 │   │   ├── PeerSilentError     nothing comes from it, or too little
-│   │   └── UnknownHostError    nobody knows an address for the peer's name
+│   │   └── UnknownHostError    the peer's host name does not resolve
 │   ├── PeerProtocolError       an answer outside the protocol
 │   │   └── MessageDamagedError a request, or the head of its answer, was damaged on its way
 │   ├── PeerAuthenticationError the job token or a certificate is missing or wrong
@@ -36,16 +36,16 @@ TransportError
 │   ├── SaveInProgressError     the save before is not finished
 │   └── WriterFailedError       a writer process died, or could not be started
 ├── PublishError                a version could not be published, or not to enough engines; carries the report
-│   ├── StaleVersionError       it is not newer than what was published before
+│   ├── StaleVersionError       it is not newer than a published version
 │   ├── EngineRefusedError      an engine answered with an error, or uses another version
 │   └── EngineUnreachableError  no connection to an engine, or it broke
 └── DeadlineExceededError       a wait ran out (also a TimeoutError)
 
-``retryable`` says whether the same request may succeed later or elsewhere: a fetch (``wire/fetch.py``) and a save
-(``coordination/votes.py``) are repeated then. ``http_status`` is the status that the server answers when the error is
-the cause; ``destination_touched`` is set where bytes had landed in the receiver's own tensors, which were then
-overwritten with a pattern that reads as NaN, or kept as ``partial`` for another fetch to go on from. All of them
-pickle, so they can cross a process boundary; ``partial`` stays behind.
+``retryable`` says whether the same request may succeed later or elsewhere; then a fetch (``wire/fetch.py``) or a save
+(``coordination/votes.py``) repeats it. The server answers with ``http_status`` if the error is the cause.
+``destination_touched`` says that bytes had landed in the receiver's own tensors, and that a pattern that reads as NaN
+overwrote them; ``destination_kept`` says that the bytes are still there, for another fetch to complete
+(`PartialState`). All errors pickle, so they can cross a process boundary.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class UnsupportedLeafError(SnapshotError, TypeError):
 
 
 class CollectiveRefusedError(SnapshotError):
-    """A state function runs a collective, which would wait for ranks that nobody asks for their state."""
+    """A state function runs a collective, and would wait for the other ranks, which do not call it."""
 
 
 class StateMovedError(SnapshotError):
@@ -393,4 +393,4 @@ class EngineUnreachableError(PublishError):
 
 
 class DeadlineExceededError(TransportError, TimeoutError):
-    """A wait ran out. The message says what was awaited, for how long and how far it had come."""
+    """A wait ran out. The message names the awaited event, the time and the progress."""

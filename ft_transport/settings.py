@@ -60,8 +60,8 @@ class Limits:
         max_send_bytes_per_s: How fast the server sends all of its bodies together, so that its training has the rest of
             the network; the server then lends no memory on the same host (``same_host``). ``None`` for no bound.
             Receivers give up connections with less than ``min_bytes_per_s``.
-        stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or what is left.
-            An attempt to connect takes 10 s at most, or this time if it is shorter.
+        stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or the rest if
+            that is less. An attempt to connect takes at most 10 s, or this time if it is shorter.
         min_bytes_per_s: A receiver gives up a connection that delivers less, so that a trickle cannot defeat the
             deadlines.
     """
@@ -84,28 +84,29 @@ class TransportSettings:
         host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off), or without a
             job token for the loopback alone.
         port: Port to bind; 0 for any free one.
-        advertise: Host, address or network interface that is advertised to peers. Default: the environment variable
-            ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
+        advertise: Host, address or network interface that the server advertises to peers. Default: the environment
+            variable ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
         replica: Name of this replica in ``/status``.
-        token: The job token, which peers prove to each other that they know, and never send; two, with a space between
-            them, while it is replaced. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or the file that
-            ``FT_TRANSPORT_TOKEN_FILE`` names, which is read again when it changes; without any nobody is asked.
+        token: The job token. Peers prove to each other that they know it, and never send it. While it is replaced: two
+            tokens with a space between them. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or the file that
+            ``FT_TRANSPORT_TOKEN_FILE`` names, which the process reads again when it changes. Without a token, peers are
+            not authenticated.
         allow_anyone: Whether a server without a token listens beyond the loopback, so that anyone there can read the
             weights. Default: whether the environment variable ``FT_TRANSPORT_ALLOW_ANYONE`` is 1.
-        tls: This process's certificate and the authority of its peers'. Then the server and every fetch speak TLS
-            alone, and both sides show a certificate. Default: the files that ``FT_TRANSPORT_TLS_CERT``,
+        tls: This process's certificate and the authority of its peers' certificates. The server and every fetch then
+            speak only TLS, and both sides show a certificate. Default: the files that ``FT_TRANSPORT_TLS_CERT``,
             ``FT_TRANSPORT_TLS_KEY`` and ``FT_TRANSPORT_TLS_CA`` name, or none.
         reached_at: ``host:port`` where peers reach this server through a translated address, such as a forwarded port.
-            A peer that reached it at another address than one of these or its own takes it for an impostor.
-        verify: Whether received chunks are compared with their digests. Nothing else shows that who is on the way has
-            not changed them, with a job token too.
-        same_host: Whether processes of one host and user pass each other memory instead of sending it, where they can:
-            as a source, and as a receiver. Nothing is believed earlier, or without a proof that the network would need.
-        meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
+            A peer refuses a server that it reached at another address than one of these or the server's own.
+        verify: Whether a fetch compares received chunks with their digests. Without that, nothing detects chunks that
+            were changed on the way, even with a job token.
+        same_host: Whether processes of one host and user pass each other memory instead of sending it. A fetch trusts
+            such memory no earlier, and with no fewer proofs, than data from the network.
         limits: The memory, the bandwidth and the time that peers may take.
+        meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
         on_progress: Called while receiving, after each chunk, on a receiving thread.
-        records: A file that a line of JSON is added to for each fetch, heal, save, load and publish; ``None`` for that
-            in ``FT_TRANSPORT_RECORDS``, if any. The last 100 are in memory anyway (`HTTPTransport.recorder`).
+        records: A file to which each fetch, heal, save, load and publish appends a line of JSON. Default: the file that
+            ``FT_TRANSPORT_RECORDS`` names, if any. `HTTPTransport.recorder` has the last 100 in memory.
     """
 
     host: str | None = None
@@ -146,7 +147,7 @@ class TransportSettings:
         check_fields(self)
 
     def keys(self) -> Keys | None:
-        """The keys of the job token, if there is one.
+        """Return the keys of the job token; ``None`` without a token.
 
         Raises:
             ConfigurationError: It is no token, or its file cannot be read.
@@ -154,7 +155,7 @@ class TransportSettings:
         return Keys.of(self.token) if self.token is not None else Keys.from_environment()
 
     def certificates(self) -> Certificates | None:
-        """The certificates of this process; ``None`` without TLS.
+        """Return the certificates of this process; ``None`` without TLS.
 
         Raises:
             ConfigurationError: The files cannot be read, or do not fit together.
@@ -170,7 +171,7 @@ def check_fields(settings: Any) -> None:
     greatest. A type in quotes is not checked, and an error does not show a field without ``repr``.
 
     Raises:
-        ConfigurationError: Names the field, and says what was expected and what came.
+        ConfigurationError: A value is invalid; the message names the field, the expectation and the value.
     """
     for each in fields(settings):
         if not isinstance(each.type, str):
@@ -204,7 +205,7 @@ def check_duration(name: str, value: object, at_least: timedelta = timedelta.res
     """Refuse anything but a ``timedelta`` of at least ``at_least``.
 
     Raises:
-        ConfigurationError: Says what was expected under ``name`` and what came.
+        ConfigurationError: The value is invalid; the message names it ``name``.
     """
     if not isinstance(value, timedelta):
         raise ConfigurationError(f"expected a datetime.timedelta as {name}, got {_shown(value)}")
@@ -218,7 +219,7 @@ def check_number(name: str, value: object, at_least: int = 1, at_most: int | Non
     """Refuse anything but a whole number within the bounds, and return it as an ``int``.
 
     Raises:
-        ConfigurationError: Says what was expected under ``name`` and what came.
+        ConfigurationError: The value is invalid; the message names it ``name``.
     """
     try:
         # Integers of numpy and torch are valid, too.
@@ -238,7 +239,7 @@ def check_rate(name: str, value: object) -> float:
     """Refuse anything but a positive number; infinity is one.
 
     Raises:
-        ConfigurationError: Says what was expected under ``name`` and what came.
+        ConfigurationError: The value is invalid; the message names it ``name``.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise ConfigurationError(f"expected a positive number as {name}, got {_shown(value)}")
@@ -249,7 +250,7 @@ def check_function(name: str, value: object) -> object:
     """Refuse anything that cannot be called.
 
     Raises:
-        ConfigurationError: Says what was expected under ``name`` and what came.
+        ConfigurationError: The value is invalid; the message names it ``name``.
     """
     if not callable(value):
         raise ConfigurationError(f"expected a function as {name}, got {_shown(value)}")

@@ -123,7 +123,7 @@ class HTTPTransport(Generic[T]):
 
     @property
     def keys(self) -> Keys | None:
-        """The keys of the job token, which authenticate everything that belongs to this transport."""
+        """The keys of the job token, which authenticate all requests to and from this transport."""
         return self._keys
 
     def send_checkpoint(
@@ -149,7 +149,7 @@ class HTTPTransport(Generic[T]):
         in_progress.publish()
 
     def allow_checkpoint(self, step: int) -> None:
-        """Do nothing: a snapshot is served from the moment it is whole, under the step it was taken at."""
+        """Do nothing: the server serves a snapshot, under its step, as soon as it is complete."""
 
     def disallow_checkpoint(self) -> None:
         """Return at once: no step can change a served snapshot, so there is no receiver to wait for."""
@@ -159,10 +159,9 @@ class HTTPTransport(Generic[T]):
 
         Args:
             fresh_snapshot: Requests a snapshot from the owner of the state, of the given step if that is not ``None``,
-                and returns at once: the number (``server.newest_sequence()``) after which a snapshot is new enough, or
-                ``None`` if that step is past and no snapshot of it is on its way: one that is being taken is still to
-                come until it is published, or has failed. Without such a function, the newest existing snapshot is
-                served.
+                and returns at once. It returns the number (``server.newest_sequence()``) after which a snapshot is new
+                enough; or ``None`` if that step is past, and no snapshot of it is being taken. Without such a function,
+                the server serves the newest existing snapshot.
 
         Raises:
             ConfigurationError: Another owner was set before; two would replace each other's snapshots.
@@ -220,18 +219,17 @@ class HTTPTransport(Generic[T]):
             relays: The ``metadata()`` of each receiver that receives this state now, the same list for all of them.
                 Each relays its verified data to the others, so that every byte leaves the sources about once. This one
                 goes on with that for seconds after the end, until its memory is about to change
-                (`StateServer.materialize`) or it fetches again; data that has changed all the same is detected by its
-                digest.
+                (`StateServer.materialize`) or it fetches again. Digests detect data that has changed all the same.
             timeout: For everything; the transport's own by default. A peer may be out of reach for as long, so that a
                 receiver can start before its source; `FetchTimeout` sets a shorter time for that, and for a transfer in
                 which no data arrives.
-            into: The receiver's own state to receive into; its tensors must not be used until this returns, and work
-                that is queued for them on a device is on this thread's stream, or has ended. A tensor of another dtype
-                or shape than the incoming one is left alone, and a warning names it once.
-            check: Called with the incoming manifest before any data; an error of it ends the fetch with ``into``
-                untouched.
-            is_comparable: Whether `Received.differences` will be called, which compares digests that come after the
-                data; else the fetch does.
+            into: The receiver's own state to receive into. The caller does not use its tensors until this returns, and
+                has queued work for them on this thread's stream of a device only. The fetch does not change a tensor of
+                another dtype or shape than the incoming one, and a warning names it once.
+            check: Called with the incoming manifest before any data; if it raises, the fetch ends, and ``into`` is
+                unchanged.
+            is_comparable: Whether the caller will call `Received.differences`, which compares digests that come after
+                the data; otherwise the fetch compares them.
             known: The receiver's known parts of the state, so that only the rest is fetched. ``"into"``: every byte of
                 ``into`` is digested first, and chunks whose digests differ are fetched: for weights of which little
                 changes from version to version. A `PartialState`: data that landed in failed fetches. It is digested
@@ -299,10 +297,10 @@ class HTTPTransport(Generic[T]):
             group_rank: This rank's number in its group. Unsharded data comes from the source of that number (modulo
                 their number), so that the ranks of a group do not all ask one source for it.
             timeout: As for `fetch`. A source may be out of reach for 5 seconds, or a quarter of ``timeout`` if that is
-                less, unless `FetchTimeout` sets another time. Then the others are asked alone, if they have all that is
-                needed; so they are if one hangs.
-            check: Called with the incoming manifest before any data; an error of it ends the fetch with ``into``
-                untouched.
+                less, unless `FetchTimeout` sets another time. After that, or if a source hangs, the fetch uses the
+                other sources alone, if they have everything that is needed.
+            check: Called with the incoming manifest before any data; if it raises, the fetch ends, and ``into`` is
+                unchanged.
             like: Returns, for the path of a tensor that ``into`` does not have, a tensor of this rank that is divided
                 in the same way: for optimizers that have not stepped yet. By default tensors of the same shape and
                 layout at the sources show how.
@@ -362,12 +360,12 @@ class HTTPTransport(Generic[T]):
     def prefault(self, state: object) -> None:
         """Make the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
 
-        Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
-        that has become larger needs another call, or else its next snapshots make room for themselves.
+        The first use of memory is about ten times slower than a copy to it. A state that has become larger needs
+        another call; otherwise its next snapshots make room for themselves.
 
         Args:
-            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to be
-                the one that owns it; the memory is made ready on another thread, after this has returned.
+            state: A state of the same size as the later ones. The calling thread owns it; another thread makes the
+                memory ready, after this has returned.
 
         Raises:
             SnapshotError: The state cannot be captured.

@@ -364,7 +364,7 @@ class Matcher:
 
 
 def _overlap(starts: Column, num_bytes: Column) -> bool:
-    """Whether any two ranges of memory share a byte, told without looking at any pair."""
+    """Return whether any two ranges of memory share a byte, without a comparison of pairs."""
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], starts[order] + num_bytes[order]
     return bool((starts[1:] < np.maximum.accumulate(ends)[:-1]).any())
