@@ -8,5 +8,5 @@ a role; rounds go through all of them by turns. All questions share:
 - `report`: samples, medians with spread, ratios, verdicts; `tables` and `picture` show them;
 - `machine`: timing with the share that other processes took, quiet, memory;
 - `processes`: fresh processes; `replicas`: those that train;
-- `ceilings`, `transports`: what a figure is compared with; `states`, `layouts`: what is moved.
+- `ft_transport.cli.bench`, `transports`: what a figure is compared with; `states`, `layouts`: what is moved.
 """
