@@ -8,14 +8,14 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import numpy as np
-
-from ft_transport.cli.contents import Box, UnreadableError, intersections
+from ft_transport.cli.contents import Box, UnreadableError, intersections, row_major
 from ft_transport.cli.stored_state import StoredFile, StoredPiece, StoredTensor
 from ft_transport.runtime.threads import SafeExecutor
-from ft_transport.wire.slices import row_major_strides
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _BLOCK_BYTES: Final = 1 << 20
 """Number of bytes of each side that are read and compared at once."""
@@ -23,7 +23,7 @@ _BLOCK_BYTES: Final = 1 << 20
 _SPAN_BYTES: Final = 8 << 20
 """The bytes that a thread compares at once."""
 _NUM_THREADS: Final = 2
-_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _FLOATS: Final = {"float16": "f2", "float32": "f4", "float64": "f8"}
 _UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
@@ -121,10 +121,13 @@ class _Comparer:
     def compare(self, span: _Span) -> Tally:
         tally, tensor = Tally(), span.pair.one
         if span.starts is None:
+            import numpy as np
+
             ones, others = (_array(piece, span.box, tensor.item_bytes) for piece in (span.one, span.other))
             for first, second in _blocks(ones, others):
                 if not np.array_equal(first, second):
-                    tally.add(_compare_bytes(_flat(first), _flat(second), tensor))
+                    flat, flat_other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
+                    tally.add(_compare_bytes(flat, flat_other, tensor))
             return tally
         for at in range(0, span.num_bytes, _BLOCK_BYTES):
             num_bytes = min(_BLOCK_BYTES, span.num_bytes - at)
@@ -157,7 +160,7 @@ def _spans(pairs: Sequence[Pair]) -> Iterator[_Span]:
 def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
     """Return the position in the file of a box of a piece; ``None`` if the box is no single run of bytes there."""
     sizes = piece.box[1]
-    if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major_strides(sizes, 1)):
+    if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major(sizes)):
         return None
     before = (box[0][0] - piece.box[0][0]) * math.prod(sizes[1:]) if sizes else 0
     return piece.start + before * item_bytes
@@ -174,6 +177,8 @@ def _read(file: StoredFile, start: int, into: memoryview) -> None:
 
 def _compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor: StoredTensor) -> Tally:
     """Compare two runs of bytes of a tensor, which begin and end with an element."""
+    import numpy as np
+
     ones, others = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
     num_bytes = int(np.count_nonzero(ones != others))
     unit = min(8, tensor.item_bytes)
@@ -182,8 +187,10 @@ def _compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor:
 
 
 def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
+    import numpy as np
+
     unit = np.dtype(_UNITS[item_bytes])
-    strides = piece.strides if piece.strides is not None else row_major_strides(piece.box[1], 1)
+    strides = piece.strides if piece.strides is not None else row_major(piece.box[1])
     inner = (item_bytes // unit.itemsize,)
     whole: _Array = np.ndarray(
         (*piece.box[1], *inner),
@@ -212,12 +219,9 @@ def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
         yield from _blocks(one[where], other[where])
 
 
-def _flat(array: _Array) -> _Array:
-    flat: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return flat
-
-
 def _largest(one: _Array, other: _Array, dtype: str, differs: _Array) -> float | None:
+    import numpy as np
+
     if dtype == "bfloat16":
         ones, others = ((each.view("u2")[differs].astype("u4") << 16).view("f4") for each in (one, other))
     elif dtype in _FLOATS:

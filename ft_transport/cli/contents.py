@@ -219,3 +219,12 @@ def intersections(ones: Sequence[Box], others: Sequence[Box]) -> Iterator[tuple[
 
 def _shown(lengths: Sequence[int]) -> str:
     return "×".join(map(str, lengths)) or "·"
+
+
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major array, in elements."""
+    strides, stride = [], 1
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride *= max(1, size)
+    return tuple(reversed(strides))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 import typer
@@ -18,13 +18,15 @@ from ft_transport.cli.compare import Pair, Tally, compare
 from ft_transport.cli.contents import NotFoundError
 from ft_transport.cli.inspect import checkpoint_at, is_url, open_source
 from ft_transport.cli.output import escape, megabytes, print_error
-from ft_transport.cli.snapshot_files import SnapshotFiles, UnequalChunks, differing_from
 from ft_transport.cli.stored_state import StoredFile, StoredState, StoredTensor
 from ft_transport.cli.verify import DIGESTS, read_manifest
 from ft_transport.errors import TransportError
 from ft_transport.runtime.threads import SafeExecutor
-from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import StepSelector
+
+if TYPE_CHECKING:
+    from ft_transport.cli.snapshot_files import SnapshotFiles, UnequalChunks
+    from ft_transport.wire.manifest import Manifest
+    from ft_transport.wire.routes import StepSelector
 
 _MAX_SHOWN: Final = 50
 _IN_WORDS: Final = {
@@ -201,6 +203,8 @@ def opened_states(
         twin: Manifest | None = None
         steps_differ = False
         if is_url(one) or is_url(other):
+            from ft_transport.cli.snapshot_files import SnapshotFiles, differing_from
+
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix="ft-transport-diff-"))
             files = SnapshotFiles(Path(directory), timeout_s)
             chosen: StepSelector = "latest" if step is None else step
@@ -213,6 +217,11 @@ def opened_states(
                 twin = files.fetch(one if is_url(one) else other, chosen, differing_from(known)).manifest
         elif by_digests:
             known, twin = _manifest_of(one), _manifest_of(other)
+        chunks: UnequalChunks | None = None
+        if known is not None and twin is not None:
+            from ft_transport.cli.snapshot_files import UnequalChunks
+
+            chunks = UnequalChunks.of(known, twin)
         paths = files.paths if files is not None else {}
         # DCP's metadata are read in a process each.
         with SafeExecutor(2, "ft-transport-open") as pool:
@@ -223,7 +232,7 @@ def opened_states(
         yield OpenedStates(
             opening[0].result(),
             opening[1].result(),
-            UnequalChunks.of(known, twin),
+            chunks,
             files.num_bytes if files is not None else 0,
             steps_differ=steps_differ,
         )

@@ -15,11 +15,6 @@ from ft_transport.cli.contents import Contents, NotFoundError, TensorEntry, Unre
 from ft_transport.cli.dcp_metadata import METADATA_NAME, read_dcp
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.safetensors_files import INDEX_SUFFIX, SUFFIX, read_file, read_files, read_header
-from ft_transport.http.client.rate_probe import ask_status, connecting
-from ft_transport.http.peer_address import PeerAddress
-from ft_transport.settings import TransportSettings
-from ft_transport.wire.manifest import SnapshotId
-from ft_transport.wire.routes import FULL_ROUTE, bound_path
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
 _NUMBERED: Final = re.compile(r"(?:step|version)-([0-9]{1,18})")
@@ -128,6 +123,12 @@ def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
 
 
 def _of_peer(url: str) -> Contents:
+    from ft_transport.http.client.rate_probe import ask_status, connecting
+    from ft_transport.http.peer_address import PeerAddress
+    from ft_transport.settings import TransportSettings
+    from ft_transport.wire.manifest import SnapshotId
+    from ft_transport.wire.routes import FULL_ROUTE, bound_path
+
     settings, peer = TransportSettings(), PeerAddress.from_url(url)
     connect = connecting(settings.keys(), settings.certificates())
     status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)

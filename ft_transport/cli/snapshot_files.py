@@ -168,9 +168,9 @@ class UnequalChunks:
     chunk_bytes: int
 
     @classmethod
-    def of(cls, one: Manifest | None, other: Manifest | None) -> UnequalChunks | None:
+    def of(cls, one: Manifest, other: Manifest) -> UnequalChunks | None:
         """Compare digests; ``None`` if equal digests of chunks would not imply equal tensors."""
-        if one is None or other is None or one.digests is None or other.digests is None:
+        if one.digests is None or other.digests is None:
             return None
         if (one.digester, one.tensors, one.chunks) != (other.digester, other.tensors, other.chunks):
             return None

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 import typer
@@ -26,7 +26,6 @@ from ft_transport.cli.contents import (
 from ft_transport.cli.inspect import MANIFEST, OF_A_RANK, OURS, checkpoint_at, is_url, open_source
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.saved_tensor import start_of, zip_entries
-from ft_transport.cli.snapshot_files import settings_for_files
 from ft_transport.cli.stored_state import StoredFile, StoredState, path_in
 from ft_transport.errors import (
     CheckpointDamagedError,
@@ -34,13 +33,10 @@ from ft_transport.errors import (
     IntegrityError,
     ManifestError,
 )
-from ft_transport.http.client.manifests import find_damaged
-from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.threads import SafeExecutor
-from ft_transport.settings import TransportSettings, default_num_threads
-from ft_transport.transfer.file_client import check_data
-from ft_transport.transfer.part_file import read_pieces
-from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
+
+if TYPE_CHECKING:
+    from ft_transport.wire.manifest import Manifest
 
 _MAX_SHOWN: Final = 20
 _MAX_CHARACTERS: Final = 500
@@ -150,6 +146,10 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
     Raises:
         TransportError: It cannot be asked, or is not what its digests say.
     """
+    from ft_transport.cli.snapshot_files import settings_for_files
+    from ft_transport.http.peer_address import PeerAddress
+    from ft_transport.transfer.file_client import check_data
+
     peer = PeerAddress.from_url(url)
     manifest = check_data(peer, settings_for_files(timeout_s))
     entries = (
@@ -237,6 +237,10 @@ def digest_troubles(path: Path) -> Iterator[str]:
     Raises:
         ManifestError: They cannot be compared: the job token is missing, or it is no such file.
     """
+    from ft_transport.http.client.manifests import find_damaged
+    from ft_transport.settings import default_num_threads
+    from ft_transport.transfer.part_file import read_pieces
+
     with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)
         if manifest.digests is None:
@@ -256,6 +260,9 @@ def read_manifest(file: StoredFile) -> Manifest:
     Raises:
         ManifestError: There is none, or it has digests of a job token that this process does not have.
     """
+    from ft_transport.settings import TransportSettings
+    from ft_transport.wire.manifest import MAX_HEADER_BYTES, decode_header
+
     keys = TransportSettings().keys()
     num_bytes = min(int.from_bytes(file.read(0, 8), "little"), MAX_HEADER_BYTES)
     return decode_header(file.read(8, num_bytes), keys=keys.current() if keys is not None else ())

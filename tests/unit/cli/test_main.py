@@ -188,3 +188,12 @@ def test_the_demo_takes_the_arguments_of_the_demo() -> None:
     result = CliRunner().invoke(app, ["demo", "--width", "wide"])
     assert result.exit_code == 2
     assert "invalid int value: 'wide'" in result.output
+
+
+def test_commands_on_files_start_without_what_takes_long_to_import() -> None:
+    code = (
+        "import sys\n"
+        "from ft_transport.cli import main, diff, explain, inspect, verify\n"
+        "sys.exit(bool({'torch', 'numpy', 'aiohttp'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
