@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -22,8 +23,9 @@ import torch
 
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.signal_safe import SafeCondition
-from ft_transport.state.arena import Arena
+from ft_transport.state.arena import Arena, ArenaPool
 from ft_transport.state.copying import ChunkKey, Column, HostCopier, HostCopies, LastingDigests
+from ft_transport.state.device_copies import DeviceCopier
 from ft_transport.state.memory_bytes import bytes_at
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, Digester
@@ -38,6 +40,31 @@ _LONGEST_PIN_S: Final = 10.0
 """Maximum duration of a pin. A reader waits for nothing during it, so only a stalled machine exceeds this."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotResources:
+    """The resources that all snapshots of a stager share.
+
+    Attributes:
+        pool: Has the arenas.
+        copier: Copies and digests host memory.
+        device_copier: Copies from accelerators.
+        chunk_bytes: Maximum bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
+        is_digested: Whether snapshots have digests.
+        digester: Chooses for each snapshot how its digests are made.
+        lasting: Caches the digests of lasting tensors.
+        costs: Metrics of all copies.
+    """
+
+    pool: ArenaPool
+    copier: HostCopier
+    device_copier: DeviceCopier
+    chunk_bytes: int
+    is_digested: bool
+    digester: Callable[[], Digester]
+    lasting: LastingDigests = field(default_factory=LastingDigests)
+    costs: MetricValues = field(default_factory=lambda: MetricValues("copies", threading.RLock()))
+
+
 class CopyOnWriteMemory:
     """The data of one snapshot, block by block in live memory or in copies of it. Thread-safe.
 
@@ -47,18 +74,13 @@ class CopyOnWriteMemory:
         addresses: Address of each block now; int64.
         shared: Indices of the blocks in live memory.
         owners: Tensors that keep the shared memory from being freed.
-        data_bytes: Length of the data.
+        chunks: Division of the data into the chunks that are digested.
         arena: Holds the blocks that are not shared; ``None`` if ``owners`` do. This object owns it.
-        take_arena: Called on ``materialize`` without an arena.
-        give_back: Takes the arena at the end.
-        copier: Copies and digests.
-        chunk_bytes: Size of the chunks that are digested.
+        resources: Supply an arena on ``materialize`` without one, take it back at the end, and copy.
         digester: Chooses how they are digested.
-        lasting: Caches digests of lasting tensors from one snapshot to the next.
         keys: The cache key of each chunk; ``None`` for a chunk that is not cached.
         check: Raises if the shared memory has changed without a `materialize`. Called before it is copied, and before
             the digests are sent: no receiver relies on bytes without these.
-        costs: Metrics of all copies.
 
     Attributes:
         storages: Addresses of the storages that are shared; a change of any other storage needs no `materialize`.
@@ -72,17 +94,12 @@ class CopyOnWriteMemory:
         addresses: Column,
         shared: Column,
         owners: list[torch.Tensor],
-        data_bytes: int,
+        chunks: ChunkTable,
         arena: Arena | None,
-        take_arena: Callable[[int], Arena],
-        give_back: Callable[[Arena], None],
-        copier: HostCopier,
-        chunk_bytes: int,
+        resources: SnapshotResources,
         digester: Digester,
-        lasting: LastingDigests,
         keys: Sequence[ChunkKey | None],
         check: Callable[[], None],
-        costs: MetricValues,
     ) -> None:
         filled = np.flatnonzero(num_bytes)
         order = filled[np.argsort(starts[filled], kind="stable")]
@@ -96,18 +113,14 @@ class CopyOnWriteMemory:
         to_copy[shared if arena is not None else slice(None)] = True
         self._to_copy = np.flatnonzero(to_copy[order])
         self._owners = owners
-        self._data_bytes = data_bytes
         self._arena = arena
-        self._take_arena = take_arena
-        self._give_back = give_back
-        self._copier = copier
+        self._resources = resources
         self._digester = digester
         self._check = check
-        self._costs = costs
         self._header = b""
-        self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
-        self._lasting, self._keys = lasting, keys
-        self._generation, self._digests = lasting.known(keys, self._digest)
+        self._chunks = chunks
+        self._keys = keys
+        self._generation, self._digests = resources.lasting.known(keys, self._digest)
         # One thread copies; other threads that materialize meanwhile wait for its copy.
         self._copying = threading.Lock()
         self._digesting = threading.Lock()
@@ -197,8 +210,8 @@ class CopyOnWriteMemory:
             self._let_go()
         if is_to_copy:
             num_bytes = 0 if self._is_lost else int(self._num_bytes[self._to_copy].sum())
-            self._costs.add("snapshot_copy_bytes_total", "copy_on_write", by=num_bytes)
-            self._costs.add("snapshot_copy_seconds_total", "copy_on_write", by=time.monotonic() - began_s)
+            self._resources.costs.add("snapshot_copy_bytes_total", "copy_on_write", by=num_bytes)
+            self._resources.costs.add("snapshot_copy_seconds_total", "copy_on_write", by=time.monotonic() - began_s)
 
     @property
     def is_lost(self) -> bool:
@@ -222,7 +235,7 @@ class CopyOnWriteMemory:
             self._owners = []
         if self._is_closed and not self._num_pins and self._arena is not None:
             arena, self._arena = self._arena, None
-            self._give_back(arena)
+            self._resources.pool.give_back(arena)
 
     def _refuse_moved(self) -> None:
         """Give the snapshot up if its memory has changed while it was shared.
@@ -248,11 +261,13 @@ class CopyOnWriteMemory:
         try:
             self._check()
             if arena is None:
-                arena = taken = self._take_arena(self._data_bytes)
+                arena = taken = self._resources.pool.take(self._chunks.data_bytes)
             indices = self._to_copy
             addresses = self._addresses.copy()
             addresses[indices] = arena.data.data_ptr() + self._starts[indices]
-            self._copier.copy(HostCopies(addresses[indices], self._addresses[indices], self._num_bytes[indices]))
+            self._resources.copier.copy(
+                HostCopies(addresses[indices], self._addresses[indices], self._num_bytes[indices])
+            )
             with self._changed:
                 if not self._is_closed:
                     self._blocks = _views_of(addresses, self._num_bytes)
@@ -263,7 +278,7 @@ class CopyOnWriteMemory:
                 self._is_lost, self._is_shared = True, False
         finally:
             if taken is not None:
-                self._give_back(taken)
+                self._resources.pool.give_back(taken)
 
     def _digest_chunks_that_begin_in(self, start: int, end: int) -> None:
         chunk_bytes = self._chunks.chunk_bytes
@@ -271,7 +286,7 @@ class CopyOnWriteMemory:
             if self._digests[chunk] is None:
                 self._digests[chunk] = digest = self._digest(chunk)
                 if self._is_shared:
-                    self._lasting.keep(self._generation, self._keys[chunk], digest)
+                    self._resources.lasting.keep(self._generation, self._keys[chunk], digest)
 
     def _digest(self, chunk: int) -> int:
         return self._digester.digest_of(self._views(*self._chunks.range_of(chunk, chunk + 1)))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,14 +20,13 @@ import torch
 
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.decoding import collector_paused
-from ft_transport.state.arena import Arena, ArenaPool
+from ft_transport.state.arena import Arena
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.copying import ChunkKey, Column, HostCopier, HostCopies, LastingDigests
-from ft_transport.state.device_copies import DeviceCopier, Marks
+from ft_transport.state.copy_on_write import CopyOnWriteMemory, SnapshotResources
+from ft_transport.state.copying import ChunkKey, Column, HostCopies
+from ft_transport.state.device_copies import Marks
 from ft_transport.state.dtypes import carrier_of
-from ft_transport.telemetry.metrics import MetricValues
-from ft_transport.wire.chunks import ChunkTable, Digester, chunk_bytes_for
+from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.snapshot import MemoryFile, Snapshot
 
@@ -93,31 +91,6 @@ class HeldState:
         return all(
             address or not num_bytes for address, num_bytes in zip(blocks.addresses, blocks.num_bytes, strict=True)
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotResources:
-    """The resources that all snapshots of a stager share.
-
-    Attributes:
-        pool: Has the arenas.
-        copier: Copies and digests host memory.
-        device_copier: Copies from accelerators.
-        chunk_bytes: Maximum bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
-        is_digested: Whether snapshots have digests.
-        digester: Chooses for each snapshot how its digests are made.
-        lasting: Caches the digests of lasting tensors.
-        costs: Metrics of all copies.
-    """
-
-    pool: ArenaPool
-    copier: HostCopier
-    device_copier: DeviceCopier
-    chunk_bytes: int
-    is_digested: bool
-    digester: Callable[[], Digester]
-    lasting: LastingDigests = field(default_factory=LastingDigests)
-    costs: MetricValues = field(default_factory=lambda: MetricValues("copies", threading.RLock()))
 
 
 class PendingSnapshot:
@@ -270,17 +243,12 @@ class PendingSnapshot:
             addresses=addresses,
             shared=indices,
             owners=[sources[index] for index in indices.tolist()],
-            data_bytes=self._data_bytes,
+            chunks=self._chunks,
             arena=self._arena,
-            take_arena=self._resources.pool.take,
-            give_back=self._resources.pool.give_back,
-            copier=self._resources.copier,
-            chunk_bytes=self._chunks.chunk_bytes,
+            resources=self._resources,
             digester=self._digester,
-            lasting=self._resources.lasting,
             keys=keys,
             check=self._check_shared,
-            costs=self._resources.costs,
         )
 
     def _digests(self) -> list[int] | None:
