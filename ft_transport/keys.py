@@ -54,7 +54,7 @@ class Keys:
         self._text = read()
         self._keys = _keys_of(self._text)
         self._looked_s = time.monotonic()
-        self._told = ""
+        self._trouble = ""
 
     @classmethod
     def of(cls, token: str) -> Keys:
@@ -135,11 +135,11 @@ class Keys:
                 self._text = text
                 self._keys = _keys_of(text)
                 logger.info("the job token was replaced; it signs as %s now", self._keys[0].key_id)
-            self._told = ""
+            self._trouble = ""
         except ConfigurationError as error:
-            if self._told != (told := str(error)):
-                self._told = told
-                logger.warning("the job token stays as it was: %s", told)
+            if self._trouble != (trouble := str(error)):
+                self._trouble = trouble
+                logger.warning("the job token stays as it was: %s", trouble)
 
     def __repr__(self) -> str:
         return f"Keys({', '.join(key.key_id for key in self._keys)})"

@@ -106,9 +106,10 @@ class Certificates:
     def __init__(self, files: TLSFiles) -> None:
         self.files = files
         self._mutex = threading.Lock()
-        self._seen = self._tried = _look_at(files)
+        self._seen = _look_at(files)
         self._contexts = _load(files)
         self._looked_s = time.monotonic()
+        self._trouble = ""
 
     def for_server(self) -> ssl.SSLContext:
         """Return the context for accepting a connection now."""
@@ -131,18 +132,16 @@ class Certificates:
     def _look_again(self) -> None:
         try:
             seen = _look_at(self.files)
-            if seen == self._seen:
-                return
-            # Partly renewed files do not match; they are tried again when the others have changed.
-            contexts = _load(self.files)
+            if seen != self._seen:
+                # Raises for partly renewed files, which do not match.
+                self._contexts = _load(self.files)
+                self._seen = seen
+                logger.info("the certificate in %s was renewed", self.files.certificate)
+            self._trouble = ""
         except ConfigurationError as error:
-            if self._tried != (tried := _look_or_nothing(self.files)):
-                self._tried = tried
-                logger.warning("the certificate stays as it was: %s", error)
-            return
-        self._seen = self._tried = seen
-        self._contexts = contexts
-        logger.info("the certificate in %s was renewed", self.files.certificate)
+            if self._trouble != (trouble := str(error)):
+                self._trouble = trouble
+                logger.warning("the certificate stays as it was: %s", trouble)
 
     def __repr__(self) -> str:
         return f"Certificates({os.fspath(self.files.certificate)!r})"
@@ -158,13 +157,6 @@ def _look_at(files: TLSFiles) -> _Seen:
             raise _unreadable(path, error) from error
         seen.append((status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(seen)
-
-
-def _look_or_nothing(files: TLSFiles) -> _Seen:
-    try:
-        return _look_at(files)
-    except ConfigurationError:
-        return ()
 
 
 def _load(files: TLSFiles) -> _Contexts:
