@@ -115,11 +115,11 @@ class BoundaryCopy:
             match part:
                 case ModulePart():
                     state: Any = part.entry.state_dict()
-                    for name in part.names:
-                        if name not in state:
-                            raise NotCopyableError(f"{key}.{name} is missing")
-                        state[name] = next(copies)
-                    copied = set(part.names)
+                    copied = {slot.name for slot in part.slots}
+                    for slot in part.slots:
+                        if slot.name not in state:
+                            raise NotCopyableError(f"{key}.{slot.name} is missing")
+                        state[slot.name] = next(copies)
                     self._check_known(key, [tensor for name, tensor in state.items() if name not in copied])
                 case OptimizerPart():
                     state = part.entry.state_dict()

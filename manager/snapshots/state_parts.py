@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -35,8 +35,24 @@ _MAX_CALLED_TENSORS: Final = 64
 _NUM_LOSSES: Final = 2
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 
-Location: TypeAlias = tuple[dict[str, Any], str]
-"""Where a module stores a tensor, which it may replace."""
+
+class Slot(NamedTuple):
+    """The place where a module stores a tensor, which it may replace.
+
+    Attributes:
+        name: Name of the tensor in the module's state.
+        tensors: The parameters or buffers of a submodule.
+        key: Name of the tensor in the submodule.
+    """
+
+    name: str
+    tensors: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Any:
+        """The present tensor."""
+        return self.tensors[self.key]
 
 
 class NotCopyableError(Exception):
@@ -45,16 +61,10 @@ class NotCopyableError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePart:
-    """A module whose state is its parameters and buffers.
-
-    Attributes:
-        names: Names in its state of the tensors that are copied at the boundary.
-        locations: Location of each of them.
-    """
+    """A module whose state is its parameters and buffers; those in ``slots`` are copied at the boundary."""
 
     entry: StateEntry
-    names: tuple[str, ...]
-    locations: tuple[Location, ...]
+    slots: Sequence[Slot]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,24 +195,14 @@ def _is_plain_module(module: nn.Module) -> bool:
     )
 
 
-def _tensors_of_module(module: nn.Module) -> list[tuple[str, Location]]:
-    """Return the tensors in the state of a plain module, by name (``torch.nn.Module._save_to_state_dict``)."""
+def _slots_of(module: nn.Module) -> list[Slot]:
+    """Return the tensors in the state of a plain module (``torch.nn.Module._save_to_state_dict``)."""
     return [
-        (f"{prefix}.{name}" if prefix else name, (tensors, name))
+        Slot(f"{prefix}.{name}" if prefix else name, tensors, name)
         for prefix, part in module.named_modules(remove_duplicate=False)
         for tensors in (part._parameters, part._buffers)
         for name, tensor in tensors.items()
         if tensor is not None and not (tensors is part._buffers and name in part._non_persistent_buffers_set)
-    ]
-
-
-def _tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tensor]:
-    """Return the tensors that change in write sections alone."""
-    return [
-        location[0][location[1]]
-        for entry in entries
-        if entry.is_stable and isinstance(holder := entry.holder, nn.Module)
-        for _, location in _tensors_of_module(holder)
     ]
 
 
@@ -236,11 +236,7 @@ def _check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module
         raise NotCopyableError(f"{key!r} has more than {MAX_COPIED_BYTES} bytes that no attached optimizer guards")
     copied = {memory_at(tensor) for tensor in tensors}
     storages = {storage_of(tensor) for tensor in tensors if tensor.nbytes}
-    others = {
-        memory_at(location[0][location[1]])
-        for _, location in _tensors_of_module(module)
-        if storage_of(location[0][location[1]]) in storages
-    }
+    others = {memory_at(slot.tensor) for slot in _slots_of(module) if storage_of(slot.tensor) in storages}
     if others - copied or any(
         type(tensor) not in (torch.Tensor, nn.Parameter)
         or tensor.layout is not torch.strided
@@ -317,11 +313,9 @@ class BoundaryPlan:
         kinds = {entry.key: _kind_of(entry, optimizers) for entry in entries}
         stable = [entry.state_dict() for entry in entries if entry.is_stable and kinds[entry.key] is not None]
         plan.guarded = frozenset((memory_of_optimizers(optimizers) | memory_of(stable)) - unguarded)
-        plan.watched = [
-            tensor
-            for tensor in [*parameters_of(optimizers), *_tensors_of_stable_modules(entries)]
-            if memory_at(tensor) in plan.guarded
-        ]
+        modules = [entry.holder for entry in entries if entry.is_stable and isinstance(entry.holder, nn.Module)]
+        in_modules = [slot.tensor for module in modules for slot in _slots_of(module)]
+        plan.watched = [each for each in [*parameters_of(optimizers), *in_modules] if memory_at(each) in plan.guarded]
         try:
             plan.parts = [plan._part_of(entry, kinds[entry.key]) for entry in entries]
         except NotCopyableError as error:
@@ -331,18 +325,9 @@ class BoundaryPlan:
     def _part_of(self, entry: StateEntry, kind: nn.Module | Optimizer | None) -> Part:
         match kind:
             case nn.Module():
-                found = [
-                    (name, location)
-                    for name, location in _tensors_of_module(kind)
-                    if memory_at(location[0][location[1]]) not in self.guarded
-                ]
-                tensors = [location[0][location[1]] for _, location in found]
-                _check_copyable(entry.key, tensors, kind)
-                return ModulePart(
-                    entry=entry,
-                    names=tuple(name for name, _ in found),
-                    locations=tuple(location for _, location in found),
-                )
+                slots = [slot for slot in _slots_of(kind) if memory_at(slot.tensor) not in self.guarded]
+                _check_copyable(entry.key, [slot.tensor for slot in slots], kind)
+                return ModulePart(entry=entry, slots=slots)
             case Optimizer():
                 return OptimizerPart(entry=entry, optimizer=kind)
             case None:
@@ -355,12 +340,7 @@ class BoundaryPlan:
 
     def copied(self) -> list[torch.Tensor]:
         """Copy the tensors that something besides the optimizers may change; reuse the last boundary's buffers."""
-        sources = [
-            location[0][location[1]]
-            for part in self.parts
-            if isinstance(part, ModulePart)
-            for location in part.locations
-        ]
+        sources = [slot.tensor for part in self.parts if isinstance(part, ModulePart) for slot in part.slots]
         if any(source is None for source in sources):
             raise NotCopyableError("a buffer is gone")
         spare, self.spare = self.spare, None

@@ -60,22 +60,20 @@ def check_fit(
     for entry in registry.entries("replicated"):
         if entry.key not in keys:
             continue
-        holder = entry.holder
-        own = own_parts.get(entry.key)
-        is_free: Callable[[str], bool] = _nothing
-        if isinstance(holder, torch.nn.Module):
-            is_free = names_loaded_freely(holder)
-            _check_names(incoming, entry, is_free, own)
-        if isinstance(holder, LRScheduler) and isinstance(own, Mapping):
-            _check_parts(entry, own, incoming.keys(USER_KEY, entry.key))
-        # A class with its own load function may accept states that torch's refuses.
-        if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
-            _check_groups(incoming, entry, own)
-        # A load replaces each state of an optimizer as a whole: its length may differ, and the sender's dtype applies.
-        if isinstance(holder, Optimizer):
-            is_free = _everything
-        if isinstance(holder, (torch.nn.Module, Optimizer)):
-            _check_tensors(incoming, entry, is_free, note)
+        holder, own = entry.holder, own_parts.get(entry.key)
+        match holder:
+            case torch.nn.Module():
+                is_free = names_loaded_freely(holder)
+                _check_names(incoming, entry, is_free, own)
+                _check_tensors(incoming, entry, is_free, note)
+            case Optimizer():
+                # A class with its own load function may accept states that torch's refuses.
+                if type(holder).load_state_dict is Optimizer.load_state_dict:
+                    _check_groups(incoming, entry, own)
+                # A load replaces each state as a whole: its length may differ, and the sender's dtype applies.
+                _check_tensors(incoming, entry, lambda _name: True, note)
+            case LRScheduler() if isinstance(own, Mapping):
+                _check_parts(entry, own, incoming.keys(USER_KEY, entry.key))
 
 
 class ModuleGlance:
@@ -148,7 +146,7 @@ def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
     extra states. Torch's loading rounds to the module's dtype and refuses other shapes.
     """
     if not _is_of_torch(type(module).load_state_dict):
-        return _everything
+        return lambda _name: True
     prefixes: list[str] = []
     for name, each in module.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
@@ -166,14 +164,6 @@ def _is_of_torch(function: Any) -> bool:
     function = getattr(function, "hook", function)
     origin = getattr(getattr(function, "func", function), "__module__", None) or ""
     return origin.startswith(("torch.nn.", "torch.distributed.")) and origin != torch.nn.modules.lazy.__name__
-
-
-def _everything(_name: str) -> bool:
-    return True
-
-
-def _nothing(_name: str) -> bool:
-    return False
 
 
 def _check_names(incoming: Incoming, entry: StateEntry, is_free: Callable[[str], bool], own: object) -> None:

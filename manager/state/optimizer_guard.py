@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType, TracebackType
 from typing import Any, Final
@@ -23,9 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from manager.errors import ManagerError
 from manager.state.lock import Section, StateLock
-
-# Enough for percentiles over a window of steps, and a bound for a run of a year.
-_MAX_WAITS = 10_000
 
 
 class StepObserver:
@@ -45,18 +40,12 @@ class StepObserver:
 
 
 class OptimizerAttachment:
-    """The optimizers of one `attach_optimizers` call; `remove`, or the end of a ``with`` block, detaches them.
+    """The optimizers of one `attach_optimizers` call; `remove`, or the end of a ``with`` block, detaches them."""
 
-    Attributes:
-        waits_s: Seconds that each of the last 10,000 pre-step hooks waited for the lock, the newest last. The stepping
-            threads append to it.
-    """
-
-    def __init__(self, lock: StateLock, guards: list[_Guard], waits_s: deque[float]) -> None:
+    def __init__(self, lock: StateLock, guards: list[_Guard]) -> None:
         """Private to `attach_optimizers`."""
         self._lock = lock
         self._guards = guards
-        self.waits_s = waits_s
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -121,9 +110,7 @@ def attach_optimizers(
                 f"expected optimizers that run step hooks, got {type(optimizer).__name__}, which does not; attach the "
                 "optimizer inside it, before or after it is wrapped: manager.attach(wrapper.optim)"
             )
-    waits_s: deque[float] = deque(maxlen=_MAX_WAITS)
-    guards = [_Guard(lock, optimizer, observer or StepObserver(), waits_s) for optimizer in attached]
-    return OptimizerAttachment(lock, guards, waits_s)
+    return OptimizerAttachment(lock, [_Guard(lock, optimizer, observer or StepObserver()) for optimizer in attached])
 
 
 class _PerThread(threading.local):
@@ -136,11 +123,10 @@ class _PerThread(threading.local):
 class _Guard:
     """One attachment of one optimizer."""
 
-    def __init__(self, lock: StateLock, optimizer: Optimizer, observer: StepObserver, waits_s: deque[float]) -> None:
+    def __init__(self, lock: StateLock, optimizer: Optimizer, observer: StepObserver) -> None:
         self._lock = lock
         self.optimizer = optimizer
         self._observer = observer
-        self._waits_s = waits_s
         self._what = f"optimizer step of {type(optimizer).__name__}"
         self._per_thread = _PerThread()
         self._is_removed = False
@@ -217,10 +203,8 @@ class _Guard:
 
     def _open_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
         self._observer.before_step(optimizer)
-        start_s = time.monotonic()
         self._per_thread.sections.append(self._lock.acquire_write(self._what, stepping=optimizer))
         self._per_thread.num_begun += 1
-        self._waits_s.append(time.monotonic() - start_s)
 
     def _close_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
         # If the optimizer's ``step`` calls its superclass's ``step``, torch runs the hooks for both.

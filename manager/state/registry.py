@@ -127,23 +127,13 @@ class StateRegistry:
         self.num_changes += 1
         self.loaders.registered(key, entry.holder, is_replicated=scope == "replicated")
 
-    def register_object(
-        self,
-        key: str,
-        obj: object,
-        *,
-        scope: Scope = "replicated",
-        on_training_thread: bool = False,
-        is_stable: bool = False,
-    ) -> None:
+    def register_object(self, key: str, obj: object, **options: Any) -> None:
         """Register the two methods of a module, optimizer, scheduler, data loader or similar object.
 
         Args:
             key: As in `register`.
             obj: An object with ``state_dict()`` and ``load_state_dict(state)``.
-            scope: See `StateEntry`.
-            on_training_thread: See `StateEntry`.
-            is_stable: See `StateEntry`.
+            **options: As in `register`.
 
         Raises:
             RegistryError: As in `register`; or the object is a model of FSDP1.
@@ -157,16 +147,8 @@ class StateRegistry:
                 f"expected an object with state_dict() and load_state_dict() under key {key!r}, got "
                 f"{type(obj).__name__}, which has no {' and no '.join(lacking)}"
             )
-        load_state_dict: Any = methods["load_state_dict"]
-        state_dict: Any = methods["state_dict"]
-        self.register(
-            key,
-            load_state_dict,
-            state_dict,
-            scope=scope,
-            on_training_thread=on_training_thread,
-            is_stable=is_stable,
-        )
+        functions: dict[str, Any] = methods
+        self.register(key, **functions, **options)
 
     def replace(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
         """Give an entry another state function, e.g. one that returns live tensors instead of copies.
@@ -340,40 +322,34 @@ def listed(texts: Sequence[str], separator: str = ", ") -> str:
 
 def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], object]) -> None:
     """Refuse functions whose signatures do not accept the registry's calls."""
-    loads, returns = _takes(load_state_dict, None), _takes(state_dict)
-    if loads and returns:
-        return
-    if _takes(load_state_dict) and _takes(state_dict, None):
+    if not (_takes(load_state_dict, None) and _takes(state_dict)):
+        is_swapped = _takes(load_state_dict) and _takes(state_dict, None)
         raise RegistryError(
             f"expected a load_state_dict that takes a state, and a state_dict that takes nothing, for state {key!r}; "
-            f"got {_name_of(load_state_dict)} and {_name_of(state_dict)}, which look swapped: {_ORDER}",
+            f"got {_shown(load_state_dict)} and {_shown(state_dict)}{', which look swapped' if is_swapped else ''}: "
+            f"{_ORDER}",
             keys=(key,),
         )
-    role, function, expected = (
-        ("state_dict", state_dict, "no argument") if loads else ("load_state_dict", load_state_dict, "one argument")
-    )
-    raise RegistryError(
-        f"expected a {role} of state {key!r} that can be called with {expected}, got "
-        f"{_name_of(function)}{inspect.signature(function)}; {_ORDER}",
-        keys=(key,),
-    )
+
+
+def _signature_of(function: Callable[..., object]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def _takes(function: Callable[..., object], *arguments: object) -> bool:
     """Return whether a function accepts these arguments; true for a function without a readable signature."""
+    signature = _signature_of(function)
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*arguments)
+        return signature is None or bool(signature.bind(*arguments))
     except TypeError:
         return False
-    return True
 
 
-def _name_of(function: Callable[..., object]) -> str:
-    return str(getattr(function, "__qualname__", None) or type(function).__name__)
+def _shown(function: Callable[..., object]) -> str:
+    return f"{getattr(function, '__qualname__', type(function).__name__)}{_signature_of(function) or ''}"
 
 
 def _swap_advice(error: Exception) -> str:
