@@ -8,7 +8,6 @@ NFS the system turns the lock into one that the server knows (flock(2)), and tha
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import CheckpointError, CheckpointInUseError
-from ft_transport.runtime.regular_files import NotRegularFileError, make_directory, open_regular
+from ft_transport.runtime.regular_files import NotRegularFileError, is_in_place, make_directory, open_regular, try_lock
 
 _OWNER_NAME: Final = ".owner"
 _OWNER_MODE: Final = 0o600
@@ -88,7 +87,7 @@ class RootClaim:
         while True:
             descriptor = _open(self._path)
             try:
-                if _try_lock(descriptor) and self._is_in_place(descriptor):
+                if try_lock(descriptor) and is_in_place(descriptor, self._path):
                     return descriptor
                 if time.monotonic() > deadline_s:
                     raise self._in_use(descriptor)
@@ -116,14 +115,6 @@ class RootClaim:
             raise
         os.close(descriptor)
         return new
-
-    def _is_in_place(self, descriptor: int) -> bool:
-        """Return whether the locked file is the one that other processes will open."""
-        try:
-            there = os.stat(self._path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(there, os.fstat(descriptor))
 
     def _in_use(self, descriptor: int) -> CheckpointInUseError:
         text = os.pread(descriptor, _MAX_SHOWN_BYTES, 0).decode(errors="replace")
@@ -163,13 +154,3 @@ def _open(path: Path) -> int:
         with contextlib.suppress(PermissionError):  # another user's file
             os.fchmod(descriptor, closed)
     return descriptor
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True

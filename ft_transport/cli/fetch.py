@@ -19,7 +19,7 @@ from ft_transport.errors import ConfigurationError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.settings import FetchProgress
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.transfer.file_client import FetchedFile, FilePlan, fetch_to_file
+from ft_transport.transfer.files import FetchedFile, FilePlan, fetch_to_file
 
 _INTERRUPTED: Final = 130
 """As shells count: 128 and the number of SIGINT."""

@@ -19,7 +19,7 @@ from ft_transport.http.client.manifests import fetch_manifest, with_digests
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.settings import FetchProgress, TransportSettings
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.transfer.file_client import FetchedFile, fetch_to_file
+from ft_transport.transfer.files import FetchedFile, fetch_to_file
 from ft_transport.transfer.sources import asking
 from ft_transport.wire.manifest import Manifest, TensorEntry
 from ft_transport.wire.routes import LATEST, StepSelector

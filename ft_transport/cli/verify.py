@@ -148,7 +148,7 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
     """
     from ft_transport.cli.snapshot_files import settings_for_files
     from ft_transport.http.peer_address import PeerAddress
-    from ft_transport.transfer.file_client import check_data
+    from ft_transport.transfer.files import check_data
 
     peer = PeerAddress.from_url(url)
     manifest = check_data(peer, settings_for_files(timeout_s))
@@ -238,8 +238,8 @@ def digest_troubles(path: Path) -> Iterator[str]:
         ManifestError: They cannot be compared: the job token is missing, or it is no such file.
     """
     from ft_transport.http.client.manifests import find_damaged
+    from ft_transport.runtime.regular_files import read_pieces
     from ft_transport.settings import default_num_threads
-    from ft_transport.transfer.part_file import read_pieces
 
     with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)

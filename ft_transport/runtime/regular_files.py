@@ -7,8 +7,10 @@ another file. ``O_NOFOLLOW`` refuses a link as the last part of a path (open(2))
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +18,7 @@ PRIVATE_UMASK: Final = 0o077
 """Removes all permissions of other users (umask(2))."""
 _FILE_MODE: Final = 0o666
 _WRITE_BITS: Final = 0o222
+_PIECE_BYTES: Final = 1 << 20
 _DIRECTORY_MODE: Final = 0o777
 _KINDS: Final = {
     stat.S_IFLNK: "a link",
@@ -102,6 +105,33 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
         while filled < num_bytes and (count := file.readinto(memoryview(content)[filled:])):
             filled += count
         return bytes(content[:filled])
+
+
+def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
+    """Read a file piece by piece into one buffer, which each piece overwrites; yield less at the end of the file."""
+    piece = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
+    while start < end and (count := os.preadv(descriptor, [piece[: end - start]], start)):
+        yield piece[:count]
+        start += count
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file, until the descriptor is closed or the process ends; return whether no other process had."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def is_in_place(descriptor: int, path: Path) -> bool:
+    """Return whether the name still leads to the open file; another process may have renamed or replaced it."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def sync_directory(path: Path) -> None:

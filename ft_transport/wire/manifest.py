@@ -103,6 +103,20 @@ class Manifest:
         """Length of the whole safetensors file."""
         return self.header_bytes + self.data_bytes
 
+    def header(self, digests: Sequence[int]) -> bytes:
+        """Return the header of a file with this content and these digests; see `encode_header`."""
+        return encode_header(
+            step=self.step,
+            snapshot_id=self.snapshot_id,
+            tensors=list(self.tensors),
+            tree=self.tree,
+            chunks=self.chunks,
+            digests=list(digests),
+            align_bytes=DATA_ALIGN_BYTES,
+            layouts=LayoutTable(list(self.meshes), list(self.layouts)),
+            digester=self.digester,
+        )
+
 
 class _HeaderEntry(Struct, frozen=True, gc=False):
     dtype: str

@@ -28,8 +28,8 @@ from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.main import app
 from ft_transport.errors import ConfigurationError, FileWriteError
 from ft_transport.state.snapshot import Taking
-from ft_transport.transfer import part_file
-from ft_transport.transfer.part_file import PartFile
+from ft_transport.transfer import files
+from ft_transport.transfer.files import PartFile
 from ft_transport.wire.manifest import Manifest
 
 NUM_BYTES = 24 << 20
@@ -127,7 +127,7 @@ def test_a_full_disk_is_said_and_what_has_come_is_gone_on_with(
         return os.pwritev(descriptor, [data], position)
 
     with monkeypatch.context() as patch:
-        patch.setattr(part_file.os, "pwrite", pwrite)
+        patch.setattr(files.os, "pwrite", pwrite)
         result = fetch(source.metadata(), "-o", path)
     assert result.exit_code == 1
     assert "No space left on device; mend that, and what has come is still there" in str(result.exception)
@@ -223,7 +223,7 @@ def test_the_rate_is_that_of_the_transfer(tmp_path: Path) -> None:
 def test_two_do_not_write_to_one_file(
     source: HTTPTransport[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_file, "_LOCK_S", 0.05)
+    monkeypatch.setattr(files, "_LOCK_S", 0.05)
     with PartFile(tmp_path / "m"):
         result = fetch(source.metadata(), "-o", tmp_path / "m")
         assert result.exit_code == 1
@@ -271,7 +271,7 @@ def test_a_snapshot_that_has_no_room_is_not_begun(
     class Full:
         f_bavail, f_frsize = 3, 4096
 
-    monkeypatch.setattr(part_file.os, "fstatvfs", lambda _descriptor: Full())
+    monkeypatch.setattr(files.os, "fstatvfs", lambda _descriptor: Full())
     result = fetch(source.metadata(), "-o", tmp_path / "m")
     assert result.exit_code == 1
     assert "there is room for 12288" in str(result.exception)

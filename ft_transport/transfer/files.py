@@ -1,4 +1,4 @@
-"""An incomplete safetensors file, ``FILE.part``, which becomes ``FILE`` when it is whole.
+"""Receives a snapshot into ``FILE.part``, which becomes ``FILE`` when it is whole; needs no torch.
 
 Chunks are received into one buffer for each thread and written from there once they are verified, so that a full disk
 is an error and not a signal, and memory is that of a few chunks. The file is sparse until it is whole. Its content is
@@ -7,29 +7,34 @@ only a hint: a fetch that resumes it compares each chunk with its digest from a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ft_transport.errors import ConfigurationError, FileWriteError
+from ft_transport.errors import ConfigurationError, FileWriteError, TransportError
+from ft_transport.http.client.chunks import fetch_data
+from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.client.manifests import find_damaged
-from ft_transport.runtime.regular_files import open_regular, sync_directory
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.runtime.regular_files import is_in_place, open_regular, read_pieces, sync_directory, try_lock
 from ft_transport.settings import default_num_threads
+from ft_transport.telemetry.record import Record
+from ft_transport.telemetry.recorder import Recorder, current, phase
+from ft_transport.transfer.sources import ask_sources, with_restarts
 from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.layouts import LayoutTable
-from ft_transport.wire.manifest import DATA_ALIGN_BYTES, Manifest, encode_header
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import LATEST, StepSelector
 
 _MODE: Final = 0o666
 _LOCK_S: Final = 0.5
 """How long an ending process may hold the lock of the part."""
-_PAUSE_S: Final = 0.02
-_PIECE_BYTES: Final = 1 << 20
 _MAX_CHUNK_BYTES: Final = 256 << 20
 
 
@@ -55,7 +60,6 @@ class PartFile:
         path: Path of the final file; a regular file there is replaced in the end.
 
     Attributes:
-        path: See the argument.
         part: Path of the file until then.
         buffers: Has the buffer of the calling thread, which `write` writes.
         error: The disk's error when it refused a chunk.
@@ -65,7 +69,7 @@ class PartFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._path = path
         _check_replaceable(path)
         self.part = path.with_name(f"{path.name}.part")
         self._descriptor = _open_locked(self.part)
@@ -80,15 +84,10 @@ class PartFile:
 
     def __exit__(self, *_exc_info: object) -> None:
         try:
-            if self.is_empty and not self._is_named and _is_in_place(self._descriptor, self.part):
+            if not self.kept_bytes and not self._is_named and is_in_place(self._descriptor, self.part):
                 os.unlink(self.part)
         finally:
             os.close(self._descriptor)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been written to the part."""
-        return not self.kept_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -105,7 +104,7 @@ class PartFile:
         check_chunk_size(manifest)
         table = manifest.chunks
         # Its length with the digests, which may come later.
-        self._header_bytes = len(_header_of(manifest, [0] * table.num_chunks))
+        self._header_bytes = len(manifest.header([0] * table.num_chunks))
         self._table = table
         total_bytes = self._header_bytes + table.data_bytes
         room = os.fstatvfs(self._descriptor)
@@ -158,17 +157,17 @@ class PartFile:
             OSError: The file cannot be written or renamed; another process may have moved its part.
         """
         assert manifest.digests is not None, "they have been asked for"
-        header = _header_of(manifest, manifest.digests)
+        header = manifest.header(manifest.digests)
         assert len(header) == self._header_bytes, "digests take the same room whatever they are"
         os.pwrite(self._descriptor, header, 0)
         os.fsync(self._descriptor)
-        if not _is_in_place(self._descriptor, self.part):
+        if not is_in_place(self._descriptor, self.part):
             raise FileNotFoundError(
                 errno.ENOENT, "expected the file that was written, another one has its name", str(self.part)
             )
-        os.replace(self.part, self.path)
+        os.replace(self.part, self._path)
         self._is_named = True
-        sync_directory(self.path.absolute().parent)
+        sync_directory(self._path.absolute().parent)
 
     def _written(self) -> set[int]:
         """Return the chunks that do not lie in holes of the file."""
@@ -190,20 +189,8 @@ class PartFile:
         return read_pieces(self._descriptor, self._header_bytes + start, self._header_bytes + end)
 
 
-def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
-    """Read a file piece by piece into one buffer, which each piece overwrites; yield less at the end of the file."""
-    piece = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
-    while start < end and (count := os.preadv(descriptor, [piece[: end - start]], start)):
-        yield piece[:count]
-        start += count
-
-
 def check_chunk_size(manifest: Manifest) -> None:
-    """Check that chunks fit in memory.
-
-    Raises:
-        ConfigurationError: They are too large.
-    """
+    """Raise `ConfigurationError` if chunks are too large for memory."""
     table = manifest.chunks
     if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
         raise ConfigurationError(
@@ -213,25 +200,22 @@ def check_chunk_size(manifest: Manifest) -> None:
 
 def _check_replaceable(path: Path) -> None:
     try:
-        found = os.stat(path, follow_symlinks=False)
+        is_regular = stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
     except FileNotFoundError:
-        pass
+        return
     except OSError as error:
         raise ConfigurationError(f"expected a file to fetch to: {error}") from error
-    else:
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigurationError(
-                f"expected a regular file to fetch to, or none yet, {path} is a link, a directory or a device; name "
-                "another file"
-            )
+    if not is_regular:
+        raise ConfigurationError(
+            f"expected a regular file to fetch to, or none yet, {path} is a link, a directory or a device; name "
+            "another file"
+        )
 
 
 def _open_locked(path: Path) -> int:
     """Open or make a file of this user and lock it, until the descriptor is closed or the process ends.
 
-    Raises:
-        ConfigurationError: The file cannot be made, is another user's, a link, no regular file or has other names, or
-            another process has locked it.
+    Raises `ConfigurationError` for another user's file, a link, one with other names, and one that is locked.
     """
     until_s = time.monotonic() + _LOCK_S
     while True:
@@ -246,7 +230,7 @@ def _open_locked(path: Path) -> int:
                     f"expected a file of this user's with one name as file to fetch to, {path} has {found.st_nlink} "
                     f"and is user {found.st_uid}'s"
                 )
-            if _try_lock(descriptor) and _is_in_place(descriptor, path):
+            if try_lock(descriptor) and is_in_place(descriptor, path):
                 return descriptor
             if time.monotonic() > until_s:
                 raise ConfigurationError(
@@ -260,34 +244,154 @@ def _open_locked(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-        time.sleep(_PAUSE_S)
+        time.sleep(0.02)
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """The plan of a fetch into a file.
+
+    Attributes:
+        step: Step of the snapshot.
+        sources: The peers that serve it.
+        data_bytes: Size of all chunks.
+        kept_bytes: Size of the chunks that are already in the file.
+    """
+
+    step: int
+    sources: tuple[PeerAddress, ...]
+    data_bytes: int
+    kept_bytes: int
 
 
-def _is_in_place(descriptor: int, path: Path) -> bool:
-    """Whether the name still leads to the open file: a fetch that ends well renames its part."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedFile:
+    """The result of a fetch into a file.
+
+    Attributes:
+        manifest: Manifest of the snapshot, with digests.
+        plan: The chunks that the file had before, and the sources of the rest.
+        record: Record of the fetch.
+    """
+
+    manifest: Manifest
+    plan: FilePlan
+    record: Record
 
 
-def _header_of(manifest: Manifest, digests: Sequence[int]) -> bytes:
-    return encode_header(
-        step=manifest.step,
-        snapshot_id=manifest.snapshot_id,
-        tensors=list(manifest.tensors),
-        tree=manifest.tree,
-        chunks=manifest.chunks,
-        digests=list(digests),
-        align_bytes=DATA_ALIGN_BYTES,
-        layouts=LayoutTable(meshes=list(manifest.meshes), layouts=list(manifest.layouts)),
-        digester=manifest.digester,
-    )
+def fetch_to_file(
+    sources: Sequence[PeerAddress],
+    step: StepSelector,
+    path: Path,
+    *,
+    settings: FetchSettings,
+    recorder: Recorder,
+    on_plan: Callable[[FilePlan], None],
+    wanted: Callable[[Manifest], Collection[int]] | None = None,
+) -> FetchedFile:
+    """Receive a snapshot into a safetensors file, which gets its name only once it is whole, verified and durable.
+
+    If this fails, the received data stays in ``PATH.part``, and another call resumes from it, from any source.
+
+    Args:
+        sources: One or several peers that serve the same state.
+        step: A step, or ``latest``.
+        path: Path of the file.
+        settings: How to fetch; chunks are always verified.
+        recorder: Records the fetch.
+        on_plan: Called before the first byte; again if a newer snapshot replaces the one being fetched.
+        wanted: Selects the chunks to fetch from a manifest with digests; the file has holes for the others.
+
+    Raises:
+        ConfigurationError: The file cannot be written to, or has no room.
+        FileWriteError: The disk failed, or is full.
+        TransportError: See ``HTTPTransport.fetch``.
+    """
+    with PartFile(path) as part:
+        with recorder.begin("fetch", replica=settings.replica, phase="manifest"):
+            try:
+                manifest, plan = with_restarts(
+                    settings, lambda: _receive(sources, step, part, settings, on_plan=on_plan, wanted=wanted)
+                )
+                phase("load")
+                part.finish(manifest)
+            except (OSError, TransportError) as error:
+                failed = part.error if isinstance(error, TransportError) else error
+                if failed is None:
+                    raise
+                raise FileWriteError(
+                    f"expected to write what is received, {failed.strerror or failed}; mend that, and what has come is "
+                    "still there",
+                    path=str(part.part),
+                ) from error
+        record = recorder.recent()[-1]
+    return FetchedFile(manifest=manifest, plan=plan, record=record)
+
+
+def check_data(peer: PeerAddress, settings: FetchSettings) -> Manifest:
+    """Receive each chunk of a peer's newest snapshot, compare it with its digest, and return the manifest.
+
+    The peer takes a snapshot if it has none.
+
+    Raises:
+        FetchFailedError: Chunks differ from their digests each time.
+        TransportError: See ``HTTPTransport.fetch``.
+    """
+
+    def check() -> Manifest:
+        with contextlib.ExitStack() as held:
+            agreed = ask_sources([peer], LATEST, settings, held)
+            check_chunk_size(agreed.manifest)
+            manifest = agreed.manifest_with_digests(settings)
+            fetch_data(agreed.files, manifest, ThreadBuffers(), settings)
+            return manifest
+
+    with Recorder().begin("fetch", replica=settings.replica, phase="manifest"):
+        return with_restarts(settings, check)
+
+
+def _receive(
+    sources: Sequence[PeerAddress],
+    step: StepSelector,
+    part: PartFile,
+    settings: FetchSettings,
+    *,
+    on_plan: Callable[[FilePlan], None],
+    wanted: Callable[[Manifest], Collection[int]] | None,
+) -> tuple[Manifest, FilePlan]:
+    phase("manifest")
+    with contextlib.ExitStack() as held:
+        agreed = ask_sources(sources, step, settings, held)
+        manifest = agreed.manifest
+        recording = current()
+        assert recording is not None, "the caller has begun it"
+        recording.describe(step=manifest.step, num_bytes=manifest.data_bytes)
+        phase("plan")
+        table = manifest.chunks
+        missing = list(range(table.num_chunks))
+        if wanted is not None or part.kept_bytes:
+            manifest = agreed.manifest_with_digests(settings)
+            part.begin(manifest)
+            missing = part.missing(manifest, all_written=False)
+            if wanted is not None:
+                chosen = wanted(manifest)
+                missing = [chunk for chunk in missing if chunk in chosen]
+            settings.timeouts.note_progress()
+        else:
+            part.begin(manifest)
+        plan = FilePlan(
+            step=manifest.step,
+            sources=tuple(file.peer for file in agreed.files),
+            data_bytes=table.data_bytes,
+            kept_bytes=table.data_bytes - sum(map(table.length_of, missing)),
+        )
+        on_plan(plan)
+        phase("transfer")
+        fetch_data(agreed.files, manifest, part, settings, chunks=missing, on_landed=part.write)
+        if manifest.digests is None:
+            phase("verify")
+            manifest = agreed.manifest_with_digests(settings)
+            damaged = part.missing(manifest, all_written=True)
+            settings.timeouts.note_progress()
+            fetch_data(agreed.files, manifest, part, settings, chunks=damaged, on_landed=part.write)
+        return manifest, plan
