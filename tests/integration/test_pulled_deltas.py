@@ -319,10 +319,14 @@ def test_other_weights_than_before_are_refused_with_what_differs(
         Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
     ):
         publisher.publish(1, weights).result(SOON)
-        handle = publisher.publish(2, {**weights, "layers.0.weight": torch.zeros(7, dtype=torch.bfloat16)})
+        others = {**weights, "layers.0.weight": torch.zeros(7, dtype=torch.bfloat16)}
+        del others["layers.1.weight"]
+        handle = publisher.publish(2, others, missing_ok=True)
         with pytest.raises(PublishError, match=r"the engine has other weights .*\(weights_differ; it has version 1\)"):
             handle.result(SOON)
-        assert re.search(r"layers\.0\.weight: .*\[128, 256\] here, .*\[7\] there", caplog.text)
+        assert re.search(
+            r"missing: \['layers\.1\.weight'\].*layers\.0\.weight: .*\[128, 256\] here, .*\[7\] there", caplog.text
+        )
         (engine,) = handle.report(SOON).engines
         # A pull that breaks off may leave no weights to use; which it was, the engine alone knows.
         assert (engine.outcome, engine.version) == ("refused", None)
