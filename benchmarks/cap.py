@@ -29,7 +29,7 @@ from benchmarks.processes import Channel, Child
 from benchmarks.replicas.training import Model, Training
 from benchmarks.report import Group, Named, Quantity, Verdict
 from ft_transport import HTTPTransport, Limits, TransportSettings
-from ft_transport.http.server.throttle import BodySocket, RateLimiter
+from ft_transport.http.server.body_sender import BodySocket, RateLimiter
 
 _STATE_BYTES: Final = 512_000_000
 _BYTES_PER_S: Final = 200e6

@@ -27,10 +27,10 @@ from ft_transport.errors import (
 )
 from ft_transport.http.bind_address import advertised_url, bound_host, listen
 from ft_transport.http.peer_address import PeerAddress, socket_address
-from ft_transport.http.server.access import REFUSAL, HostCheck
 from ft_transport.http.server.app_server import AppServer, slot_of
 from ft_transport.http.server.connection_slots import ConnectionSlots
 from ft_transport.http.server.logs import PeerLog
+from ft_transport.http.server.request_guard import REFUSAL, HostCheck
 from ft_transport.keys import Keys
 from ft_transport.publish.engines.pulling import (
     MAX_VERSION_DIGITS,

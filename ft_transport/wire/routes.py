@@ -54,7 +54,7 @@ STATE_ROUTE: Final = "/state"
 METRICS_ROUTE: Final = "/metrics"
 PAGE_ROUTE: Final = "/"
 WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE, PAGE_ROUTE})
-"""The routes for people and their tools, which a watch token opens: see ``http.server.access``."""
+"""The routes for people and their tools, which a watch token opens: see ``http.server.request_guard``."""
 
 SNAPSHOT_PARAMETER: Final = "snapshot"
 WAIT_PARAMETER: Final = "wait"

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from ft_transport.errors import RestoreError, SnapshotError
 from ft_transport.http.relays import Follower
-from ft_transport.http.server.throttle import ENCRYPTED_PIECE_BYTES, BodySocket
+from ft_transport.http.server.body_sender import ENCRYPTED_PIECE_BYTES, BodySocket, acked_bytes
 from ft_transport.wire import slices
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.routes import CHUNK_HEADER, relayed_bytes
@@ -23,8 +22,6 @@ from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame, fram
 from ft_transport.wire.snapshot import MemoryFile, ServedMemory, SharedFile, Snapshot, copy_out
 
 _PIECE_BYTES: Final = 64 << 20
-_ACKED_BYTES: Final = struct.Struct("=120xQ")
-"""``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
 _MAX_VIEWS_PER_SEND: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
 _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
@@ -35,21 +32,12 @@ _LOOK_S: Final = 0.1
 """Interval at which a response that waits for its next chunk checks whether the receiver is still connected."""
 
 
-class Body(Protocol):
-    """A body of which bytes ``[position, end)`` have yet to be sent."""
-
-    position: int
-    end: int
-
-    def send_to(self, connected: BodySocket) -> None:
-        """Sends the rest and advances ``position``; blocks."""
-
-
 class FileRange:
     """Bytes ``[position, end)`` of the snapshot's file."""
 
     def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
-        self.memory = memory
+        self.file = memory if isinstance(memory, MemoryFile) else None
+        self._memory = memory
         self.position = position
         self.end = end
 
@@ -58,23 +46,23 @@ class FileRange:
         try:
             if connected.is_encrypted:
                 self._send_encrypted(connected)
-            elif isinstance(self.memory, MemoryFile):
-                start = self.memory.start
-                for sent in _send_file(connected, self.memory, start + self.position, start + self.end):
+            elif isinstance(self._memory, MemoryFile):
+                start = self._memory.start
+                for sent in _send_file(connected, self._memory, start + self.position, start + self.end):
                     self.position += sent
             else:
-                self._send_shared(connected, self.memory)
+                self._send_shared(connected, self._memory)
         except SnapshotError as error:
             raise ConnectionAbortedError(str(error)) from error
 
     def _send_encrypted(self, connected: BodySocket) -> None:
         while self.position < self.end:
             end = min(self.end, self.position + CHUNK_BYTES)
-            if isinstance(self.memory, MemoryFile):
-                for view in _views(self.memory, self.position, end):
+            if isinstance(self._memory, MemoryFile):
+                for view in _views(self._memory, self.position, end):
                     connected.sendall(view)
             else:
-                with self.memory.pin(self.position, end) as views:
+                with self._memory.pin(self.position, end) as views:
                     connected.encrypt(views)
                 # The owner waits for the encryption, but not for the receiver.
                 connected.flush()
@@ -106,6 +94,8 @@ class Slices:
         snapshot: The snapshot.
         frames: The requested frames, inside the data.
     """
+
+    file = None
 
     def __init__(self, snapshot: Snapshot, frames: Sequence[SliceFrame]) -> None:
         self._snapshot = snapshot
@@ -157,6 +147,8 @@ class Buffer:
         data: The bytes.
     """
 
+    file = None
+
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self.position = 0
@@ -177,6 +169,8 @@ class RelayedChunks:
         follower: Reports landed chunks; the caller closes it.
         pause_s: Longest wait for the next chunk, in seconds; then the response ends early.
     """
+
+    file = None
 
     def __init__(self, follower: Follower, *, pause_s: float) -> None:
         self.position = 0
@@ -292,11 +286,3 @@ def _gather(memory: ServedMemory, piece: Slice, into: memoryview) -> None:
         for view in views:
             copy_out(view, Slice(0, len(view)), into[position : position + len(view)])
             position += len(view)
-
-
-def acked_bytes(connected: socket.socket) -> int:
-    """Return the bytes that the receiver's system has acknowledged on the connection; 0 if unknown."""
-    if sys.platform != "linux":
-        return 0
-    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_BYTES.size)
-    return int(_ACKED_BYTES.unpack(info)[0]) if len(info) == _ACKED_BYTES.size else 0

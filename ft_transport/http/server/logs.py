@@ -10,10 +10,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from ft_transport.errors import escape_peer_text
-from ft_transport.http.server.bodies import Body
 from ft_transport.http.server.connection_slots import Slot
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.telemetry.metrics import MetricValues
@@ -104,6 +103,13 @@ _SHOWN_S: Final = 10.0
 _MAX_NAME_CHARACTERS: Final = 64
 
 
+class Progress(Protocol):
+    """A body of which bytes ``[position, end)`` have yet to be sent."""
+
+    position: int
+    end: int
+
+
 class FetchKey(NamedTuple):
     """Key of a fetch; requests with the same key are of one fetch."""
 
@@ -123,7 +129,7 @@ class _Upload:
     num_bytes: int = 0
     routes: dict[str, None] = field(default_factory=dict)
     slots: set[Slot] = field(default_factory=set)
-    running: dict[Body, int] = field(default_factory=dict)
+    running: dict[Progress, int] = field(default_factory=dict)
     is_over: bool = False
 
     def bytes_so_far(self) -> int:
@@ -149,7 +155,7 @@ class UploadLog:
 
     @contextlib.contextmanager
     def sending(
-        self, slot: Slot, key: FetchKey, body: Body, *, route: str, role: str, is_head: bool = False
+        self, slot: Slot, key: FetchKey, body: Progress, *, route: str, role: str, is_head: bool = False
     ) -> Iterator[None]:
         """Log a response while it is sent, complete or not.
 

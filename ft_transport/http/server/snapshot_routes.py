@@ -13,8 +13,8 @@ from ft_transport.errors import ConfigurationError, PeerAuthenticationError, Ste
 from ft_transport.http.bind_address import interfaces
 from ft_transport.http.relays import Relays
 from ft_transport.http.server.app_server import slot_of
-from ft_transport.http.server.bodies import Body, Buffer, FileRange, RelayedChunks, Slices
-from ft_transport.http.server.body_sender import send
+from ft_transport.http.server.bodies import Buffer, FileRange, RelayedChunks, Slices
+from ft_transport.http.server.body_sender import Body, RateLimiter, send
 from ft_transport.http.server.connection_slots import ConnectionSlots
 from ft_transport.http.server.leases import ClientLimit
 from ft_transport.http.server.logs import FetchKey, UploadLog
@@ -27,7 +27,6 @@ from ft_transport.http.server.snapshot_requests import (
     asked_ranges,
     asked_wait_s,
 )
-from ft_transport.http.server.throttle import RateLimiter
 from ft_transport.keys import Keys
 from ft_transport.wire.manifest import parse_content_id
 from ft_transport.wire.routes import (

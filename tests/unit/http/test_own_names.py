@@ -14,7 +14,7 @@ import torch
 from served_memory import serving
 
 from ft_transport import WeightReceiver
-from ft_transport.http.server.access import HostCheck
+from ft_transport.http.server.request_guard import HostCheck
 
 FOREIGN = ["rebound.example", "rebound.example:80", "localhost.rebound.example", "127.0.0.1.rebound.example", ""]
 

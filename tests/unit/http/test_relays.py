@@ -15,7 +15,7 @@ import pytest
 from ft_transport.errors import ConfigurationError, PeerNotReadyError, RestoreError
 from ft_transport.http.relays import Relay, Relays, Views
 from ft_transport.http.server.bodies import RelayedChunks
-from ft_transport.http.server.throttle import ENCRYPTED_PIECE_BYTES, BodySocket
+from ft_transport.http.server.body_sender import ENCRYPTED_PIECE_BYTES, BodySocket
 from ft_transport.http.tls_channel import TLSChannel
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import ContentId

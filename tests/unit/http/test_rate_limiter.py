@@ -23,8 +23,8 @@ from served_memory import serving
 from ft_transport import ConfigurationError, HTTPTransport, Limits, PeerNotReadyError
 from ft_transport.http.relays import Relay
 from ft_transport.http.server.bodies import RelayedChunks
+from ft_transport.http.server.body_sender import BodySocket, RateLimiter
 from ft_transport.http.server.leases import ClientLimit
-from ft_transport.http.server.throttle import BodySocket, RateLimiter
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.routes import CHUNK_HEADER
