@@ -13,19 +13,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName
-from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, StoredFile, damaged
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName, damaged
+from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, StoredFile
+from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.snapshot import Memory, copy_out, put
+
+T = TypeVar("T")
 
 _NUM_READERS: Final = 2
 _AHEAD: Final = 4
@@ -94,6 +98,19 @@ class DataFiles:
         return range(first + need.piece.start // CHUNK_BYTES, first + (need.piece.end - 1) // CHUNK_BYTES + 1)
 
 
+class _Ahead(Generic[T]):
+    """Begins an operation on each chunk a few chunks before its result is needed."""
+
+    def __init__(self, begin: Callable[[int], T], chunks: Sequence[int]) -> None:
+        self._begin, self._chunks = begin, iter(chunks)
+        self._begun = deque(map(begin, islice(self._chunks, _AHEAD)))
+
+    def next(self) -> T:
+        begun = self._begun.popleft()
+        self._begun.extend(map(self._begin, islice(self._chunks, 1)))
+        return begun
+
+
 class ChunkReader:
     """Reads chunks ahead, on its own threads, and verifies them. A context manager.
 
@@ -105,13 +122,10 @@ class ChunkReader:
 
     def __init__(self, files: DataFiles, chunks: Sequence[int], retries: ReadRetries) -> None:
         self._files = files
-        self._chunks = iter(chunks)
         self._retries = retries
         self._open: dict[int, StoredFile] = {}
         self._pool = SafeExecutor(_NUM_READERS, "ft-transport-read")
-        self._reading: deque[tuple[int, Future[bytearray]]] = deque()
-        for _ in range(_AHEAD):
-            self._read_ahead()
+        self._ahead = _Ahead(self._begin, chunks)
 
     def next(self) -> bytearray:
         """Return the next chunk, and one byte behind it that marks it as good.
@@ -120,8 +134,7 @@ class ChunkReader:
             CheckpointDamagedError: The chunk differs from its digest.
             OSError: The chunk cannot be read.
         """
-        file, reading = self._reading.popleft()
-        self._read_ahead()
+        file, reading = self._ahead.next()
         chunk = reading.result()
         # There may be as many files as ranks have written, more than a process may open at once.
         for done in [number for number in self._open if number < file]:
@@ -136,37 +149,25 @@ class ChunkReader:
         for file in self._open.values():
             file.close()
 
-    def _read_ahead(self) -> None:
-        chunk = next(self._chunks, None)
-        if chunk is None:
-            return
-        number, start, _ = self._files.place_of(chunk)
-        file = self._open.get(number)
-        if file is None:
-            files = self._files
-            file = StoredFile(files.directory, files.files[number], files.hash_name, self._retries)
-            self._open[number] = file
-        self._reading.append((number, self._pool.submit(file.read, start // CHUNK_BYTES)))
+    def _begin(self, chunk: int) -> tuple[int, Future[bytearray]]:
+        files = self._files
+        number, start, _ = files.place_of(chunk)
+        if number not in self._open:
+            self._open[number] = StoredFile(files.directory, files.files[number], files.hash_name, self._retries)
+        return number, self._pool.submit(self._open[number].read, start // CHUNK_BYTES)
 
 
 def read_needs(
-    needs: Sequence[Need],
-    files: DataFiles,
-    exchange: GlooExchange,
-    *,
-    retries: ReadRetries,
-    is_read_once: bool,
-    check: Callable[[], None],
+    needs: Sequence[Need], files: DataFiles, agreement: Agreement, *, retries: ReadRetries, is_read_once: bool
 ) -> int:
-    """Read the bytes that this rank needs into their destination. Called on all ranks of the exchange.
+    """Read the bytes that this rank needs into their destination. Called on all ranks.
 
     Args:
         needs: The bytes, and their destination.
         files: The files to read.
-        exchange: Data exchange between the ranks.
+        agreement: Exchanges data between the ranks, and ends this rank's part if another rank has failed.
         retries: Retries reads that may succeed later.
         is_read_once: Whether one rank reads each chunk and passes it on; else each rank reads all that it needs.
-        check: Called now and then; an error that it raises ends this rank's part.
 
     Returns:
         Number of bytes that this rank has read.
@@ -178,10 +179,10 @@ def read_needs(
     """
 
     def read() -> tuple[int, Exception | None]:
-        reading = _Reading(needs, files, exchange, retries=retries, is_read_once=is_read_once, check=check)
+        reading = _Reading(needs, files, agreement, retries, is_read_once=is_read_once)
         return reading.run(), reading.failure
 
-    num_bytes, failure = exchange.ending_on_failure(read)() if is_read_once else read()
+    num_bytes, failure = agreement.exchange.ending_on_failure(read)() if is_read_once else read()
     if failure is not None:
         # The other ranks have got all answers that they waited for; let those still under way arrive.
         raise failure
@@ -193,88 +194,86 @@ class _Reading:
         self,
         needs: Sequence[Need],
         files: DataFiles,
-        exchange: GlooExchange,
-        *,
+        agreement: Agreement,
         retries: ReadRetries,
+        *,
         is_read_once: bool,
-        check: Callable[[], None],
     ) -> None:
         self._files = files
         self._retries = retries
-        self._exchange = exchange
-        self._check = check
+        self._exchange = agreement.exchange
+        self._check = agreement.check_others
         self._needs = deque(sorted(needs, key=lambda need: (need.file, need.piece.start)))
         wanted = np.zeros(files.num_chunks, dtype=np.bool_)
         for need in self._needs:
             chunks = files.chunks_of(need)
             wanted[chunks.start : chunks.stop] = True
-        alone = exchange.size == 1 or not is_read_once
-        self._by_rank = wanted[np.newaxis] if alone else _gather_flags(wanted, exchange)
-        self._rank = 0 if alone else exchange.rank
+        alone = agreement.size == 1 or not is_read_once
+        self._by_rank = wanted[np.newaxis] if alone else _gather_flags(wanted, self._exchange)
+        self._rank = 0 if alone else agreement.rank
         self._readers = _choose_readers(self._by_rank)
         self._here: dict[int, memoryview] = {}
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.failure: Exception | None = None
 
     def run(self) -> int:
-        own = np.flatnonzero(self._readers == self._rank)
-        involved = np.flatnonzero(self._by_rank[self._rank] | (self._readers == self._rank))
+        is_own = self._readers == self._rank
+        involved = np.flatnonzero(self._by_rank[self._rank] | is_own).tolist()
         num_bytes = 0
-        sending: deque[tuple[Any, torch.Tensor]] = deque()
-        with ChunkReader(self._files, own.tolist(), self._retries) as reader:
-            receiving = _Receiving(self, [chunk for chunk in involved.tolist() if self._readers[chunk] != self._rank])
-            for number, chunk in enumerate(involved.tolist()):
+        with ChunkReader(self._files, np.flatnonzero(is_own).tolist(), self._retries) as reader:
+            receiving = _Ahead(self._begin_receive, [chunk for chunk in involved if not is_own[chunk]])
+            for number, chunk in enumerate(involved):
                 if not number % _CHECK_EVERY:
                     self._attempt(self._check)
-                is_mine = self._readers[chunk] == self._rank
-                data = self._read(reader, chunk) if is_mine else receiving.next()
-                num_bytes += len(data) - 1 if is_mine else 0
-                if is_mine:
-                    self._send(chunk, data, sending)
+                if is_own[chunk]:
+                    data = self._attempt(reader.next) or self._empty(chunk)
+                    num_bytes += len(data) - 1
+                    self._send(chunk, data)
+                else:
+                    work, data = receiving.next()
+                    self._exchange.wait(work)
                 if self._by_rank[self._rank, chunk]:
                     self._attempt(partial(self._deliver, chunk, data))
-            for work, _ in sending:
+            for work, _ in self._sending:
                 self._exchange.wait(work)
         assert self.failure is not None or not self._needs, "all chunks were there"
         return num_bytes
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _attempt(self, action: Callable[[], T]) -> T | None:
         """Run ``action`` unless an earlier one failed.
 
         After a failure, this rank only sends the answers that the other ranks wait for.
         """
         if self.failure is None:
             try:
-                action()
+                return action()
             except Exception as error:
                 self.failure = error
+        return None
 
-    def _read(self, reader: ChunkReader, chunk: int) -> bytearray:
-        data: bytearray | None = None
+    def _empty(self, chunk: int) -> bytearray:
+        """Return the memory for a chunk, and behind it the mark that it is not good."""
+        _, start, end = self._files.place_of(chunk)
+        return bytearray(end - start + 1)
 
-        def read() -> None:
-            nonlocal data
-            data = reader.next()
+    def _begin_receive(self, chunk: int) -> tuple[Any, bytearray]:
+        data = self._empty(chunk)
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        return self._exchange.begin_receive(tensor, int(self._readers[chunk]), chunk), data
 
-        self._attempt(read)
-        if data is None:
-            _, start, end = self._files.place_of(chunk)
-            data = bytearray(end - start + 1)
-        return data
-
-    def _send(self, chunk: int, data: bytearray, sending: deque[tuple[Any, torch.Tensor]]) -> None:
+    def _send(self, chunk: int, data: bytearray) -> None:
         for rank in np.flatnonzero(self._by_rank[:, chunk]).tolist():
-            if rank == self._rank:
-                continue
-            tensor = torch.frombuffer(data, dtype=torch.uint8)
-            sending.append((self._exchange.begin_send(tensor, rank, chunk), tensor))
-            if len(sending) > _MAX_SENDING:
-                self._exchange.wait(sending.popleft()[0])
+            if rank != self._rank:
+                tensor = torch.frombuffer(data, dtype=torch.uint8)
+                self._sending.append((self._exchange.begin_send(tensor, rank, chunk), tensor))
+                if len(self._sending) > _MAX_SENDING:
+                    self._exchange.wait(self._sending.popleft()[0])
 
     def _deliver(self, chunk: int, data: bytearray) -> None:
         view = memoryview(data)
         if view[-1] != CHUNK_IS_GOOD:
             file, _, _ = self._files.place_of(chunk)
-            raise damaged(self._files.files[file], f"rank {self._readers[chunk]} could not read its part of it")
+            raise damaged(self._files.files[file].name, f"rank {self._readers[chunk]} could not read its part of it")
         self._here[chunk] = view[:-1]
         while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())
@@ -304,32 +303,6 @@ class _Reading:
         for chunk in self._files.chunks_of(need):
             _, start, end = self._files.place_of(chunk)
             yield self._here[chunk][max(need.piece.start, start) - start : min(need.piece.end, end) - start]
-
-
-class _Receiving:
-    """Receives chunks; some are requested before they are needed."""
-
-    def __init__(self, reading: _Reading, chunks: Sequence[int]) -> None:
-        self._reading = reading
-        self._chunks = iter(chunks)
-        self._begun: deque[tuple[Any, bytearray]] = deque()
-        for _ in range(_AHEAD):
-            self._begin()
-
-    def next(self) -> bytearray:
-        work, data = self._begun.popleft()
-        self._reading._exchange.wait(work)
-        self._begin()
-        return data
-
-    def _begin(self) -> None:
-        chunk = next(self._chunks, None)
-        if chunk is not None:
-            _, start, end = self._reading._files.place_of(chunk)
-            data = bytearray(end - start + 1)
-            source = int(self._reading._readers[chunk])
-            tensor = torch.frombuffer(data, dtype=torch.uint8)
-            self._begun.append((self._reading._exchange.begin_receive(tensor, source, chunk), data))
 
 
 def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: GlooExchange) -> npt.NDArray[np.bool_]:

@@ -106,11 +106,14 @@ class CollectiveWrite:
         agreement: The group's agreement, for this thread only.
         directory: As this rank sees it. No rank writes to a path that another rank names.
         all_write: Whether all ranks write to the directory, and have to see it; else only the first one does.
+
+    Attributes:
+        directory: See the argument.
     """
 
     def __init__(self, agreement: Agreement, directory: NumberedDirectory, *, all_write: bool) -> None:
         self._agreement = agreement
-        self._directory = directory
+        self.directory = directory
         self._all_write = all_write
         self._marker = Path()
         self._plan_key: tuple[object, ...] | None = None
@@ -126,11 +129,11 @@ class CollectiveWrite:
             self._agreement.reconnect()
             if self._agreement.is_first:
                 try:
-                    self._directory.discard(number)
+                    self.directory.discard(number)
                 except OSError as error:  # leftovers do no harm
                     logger.warning(
                         "%s %d: what is left of a failed write could not be removed: %s",
-                        self._directory.prefix,
+                        self.directory.prefix,
                         number,
                         error,
                     )
@@ -150,7 +153,7 @@ class CollectiveWrite:
         drawn = agreement.value_of_first(
             "set up the directory", lambda: self._set_up(number, job, is_retry=is_retry), _drawn_decoder
         )
-        directory = self._directory.incomplete(number)
+        directory = self.directory.incomplete(number)
         self._marker = directory / _marker_name(drawn)
         if self._all_write:
             agreement.run("find the directory", lambda: wait_until_visible(self._marker, agreement.check_others))
@@ -181,17 +184,17 @@ class CollectiveWrite:
             finish()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._marker)
-            self._directory.commit(number)
+            self.directory.commit(number)
             committed()
 
         self._agreement.on_first("commit", commit)
-        return self._directory.final(number)
+        return self.directory.final(number)
 
     def _set_up(self, number: int, job: WriteJob, *, is_retry: bool) -> int:
         """Create the directory, and in it an empty file that shows other ranks that they see this directory."""
         # At a retry, a directory of this number may be this write's own.
         job.admit(is_retry=is_retry)
-        directory = self._directory.begin(number)
+        directory = self.directory.begin(number)
         drawn = secrets.randbits(_MARKER_BITS)
         os.close(create_file(directory / _marker_name(drawn)))
         return drawn

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from ft_transport.checkpoint.manifest import CHECKSUM, CHUNK_BYTES, FileEntry, HashName, file_entry, hash_of, new_hash
-from ft_transport.runtime.regular_files import create_file, open_regular
+from ft_transport.checkpoint.manifest import CHECKSUM, CHUNK_BYTES, HASHES, FileEntry, HashName, hash_of
 from ft_transport.runtime.threads import SafeExecutor
+from ft_transport.runtime.regular_files import create_file, open_regular
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -48,7 +48,7 @@ class DigestedFile:
         self._pending: list[Buffer] = []
         self._pending_bytes = 0
         self._hash_name = hash_name
-        self._hasher = new_hash(hash_name)
+        self._hasher = HASHES[hash_name]()
         self._hashed_bytes = 0
         self._digests: list[str] = []
         self._start_write_back = _write_back_function()
@@ -80,7 +80,7 @@ class DigestedFile:
             os.fsync(self._descriptor)
         finally:
             self.close()
-        return file_entry(self._name, self.position, self._digests)
+        return FileEntry(self._name, self.position, "".join(self._digests))
 
     def close(self) -> None:
         """End the thread and close the file, complete or not. Idempotent."""
@@ -127,7 +127,7 @@ class DigestedFile:
                 start += count
                 if not self._hashed_bytes % CHUNK_BYTES:
                     self._digests.append(self._hasher.hexdigest())
-                    self._hasher = new_hash(self._hash_name)
+                    self._hasher = HASHES[self._hash_name]()
 
 
 def write_small(path: Path, content: bytes, *, is_private: bool = False, hash_name: HashName = CHECKSUM) -> FileEntry:
@@ -157,7 +157,7 @@ def digested(path: Path, check: Callable[[], None], *, hash_name: HashName = CHE
                 digests.append(hash_of(hash_name, buffer[:filled]))
                 num_bytes += filled
             if filled < CHUNK_BYTES:
-                return file_entry(path.name, num_bytes, digests)
+                return FileEntry(path.name, num_bytes, "".join(digests))
             check()
 
 

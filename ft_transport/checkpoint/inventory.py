@@ -90,13 +90,16 @@ class Inventory:
         keep: Number of checkpoints that remain after a save; ``None`` keeps all.
         retry_s: How long reads that may succeed later are retried.
         trust: Decides which checkpoints are trusted.
+
+    Attributes:
+        directory: See the argument.
     """
 
     def __init__(
         self, agreement: Agreement, directory: NumberedDirectory, keep: int | None, *, retry_s: float, trust: Trust
     ) -> None:
         self._agreement = agreement
-        self._directory = directory
+        self.directory = directory
         self._keep = keep
         self._retry_s = retry_s
         self._trust = trust
@@ -116,7 +119,7 @@ class Inventory:
             CheckpointInUseError: Another group saves there.
             CheckpointExistsError: Checkpoints exist, and ``existing`` refuses them.
         """
-        directory = self._directory
+        directory = self.directory
 
         def set_up() -> None:
             claim.take(owner, _CLAIM_S)
@@ -142,7 +145,7 @@ class Inventory:
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all complete checkpoints, ascending."""
         self._agreement.step = None
-        steps = self._on_directory("list the checkpoints", self._directory.numbers, _steps_decoder)
+        steps = self._on_directory("list the checkpoints", self.directory.numbers, _steps_decoder)
         return tuple(steps)
 
     def newer_of_dcp(self) -> DCPCheckpoint | None:
@@ -152,7 +155,7 @@ class Inventory:
             CheckpointUntrustedError: With a job token, unsigned checkpoints are not accepted.
             CheckpointError: The checkpoint cannot be read.
         """
-        directory = self._directory
+        directory = self.directory
 
         def find() -> tuple[int, str] | None:
             own = directory.numbers()
@@ -187,7 +190,7 @@ class Inventory:
         newer = self.newer_of_dcp()
         if newer is not None:
             raise CheckpointError(
-                f"expected the newest checkpoint in {self._directory.root} to be this package's own, "
+                f"expected the newest checkpoint in {self.directory.root} to be this package's own, "
                 f"torch.distributed.checkpoint wrote {newer.path} for another program; load that with dcp.load or with "
                 "a manager's resume(), or move it away",
                 step=newer.step,
@@ -255,8 +258,8 @@ class Inventory:
 
         def remove() -> None:
             with self._mutex:
-                retired = [path for step in removed for path in self._directory.retire(step)]
-            self._directory.delete(retired)
+                retired = [path for step in removed for path in self.directory.retire(step)]
+            self.directory.delete(retired)
 
         self._agreement.step = None
         self._agreement.on_first("prune", remove)
@@ -268,32 +271,32 @@ class Inventory:
             return
         try:
             with self._mutex:
-                older = [step for step in self._directory.numbers() if step < saved]
+                older = [step for step in self.directory.numbers() if step < saved]
                 for step in older[: max(0, len(older) - (self._keep - 1))]:
-                    self._retired += self._directory.retire(step)
+                    self._retired += self.directory.retire(step)
         except Exception as error:
             # The saved checkpoint is safe.
-            logger.warning("old checkpoints in %s could not be deleted: %s", self._directory.root, error)
+            logger.warning("old checkpoints in %s could not be deleted: %s", self.directory.root, error)
 
     def delete_retired(self) -> None:
         """Free the disk space of retired checkpoints; a large checkpoint may take long."""
         retired, self._retired = self._retired, []
         try:
-            self._directory.delete(retired)
+            self.directory.delete(retired)
         except Exception as error:
             # The store's thread goes on; the next start deletes the leftovers.
-            logger.warning("old checkpoints in %s could not be deleted: %s", self._directory.root, error)
+            logger.warning("old checkpoints in %s could not be deleted: %s", self.directory.root, error)
 
     def _found(self, step: CheckpointSelector) -> FoundCheckpoint:
         if step == "latest":
-            steps = self._directory.numbers()
+            steps = self.directory.numbers()
             if not steps:
-                raise CheckpointNotFoundError(f"expected a checkpoint in {self._directory.root}, there is none")
+                raise CheckpointNotFoundError(f"expected a checkpoint in {self.directory.root}, there is none")
             step = steps[-1]
-        path = self._directory.find(step)
+        path = self.directory.find(step)
         if path is None:
             raise CheckpointNotFoundError(
-                f"expected a checkpoint in {self._directory.root}, there are {self._directory.numbers() or 'none'}",
+                f"expected a checkpoint in {self.directory.root}, there are {self.directory.numbers() or 'none'}",
                 step=step,
             )
         identity = _identity(path)

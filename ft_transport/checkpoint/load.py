@@ -14,9 +14,9 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
 import torch
-from msgspec import Struct
 
 from ft_transport.checkpoint.chunk_reading import DataFiles, Need, read_needs
+from ft_transport.checkpoint.inventory import FoundCheckpoint
 from ft_transport.checkpoint.manifest import (
     DATA_SUFFIX,
     MANIFEST_NAME,
@@ -25,6 +25,7 @@ from ft_transport.checkpoint.manifest import (
     FileEntry,
     StoredRank,
     Trust,
+    damaged,
     decode_manifest,
     encode_manifest,
     rank_file_name,
@@ -33,23 +34,22 @@ from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.stored_files import (
     ReadRetries,
     decode_rank_files,
-    find_missing,
+    find_damage,
     read_file,
     read_manifest,
     read_rank_files,
 )
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
 from ft_transport.coordination.agreement import Agreement
-from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
 from ft_transport.http.client.manifests import digest_chunks
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.settings import default_num_threads
-from ft_transport.state.comparison import find_differences
 from ft_transport.state.encodings import decode_simple
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore
+from ft_transport.state.comparison import find_differences
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
     DefaultDictNode,
@@ -124,49 +124,38 @@ class Destination:
     is_comparable: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """The arguments of a load.
-
-    Attributes:
-        directory: The checkpoint's directory; the same on all ranks.
-        step: The checkpoint's step.
-        destination: The destination of the load.
-        settings: The store's settings.
-        trust: Decides which checkpoints are trusted.
-    """
-
-    directory: Path
-    step: int
-    destination: Destination
-    settings: StoreSettings
-    trust: Trust
+_description_decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, tuple[bytes, ...]])
+"""Decodes the files that describe a checkpoint: the list of files, and the description of each rank."""
 
 
-class _Description(Struct, frozen=True):
-    """The files that describe a checkpoint."""
-
-    manifest: bytes
-    ranks: tuple[bytes, ...]
-
-
-_description_decoder: Final = msgspec.msgpack.Decoder(_Description)
-
-
-def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
+def load(
+    found: FoundCheckpoint, destination: Destination, settings: StoreSettings, trust: Trust, agreement: Agreement
+) -> LoadedCheckpoint[Any]:
     """Load a checkpoint on all ranks, or on none.
+
+    Args:
+        found: The checkpoint; the same on all ranks.
+        destination: The destination on this rank.
+        settings: The settings of the store.
+        trust: Decides which checkpoints are trusted.
+        agreement: The agreement of the group.
 
     Raises:
         TransportError: The same on every rank. Tensors of ``into`` that already had new data were overwritten with NaN
             patterns.
     """
     loading: _Loading | None = None
-    retries = ReadRetries(request.settings.retry_s)
+    retries = ReadRetries(settings.retry_s)
+
+    def plan() -> _Loading:
+        with collector_paused():
+            return _Loading(found.directory, described, destination, agreement)
+
     try:
-        own = agreement.on_first("read its description", lambda: _read_description(request, retries))
+        own = agreement.on_first("read its description", lambda: _read_description(found, trust, retries))
         described = agreement.broadcast("receive its description", own)
-        loading = planned = agreement.run("plan what to read", lambda: _planned(request, described, agreement))
-        agreement.run("read", lambda: planned.read(agreement.exchange, retries, agreement.check_others))
+        loading = planned = agreement.run("plan what to read", plan)
+        agreement.run("read", lambda: planned.read(retries, is_read_once=settings.read == "once"))
         return agreement.run("load", planned.finish)
     except BaseException as error:
         if loading is not None:
@@ -175,41 +164,33 @@ def load(request: LoadRequest, agreement: Agreement) -> LoadedCheckpoint[Any]:
         raise
 
 
-def _read_description(request: LoadRequest, retries: ReadRetries) -> bytes:
-    directory = request.directory
-    manifest = read_manifest(directory, request.step, request.trust, retries)
-    damaged = find_missing(directory, manifest, retries)
-    if damaged:
-        raise CheckpointDamagedError("; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged))
+def _read_description(found: FoundCheckpoint, trust: Trust, retries: ReadRetries) -> bytes:
+    directory = found.directory
+    manifest = read_manifest(directory, found.step, trust, retries)
+    damages = find_damage(directory, manifest.files, manifest.hash, retries, None)
+    if damages:
+        raise CheckpointDamagedError("; ".join(damages), files=tuple(text.split(":")[0] for text in damages))
     ranks = read_rank_files(directory, manifest, retries)
     rank_files = {rank_file_name(rank) for rank in range(manifest.num_ranks)}
     for entry in manifest.files:
         # Large files are verified as they are read, and only other programs read the whole tensors.
         if entry.name not in rank_files and not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
             read_file(directory, entry, manifest.hash, retries)
-    return msgspec.msgpack.encode(_Description(encode_manifest(manifest), tuple(ranks)))
-
-
-def _planned(request: LoadRequest, described: bytes, agreement: Agreement) -> _Loading:
-    with collector_paused():
-        description = _description_decoder.decode(described)
-        return _Loading(request, description, agreement.rank, agreement.size)
+    return msgspec.msgpack.encode((encode_manifest(manifest), ranks))
 
 
 class _Loading:
     """One rank's part of a load."""
 
-    def __init__(self, request: LoadRequest, description: _Description, rank: int, num_ranks: int) -> None:
-        manifest = decode_manifest(description.manifest, name=MANIFEST_NAME)
-        self._manifest = manifest
-        self._ranks = decode_rank_files(description.ranks, manifest)
-        self._request = request
-        self._rank = rank
-        self._num_ranks = num_ranks
+    def __init__(self, directory: Path, described: bytes, destination: Destination, agreement: Agreement) -> None:
+        encoded, rank_files = _description_decoder.decode(described)
+        manifest = self._manifest = decode_manifest(encoded, name=MANIFEST_NAME)
+        self._ranks = decode_rank_files(rank_files, manifest)
+        self._destination = destination
+        self._agreement = agreement
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
-        self._files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks], manifest.hash)
+        self._files = DataFiles.of(directory, [entries[each.data_file] for each in self._ranks], manifest.hash)
         self._num_bytes_read = 0
-        destination = request.destination
         shared_into, local_into = _split(destination.into, manifest)
         if isinstance(shared_into, Mapping):
             self._ranks = [_only_keys(each, shared_into.keys()) for each in self._ranks]
@@ -217,7 +198,7 @@ class _Loading:
         manifests = [each.manifests[SHARED] for each in self._ranks]
         resharding = reshard(manifests, shared_into, like=destination.like, names=names)
         self._shared_manifest = resharding.manifest
-        self._restores = [self._restore(resharding.manifest, shared_into)]
+        self._restores = [Restore(resharding.manifest, into=shared_into)]
         if destination.check is not None:
             destination.check(self._restores[0].incoming)
         else:
@@ -226,51 +207,44 @@ class _Loading:
         self._plan_local(local_into)
         self._check_needs()
 
-    def _restore(self, manifest: Manifest, into: object) -> Restore:
-        return Restore(manifest, into=into)
-
     def _plan_local(self, into: object) -> None:
         """Plan the rank-local part, which comes from the rank of the same number if as many ranks saved."""
         if not self._manifest.local_keys:
             return
-        if self._num_ranks != len(self._ranks):
+        rank, num_ranks = self._agreement.rank, self._agreement.size
+        if num_ranks != len(self._ranks):
             # A caller with a check of its own notices from the loaded state that these keys are missing.
-            if isinstance(into, Mapping) and into and self._request.destination.check is None:
+            if isinstance(into, Mapping) and into and self._destination.check is None:
                 raise RestoreError(
-                    f"expected a checkpoint of {self._num_ranks} ranks, for what each has for itself; it was saved by "
+                    f"expected a checkpoint of {num_ranks} ranks, for what each has for itself; it was saved by "
                     f"{len(self._ranks)}: leave {sorted(map(str, into))} out of what is loaded"
                 )
             return
-        stored = self._ranks[self._rank]
+        stored = self._ranks[rank]
         local = stored.manifests[LOCAL]
-        restore = self._restore(local, into)
+        restore = Restore(local, into=into)
         self._restores.append(restore)
         for index, entry in enumerate(local.tensors):
             if entry.end > entry.start:
                 at = Slice(stored.positions[LOCAL][index], entry.end - entry.start)
-                self._needs.append(Need(self._rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
+                self._needs.append(Need(rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
 
     def _check_needs(self) -> None:
         """Check that all requested bytes lie inside of their files, since the description may give any layout."""
         for need in self._needs:
             entry = self._files.files[need.file]
             if not 0 <= need.piece.start < need.piece.end <= entry.num_bytes:
-                raise CheckpointDamagedError(
-                    f"{rank_file_name(need.file)}: expected bytes inside of {entry.name}, which has {entry.num_bytes}, "
-                    f"got {need.piece.start} to {need.piece.end}",
-                    files=(rank_file_name(need.file),),
-                    path=need.path,
+                raise damaged(
+                    rank_file_name(need.file),
+                    f"expected bytes inside of {entry.name}, which has {entry.num_bytes}, got {need.piece.start} to "
+                    f"{need.piece.end}",
+                    need.path,
                 )
 
-    def read(self, exchange: GlooExchange, retries: ReadRetries, check: Callable[[], None]) -> None:
+    def read(self, retries: ReadRetries, *, is_read_once: bool) -> None:
         """Read the data that this rank needs into its destination."""
         self._num_bytes_read = read_needs(
-            self._needs,
-            self._files,
-            exchange,
-            retries=retries,
-            is_read_once=self._request.settings.read == "once",
-            check=check,
+            self._needs, self._files, self._agreement, retries=retries, is_read_once=is_read_once
         )
 
     def finish(self) -> LoadedCheckpoint[Any]:
@@ -279,7 +253,7 @@ class _Loading:
         if local:
             state = {**cast(Any, state), **cast(Any, local[0])}
         manifest = self._shared_manifest
-        if self._request.destination.is_comparable:
+        if self._destination.is_comparable:
             digests = digest_chunks(manifest, self._restores[0].present, num_threads=default_num_threads())
             manifest = dataclasses.replace(manifest, digests=tuple(digests))
         return LoadedCheckpoint(

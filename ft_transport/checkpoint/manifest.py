@@ -14,9 +14,9 @@ list of another step. An earlier checkpoint of the same step and job fits: an at
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -29,41 +29,25 @@ from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.nodes import Count, DefaultDictNode, MappingNode
 
+T = TypeVar("T")
+
 HashName: TypeAlias = Literal["xxh3-64", "sha256"]
 
 CHECKSUM: Final[HashName] = "xxh3-64"
 SECURE_HASH: Final[HashName] = "sha256"
 
 
-class RunningHash(Protocol):
-    """Takes bytes piece by piece. Releases the GIL for large buffers."""
-
-    def update(self, data: bytes | memoryview, /) -> object:
-        """Adds bytes."""
-
-    def hexdigest(self) -> str:
-        """Returns the digest of all added bytes, in hexadecimal digits."""
-
-
-_MAKERS: Final[dict[HashName, Callable[[], RunningHash]]] = {CHECKSUM: xxhash.xxh3_64, SECURE_HASH: hashlib.sha256}
+HASHES: Final[dict[HashName, Callable[[], Any]]] = {CHECKSUM: xxhash.xxh3_64, SECURE_HASH: hashlib.sha256}
+"""Constructors; ``update`` of a hash releases the GIL for large buffers."""
 _NUM_DIGITS: Final[dict[HashName, int]] = {CHECKSUM: 16, SECURE_HASH: 64}
-
-
-def new_hash(name: HashName) -> RunningHash:
-    """Return a hash of no bytes yet."""
-    return _MAKERS[name]()
 
 
 def hash_of(name: HashName, data: bytes | memoryview) -> str:
     """Return the digest of some bytes, in hexadecimal digits."""
-    running = new_hash(name)
+    running = HASHES[name]()
     running.update(data)
-    return running.hexdigest()
-
-
-def num_digits_of(name: HashName) -> int:
-    """Return the number of hexadecimal digits of a digest."""
-    return _NUM_DIGITS[name]
+    digits: str = running.hexdigest()
+    return digits
 
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -154,11 +138,11 @@ class StoredRank:
         for manifest, positions in zip(self.manifests, self.positions, strict=True):
             for entry, position in zip(manifest.tensors, positions, strict=True):
                 if position != NOT_HERE and not 0 <= position <= num_bytes - (entry.end - entry.start):
-                    raise CheckpointDamagedError(
-                        f"{name}: expected {entry.end - entry.start} bytes inside of {self.data_file}, which has "
-                        f"{num_bytes}, got them at {position}",
-                        files=(name,),
-                        path=entry.name,
+                    raise damaged(
+                        name,
+                        f"expected {entry.end - entry.start} bytes inside of {self.data_file}, which has {num_bytes}, "
+                        f"got them at {position}",
+                        entry.name,
                     )
 
 
@@ -166,6 +150,18 @@ _encoder = msgspec.json.Encoder()
 _sealed_decoder = msgspec.json.Decoder(_Sealed)
 _manifest_decoder = msgspec.json.Decoder(CheckpointManifest)
 _rank_decoder = msgspec.json.Decoder(RankFile)
+
+
+def damaged(name: str, what: str, path: str | None = None) -> CheckpointDamagedError:
+    """Return the error that names a file and its damage."""
+    return CheckpointDamagedError(f"{name}: {what}", files=(name,), path=path)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], encoded: bytes, name: str, what: str) -> T:
+    try:
+        return decoder.decode(encoded)
+    except DECODE_ERRORS as error:
+        raise damaged(name, f"it is no {what}: {error}") from error
 
 
 def rank_file_name(rank: int) -> str:
@@ -189,19 +185,14 @@ def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
     Raises:
         CheckpointDamagedError: The list was changed, or has a newer format.
     """
-    try:
-        manifest = _manifest_decoder.decode(body)
-    except DECODE_ERRORS as error:
-        raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
+    manifest = _decoded(_manifest_decoder, body, name, "list of files")
     if manifest.format != FORMAT_VERSIONS[manifest.hash]:
-        raise CheckpointDamagedError(
-            f"expected format {FORMAT_VERSIONS[manifest.hash]} in {name}, got {manifest.format}", files=(name,)
-        )
+        raise damaged(name, f"expected format {FORMAT_VERSIONS[manifest.hash]}, got {manifest.format}")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
-        raise CheckpointDamagedError(f"expected each file once in {name}", files=(name,))
+        raise damaged(name, "expected each file once")
     for entry in manifest.files:
-        if len(entry.digests) != num_chunks_of(entry.num_bytes) * num_digits_of(manifest.hash):
-            raise CheckpointDamagedError(f"expected a digest of each chunk of {entry.name} in {name}", files=(name,))
+        if len(entry.digests) != num_chunks_of(entry.num_bytes) * _NUM_DIGITS[manifest.hash]:
+            raise damaged(name, f"expected a digest of each chunk of {entry.name}")
     return manifest
 
 
@@ -221,13 +212,10 @@ def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, byt
     Raises:
         CheckpointDamagedError: The list was changed, or has a newer format.
     """
-    try:
-        sealed = _sealed_decoder.decode(encoded)
-    except DECODE_ERRORS as error:
-        raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
+    sealed = _decoded(_sealed_decoder, encoded, name, "list of files")
     body = bytes(sealed.body)
     if f"{digest(body):016x}" != sealed.digest:
-        raise CheckpointDamagedError(f"{name} differs from its own digest", files=(name,))
+        raise damaged(name, "it differs from its own digest")
     return decode_manifest(body, name=name), body, sealed.signature
 
 
@@ -249,19 +237,16 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
     Raises:
         CheckpointDamagedError: The content is no such description.
     """
-    try:
-        file = _rank_decoder.decode(encoded)
-    except DECODE_ERRORS as error:
-        raise CheckpointDamagedError(f"{name} is no description of a rank's state: {error}", files=(name,)) from error
+    file = _decoded(_rank_decoder, encoded, name, "description of a rank's state")
     try:
         manifests = tuple(decode_header(bytes(part.header), peer=name) for part in file.parts)
     except ManifestError as error:
-        raise CheckpointDamagedError(f"{name}: {error.message}", files=(name,)) from error
+        raise damaged(name, error.message) from error
     for manifest, part in zip(manifests, file.parts, strict=True):
         if not isinstance(manifest.tree, (MappingNode, DefaultDictNode)):
-            raise CheckpointDamagedError(f"{name}: expected a state that is a dict", files=(name,))
+            raise damaged(name, "expected a state that is a dict")
         if len(part.positions) != len(manifest.tensors):
-            raise CheckpointDamagedError(f"expected a position for each tensor in {name}", files=(name,))
+            raise damaged(name, "expected a position for each tensor")
     return StoredRank(
         data_file=file.data_file, manifests=manifests, positions=tuple(part.positions for part in file.parts)
     )
@@ -272,14 +257,9 @@ def num_chunks_of(num_bytes: int) -> int:
     return -(-num_bytes // CHUNK_BYTES)
 
 
-def file_entry(name: str, num_bytes: int, digests: Sequence[str]) -> FileEntry:
-    """Return the entry of a file with these digests."""
-    return FileEntry(name, num_bytes, "".join(digests))
-
-
 def digest_of(entry: FileEntry, chunk: int, hash_name: HashName) -> str:
     """Return the digest of a chunk of a file."""
-    num_digits = num_digits_of(hash_name)
+    num_digits = _NUM_DIGITS[hash_name]
     return entry.digests[chunk * num_digits : (chunk + 1) * num_digits]
 
 

@@ -1,4 +1,8 @@
-"""One save of a checkpoint store: its steps, and a writer process that holds, digests and writes the snapshot."""
+"""One save of a checkpoint store: a copy of the state, and the steps in which a writer process writes it.
+
+A state is copied before training goes on; the thread of the store turns the copy into snapshot files, which the writer
+process holds, digests and writes.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,17 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.digested_file import write_small
-from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import StoreSettings
-from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import (
     Bytes,
     Compare,
@@ -41,16 +41,24 @@ from ft_transport.checkpoint.writer_process import (
     WriterProcess,
     WriterRequest,
     Written,
-    encode_written,
 )
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import from_msgpack
-from ft_transport.errors import CheckpointExistsError, DeadlineExceededError, TransportError, WriterFailedError
+from ft_transport.errors import CheckpointError, CheckpointExistsError, SnapshotError, TransportError, WriterFailedError
 from ft_transport.runtime.signal_safe import SafeFuture
-from ft_transport.settings import check_duration
+from ft_transport.settings import default_num_threads
+from ft_transport.state.snapshot import PendingSnapshot, Taking
+from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.snapshot import MemoryFile
 
 logger = logging.getLogger(__name__)
+
+State: TypeAlias = Mapping[str, object] | Callable[[], Mapping[str, object]]
+"""A state, or a function that returns it."""
+Lease: TypeAlias = Callable[[], SnapshotLease]
+"""Returns a snapshot that a transport serves, and may wait for it."""
 
 A = TypeVar("A", bound=WriterAnswer)
 
@@ -66,62 +74,122 @@ _LEAST_BYTES_PER_S: Final = 1 << 20
 _header_decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, ...])
 
 
-class SaveHandle:
-    """A save that runs in the background of training. Thread-safe.
+class StagedState:
+    """The parts of one save, in order. Only the store's thread calls the methods.
 
     Attributes:
-        step: Its step.
-        is_skipped: Whether nothing is saved: the save before was not finished, or the checkpoint is the resumed one.
+        local_keys: Top-level keys of the rank-local part.
+        parts: Copies, or functions that return a snapshot that a transport serves.
+        failure: Why the state could not be copied; `files` raises it, so that this rank can report it to the others.
     """
 
-    def __init__(self, step: int, *, is_skipped: bool = False) -> None:
-        self.step = step
-        self.is_skipped = is_skipped
-        self.planned: Future[None] = SafeFuture()
-        self.future: Future[None] = SafeFuture()
-        self.future.set_running_or_notify_cancel()
-        if is_skipped:
-            self.end(None)
+    def __init__(self) -> None:
+        self.local_keys: tuple[str, ...] = ()
+        self.parts: list[PendingSnapshot | Lease] = []
+        self.failure: Exception | None = None
+        self._leases: list[SnapshotLease] = []
 
-    def note_plan(self) -> None:
-        """Note that the ranks have planned the save. Idempotent."""
-        if not self.planned.done():
-            self.planned.set_result(None)
-
-    def end(self, error: BaseException | None) -> None:
-        """Note the outcome."""
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
-        self.note_plan()
-
-    def done(self) -> bool:
-        """Return whether the save has ended, successfully or not."""
-        return self.future.done()
-
-    def result(self, timeout: timedelta | None = None) -> None:
-        """Wait until the checkpoint is complete.
-
-        Args:
-            timeout: ``None`` waits as long as the ranks show heartbeats.
+    def check(self) -> None:
+        """Raise an error that lies in the state itself, and that would prevent later saves too.
 
         Raises:
-            TransportError: The save failed; the same error on every rank.
-            DeadlineExceededError: The save is still running.
+            SnapshotError: The state contains a value that cannot be saved; the path names it.
+            CheckpointError: The state is no dict.
         """
-        if timeout is not None:
-            check_duration("timeout", timeout, at_least=timedelta(0))
-        try:
-            self.future.result(None if timeout is None else timeout.total_seconds())
-        except FutureTimeoutError:
-            if self.future.done():
-                raise  # This is the save's own error.
-            raise DeadlineExceededError(f"expected the checkpoint within {timeout}", step=self.step) from None
+        error = self.failure
+        is_of_state = isinstance(error, SnapshotError) and error.path is not None
+        if error is not None and (is_of_state or isinstance(error, CheckpointError)):
+            raise error
 
-    def exception(self) -> BaseException | None:
-        """Wait, and return the error of the save, ``None`` if it succeeded."""
-        return self.future.exception()
+    def files(self) -> list[SnapshotLease]:
+        """Return the snapshots, by part; the first call completes them, and `release` releases them.
+
+        Raises:
+            Exception: Part of the state could not be copied; every call raises the same error.
+        """
+        try:
+            for part in self.parts[len(self._leases) :] if self.failure is None else ():
+                self._leases.append(_finished(part) if isinstance(part, PendingSnapshot) else part())
+        except Exception as error:
+            self.failure = error
+        if self.failure is not None:
+            raise self.failure
+        return self._leases
+
+    def release(self) -> None:
+        """Free all memory."""
+        for part in self.parts:
+            if isinstance(part, PendingSnapshot):
+                part.abandon()
+        for lease in self._leases:
+            lease.release()
+        # The error of a save refers to the frames that it passed, and so to this object.
+        self.failure = None
+        self.parts.clear()
+        self._leases.clear()
+
+
+class StateStager:
+    """Copies states in two parts, shared and rank-local. For the training thread.
+
+    Attributes:
+        rank_local: Top-level keys of the state whose values are rank-local.
+    """
+
+    def __init__(self) -> None:
+        self.rank_local: tuple[str, ...] = ()
+        self._shared, self._local = (
+            Stager(max_snapshots=1, num_threads=default_num_threads(), chunk_bytes=CHUNK_BYTES, is_digested=False)
+            for _ in range(2)
+        )
+
+    def prefault(self, state: Mapping[str, object]) -> None:
+        """Prefault the memory for the shared part of a state in the background."""
+        self._shared.prefault(self._split(state)[0])
+
+    def stage(self, step: int, state: State | None, local: State | None, lease: Lease | None = None) -> StagedState:
+        """Copy a state; the `StagedState` raises the errors.
+
+        Args:
+            step: The committed step.
+            state: The state; ``None`` with ``lease``.
+            local: More rank-local values.
+            lease: Takes the place of the shared part; `StagedState.files` calls it.
+        """
+        staged = StagedState()
+        try:
+            shared, own = self._split(_called(state)) if lease is None else ({}, {})
+            own.update(_called(local) if local is not None else {})
+            staged.parts.append(lease if lease is not None else self._shared.begin(Taking(step=step, state=shared)))
+            for key in own:
+                # The list of files contains the keys as JSON.
+                if not isinstance(key, str) or any("\ud800" <= character <= "\udfff" for character in key):
+                    raise CheckpointError(
+                        f"expected text without lone surrogates as keys of what a rank has for itself, got {key!r}"
+                    )
+            if own:
+                staged.local_keys = tuple(own)
+                staged.parts.append(self._local.begin(Taking(step=step, state=own)))
+        except Exception as error:
+            staged.failure = error
+        return staged
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._shared.close()
+        self._local.close()
+
+    def _split(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[Any, object]]:
+        """Return the shared and the rank-local part of a state."""
+        shared = {key: value for key, value in state.items() if key not in self.rank_local}
+        return shared, {key: state[key] for key in self.rank_local if key in state}
+
+
+def _called(state: object) -> Mapping[str, object]:
+    value = state() if callable(state) else state
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"expected a dict as state, got {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +199,6 @@ class SaveMeans:
     Attributes:
         agreement: The group's agreement, for the store's thread only.
         collective: The collective write into the store's directory.
-        directory: Used on the first rank only.
         writer: This rank's writer process.
         settings: The store's settings.
         trust: Signs the list of files.
@@ -141,7 +208,6 @@ class SaveMeans:
 
     agreement: Agreement
     collective: CollectiveWrite
-    directory: NumberedDirectory
     writer: WriterProcess
     settings: StoreSettings
     trust: Trust
@@ -168,11 +234,11 @@ class SaveJob:
         overwrite: Whether the save may replace a checkpoint of this step.
 
     Attributes:
-        handle: Shows the trainer the progress of the save.
+        planned: Done as soon as the ranks have planned the save, or the save has ended.
     """
 
     def __init__(self, means: SaveMeans, step: int, staged: StagedState, *, overwrite: bool) -> None:
-        self.handle: Final = SaveHandle(step)
+        self.planned: Final[Future[None]] = SafeFuture()
         self._means = means
         self._step = step
         self._staged = staged
@@ -194,7 +260,7 @@ class SaveJob:
                     with collective.attempt(step):
                         collective.stage(self)
                         directory, plan = collective.agree(step, self, is_retry=attempt > 1)
-                        self.handle.note_plan()
+                        self._note_plan()
                         collective.compare(self)
                         describe = self.write(directory, plan)
                         collective.commit(step, describe, lambda: means.retire_old(step))
@@ -210,10 +276,11 @@ class SaveJob:
         finally:
             self._staged.release()
 
-    def drop(self) -> None:
-        """Let the writer free the memory of this save."""
+    def end(self) -> None:
+        """Let the writer free the memory of this save, whose outcome the trainer can see."""
+        self._note_plan()
         with contextlib.suppress(WriterFailedError):
-            self._ask(Drop(), Done)
+            self._means.writer.call(Drop(), timeout_s=self._timeout_s)
 
     def settings(self) -> Mapping[str, object]:
         """See `WriteJob`."""
@@ -226,7 +293,7 @@ class SaveJob:
         Raises:
             CheckpointExistsError: A checkpoint of this step exists, and the save may not replace it.
         """
-        directory = self._means.directory
+        directory = self._means.collective.directory
         directory.refuse_foreign(self._step)
         if not (self._overwrite or is_retry) and directory.find(self._step) is not None:
             raise CheckpointExistsError(
@@ -246,7 +313,7 @@ class SaveJob:
                 hash_name=self._means.trust.hash_name,
             ),
             Taken,
-            descriptors=[file.descriptor for file in files],
+            [file.descriptor for file in files],
         )
         return TakenSnapshot(taken.structure, taken.values, self._means.writer.number)
 
@@ -261,8 +328,7 @@ class SaveJob:
 
     def digest(self, plan: RankPlan) -> bytes:
         """See `WriteJob`."""
-        (digests,) = self._ask(Digest(plan.compared), Bytes, check=self._means.agreement.check_others).parts
-        return digests
+        return self._ask(Digest(plan.compared), Bytes).content
 
     def compare(self, digests: Sequence[bytes]) -> None:
         """See `WriteJob`."""
@@ -274,43 +340,26 @@ class SaveJob:
         Returns:
             The first rank's remaining work in the commit: the list of files.
         """
-        agreement, trust, timeout_s = self._means.agreement, self._means.trust, self._timeout_s
-        created: Written | None = None
+        agreement, trust, path = self._means.agreement, self._means.trust, str(directory)
         if plan.files:
-            created = agreement.on_first(
-                "create the consolidated files", lambda: self._ask(Create(str(directory)), Written)
-            )
-        num_bytes = sum(file.num_bytes for file in self._staged.files())
-        written = agreement.run(
-            "write",
-            lambda: self._ask(
-                Write(str(directory), plan),
-                Written,
-                check=agreement.check_others,
-                timeout_s=timeout_s + num_bytes / _LEAST_BYTES_PER_S,
-            ),
-        )
+            agreement.on_first("create the consolidated files", lambda: self._ask(Create(path), Done))
+        more_s = sum(file.num_bytes for file in self._staged.files()) / _LEAST_BYTES_PER_S
+        written = agreement.run("write", lambda: self._ask(Write(path, plan), Written, more_s=more_s))
         consolidated: list[bytes] = []
         if plan.files:
             # Several ranks have written these files; one rank digests each as it is on disk.
+            names = plan.files[agreement.rank :: agreement.size]
+            more_s = MAX_TIMEOUTS * self._timeout_s
             reread = agreement.run(
-                "digest the consolidated files",
-                lambda: self._ask(
-                    Reread(str(directory), plan.files[agreement.rank :: agreement.size]),
-                    Written,
-                    check=agreement.check_others,
-                    timeout_s=MAX_TIMEOUTS * timeout_s,
-                ),
+                "digest the consolidated files", lambda: self._ask(Reread(path, names), Written, more_s=more_s)
             )
-            consolidated = agreement.gather("gather their digests", encode_written(reread))
-            if created is not None:
-                consolidated.insert(0, encode_written(created))
-        gathered = agreement.gather("gather what was written", encode_written(written))
+            consolidated = agreement.gather("gather their digests", msgspec.msgpack.encode(reread))
+        gathered = agreement.gather("gather what was written", msgspec.msgpack.encode(written))
 
         def describe() -> None:
-            (body,) = self._ask(
+            body = self._ask(
                 Describe(
-                    directory=str(directory),
+                    directory=path,
                     step=self._step,
                     local_keys=self._staged.local_keys,
                     written=tuple(gathered),
@@ -318,28 +367,26 @@ class SaveJob:
                     job=trust.job if trust.keys is not None else "",
                 ),
                 Bytes,
-            ).parts
+            ).content
             # The keys stay in this process.
             write_small(directory / MANIFEST_NAME, trust.seal(body), is_private=self._means.settings.private)
 
         return describe
+
+    def _note_plan(self) -> None:
+        if not self.planned.done():
+            self.planned.set_result(None)
 
     @property
     def _timeout_s(self) -> float:
         return self._means.settings.timeout.total_seconds()
 
     def _ask(
-        self,
-        request: WriterRequest,
-        expected: type[A],
-        *,
-        descriptors: Sequence[int] = (),
-        check: Callable[[], None] = lambda: None,
-        timeout_s: float | None = None,
+        self, request: WriterRequest, expected: type[A], descriptors: Sequence[int] = (), *, more_s: float = 0.0
     ) -> A:
-        answer = self._means.writer.call(
-            request, descriptors, timeout_s=self._timeout_s if timeout_s is None else timeout_s, check=check
-        )
+        """Return the answer of the writer, which may take the timeout of the store, and ``more_s``."""
+        check, timeout_s = self._means.agreement.check_others, self._timeout_s + more_s
+        answer = self._means.writer.call(request, descriptors, timeout_s=timeout_s, check=check)
         assert isinstance(answer, expected), "the answer to it"
         return answer
 
@@ -347,3 +394,16 @@ class SaveJob:
 def _header_of(file: SnapshotLease) -> bytes:
     num_bytes = int.from_bytes(os.pread(file.descriptor, 8, file.start), "little")
     return os.pread(file.descriptor, num_bytes, file.start + 8)
+
+
+def _finished(pending: PendingSnapshot) -> SnapshotLease:
+    snapshot = pending.finish()
+    memory = snapshot.memory
+    assert isinstance(memory, MemoryFile), "nothing of it is shared"
+    return SnapshotLease(
+        step=snapshot.step,
+        descriptor=memory.descriptor,
+        start=memory.start,
+        num_bytes=snapshot.total_bytes,
+        release=snapshot.close,
+    )

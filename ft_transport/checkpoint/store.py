@@ -6,20 +6,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch.distributed as dist
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.dcp_format import DCPCheckpoint
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.inventory import Inventory
-from ft_transport.checkpoint.load import Destination, LoadedCheckpoint
-from ft_transport.checkpoint.loader import CheckpointLoader
+from ft_transport.checkpoint.inventory import Inventory, load_newest_good
+from ft_transport.checkpoint.load import Destination, LoadedCheckpoint, load
 from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
-from ft_transport.checkpoint.save_job import SaveHandle
-from ft_transport.checkpoint.saver import BackgroundSaver, Health, StoreHealth
+from ft_transport.checkpoint.save_job import Lease, StagedState, State, StateStager
+from ft_transport.checkpoint.saver import BackgroundSaver, SaveHandle, StoreHealth
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
@@ -29,16 +27,13 @@ from ft_transport.checkpoint.settings import (
     checked_store_arguments,
     compare_settings,
 )
-from ft_transport.checkpoint.staging import StagedState, State, StateStager
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.signal_safe import SafeEnd
-from ft_transport.settings import default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
-from ft_transport.telemetry.recorder import Recorder, Recording
-from ft_transport.transfer.server import SnapshotLease
+from ft_transport.telemetry.recorder import Recorder, Recording, phase
 
 
 class CheckpointStore:
@@ -65,6 +60,10 @@ class CheckpointStore:
         start_writers: Start the writer processes now, so that their errors show before training.
         settings: Everything else.
         recorder: Records saves and loads (``ft_transport.telemetry``); a new one by default.
+
+    Attributes:
+        root: The directory.
+        recorder: See the argument.
 
     Raises:
         CheckpointInUseError: Another group saves to this root.
@@ -97,27 +96,15 @@ class CheckpointStore:
             # The error is reported to the other ranks below.
             self._trust, trouble = Trust(None, "", accepts_unsigned=False), error
         self._is_read_only = read_only
-        self._root = checked_root(root)
+        self.root: Final = checked_root(root)
         group = RankGroup.of(process_group, keys=self._trust.keys)
-        timeout = self._settings.timeout
-        self._directory = NumberedDirectory(self._root, "step", MANIFEST_NAME, is_private=self._settings.private)
-        self._claim = RootClaim(self._root, is_private=self._settings.private)
-        self._agreement = Agreement(group, "foreground", timeout)
-        self._inventory = Inventory(
-            self._agreement, self._directory, keep, retry_s=self._settings.retry_s, trust=self._trust
-        )
-        self._loader = CheckpointLoader(
-            self._inventory,
-            self._agreement,
-            self._settings,
-            trust=self._trust,
-            recorder=self.recorder,
-        )
-        self._stager = StateStager(default_num_threads())
-        self._background = BackgroundSaver(
-            group, self._directory, self._inventory, consolidate, self._settings, trust=self._trust
-        )
-        self._health = Health(Agreement(group, "health", timeout), self._background)
+        is_private, retry_s = self._settings.private, self._settings.retry_s
+        self._directory = NumberedDirectory(self.root, "step", MANIFEST_NAME, is_private=is_private)
+        self._claim = RootClaim(self.root, is_private=is_private)
+        self._agreement = Agreement(group, "foreground", self._settings.timeout)
+        self._inventory = Inventory(self._agreement, self._directory, keep, retry_s=retry_s, trust=self._trust)
+        self._stager = StateStager()
+        self._background = BackgroundSaver(group, self._inventory, consolidate, self._settings, trust=self._trust)
         self._end = SafeEnd()
         self._is_closed = False
 
@@ -139,19 +126,10 @@ class CheckpointStore:
                 owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
                 self._inventory.open_root(self._claim, owner, existing)
                 if start_writers:
-                    self._agreement.run_on_all_ranks("start the writer", self._background.start_writer)
-                    self._health.connect()
-                    self._background.start()
+                    self._background.start(self._agreement)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def root(self) -> Path:
-        """The directory."""
-        return self._root
-
-    # --------------------------------------------------------------------------------------------------------- saving
 
     def prefault(self, state: Mapping[str, object]) -> None:
         """Prefault the memory for a snapshot of ``state`` in the background, so that the first save is not slow.
@@ -200,7 +178,7 @@ class CheckpointStore:
     def save_leased(
         self,
         step: int,
-        lease: Callable[[], SnapshotLease],
+        lease: Lease,
         *,
         local: State | None = None,
         wait: bool = False,
@@ -209,13 +187,13 @@ class CheckpointStore:
         """Write a snapshot that a transport serves, without another copy of it.
 
         Args:
-            step: The committed step.
+            step: As for `save`, as are ``wait``, ``overwrite`` and the errors.
             lease: Returns the snapshot, and may wait for it; called once, on the store's own thread.
             local: Rank-local values, by further top-level keys; copied now.
-            wait: As for `save`, as are the other arguments and the errors.
+            wait: See `save`.
             overwrite: See `save`.
         """
-        return self._save(step, lambda: self._stager.stage_leased(step, lease, local), wait=wait, overwrite=overwrite)
+        return self._save(step, lambda: self._stager.stage(step, None, local, lease), wait=wait, overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
         """Run ``action`` on every rank; if it fails on one, all raise the same error.
@@ -223,7 +201,7 @@ class CheckpointStore:
         Args:
             phase: Name of the phase, for errors.
             action: This rank's part.
-            timeout: How long it may take, and how long this rank shows heartbeats to the others.
+            timeout: How long it may take; this rank shows heartbeats meanwhile.
 
         Raises:
             TransportError: The action failed on a rank.
@@ -243,13 +221,11 @@ class CheckpointStore:
             RankGoneError: A rank did not take part in time.
         """
         self._check_open()
-        return self._health.check()
+        return self._background.check_health()
 
     def wait(self) -> None:
         """Wait for pending saves; check their handles for errors."""
         self._background.wait()
-
-    # -------------------------------------------------------------------------------------------------------- loading
 
     def load(
         self,
@@ -281,10 +257,13 @@ class CheckpointStore:
             ConfigurationError: Ranks request different steps.
             TransportError: The checkpoint does not fit, or a rank failed; the same error on all.
         """
-        self._check_open()
-        self.wait()
+        self._await_saves()
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
-        return self._loader.load(step, destination)
+        with self.recorder.begin("load", phase="find") as recording:
+            agreed = self._inventory.agree_on_step(step)
+            if agreed == "latest":
+                self._inventory.refuse_newer_of_dcp()
+            return self._load(agreed, destination, recording)
 
     def load_newest_good(
         self,
@@ -306,7 +285,9 @@ class CheckpointStore:
             TransportError: As for `load`.
         """
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
-        return self._loader.load_newest_good(destination, self.steps)
+        with self.recorder.begin("load", phase="find") as recording:
+            self._inventory.refuse_newer_of_dcp()
+            return load_newest_good(self.steps, lambda step: self._load(step, destination, recording))
 
     def newer_of_dcp(self) -> DCPCheckpoint | None:
         """Return the checkpoint that ``torch.distributed.checkpoint`` wrote for another program, if it is newest.
@@ -315,20 +296,17 @@ class CheckpointStore:
             CheckpointUntrustedError: A job token is set, and unsigned checkpoints are not accepted.
             CheckpointError: The checkpoint cannot be read.
         """
-        self._check_open()
-        self.wait()
+        self._await_saves()
         return self._inventory.newer_of_dcp()
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all complete checkpoints, ascending."""
-        self._check_open()
-        self.wait()
+        self._await_saves()
         return self._inventory.steps()
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, ``None`` if none exists."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        return max(self.steps(), default=None)
 
     def verify(self, step: CheckpointSelector = "latest") -> None:
         """Read every file of a checkpoint, each on one rank, and compare it with its digests.
@@ -338,8 +316,7 @@ class CheckpointStore:
             CheckpointDamagedError: ``files`` names the damaged ones.
             ConfigurationError: Ranks request different steps.
         """
-        self._check_open()
-        self.wait()
+        self._await_saves()
         self._inventory.verify(step)
 
     def prune(self, keep: int) -> tuple[int, ...]:
@@ -358,8 +335,6 @@ class CheckpointStore:
         self.wait()
         return self._inventory.prune(keep)
 
-    # ------------------------------------------------------------------------------------------------------ the end
-
     def close(self) -> None:
         """Finish pending saves, end the thread and the writer, and release the claim. Idempotent."""
         self._is_closed = True
@@ -367,7 +342,6 @@ class CheckpointStore:
 
     def _close(self) -> None:
         self._background.close()
-        self._health.close()
         self._agreement.close()
         self._stager.close()
         self._claim.release()
@@ -378,12 +352,10 @@ class CheckpointStore:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    # --------------------------------------------------------------------------------------------------------- inside
-
     def _save(self, step: int, stage: Callable[[], StagedState], *, wait: bool, overwrite: bool) -> SaveHandle:
         step = checked_directory_number("step", step)
         self._check_saving(step)
-        if not self._health.admits(step, self._settings.busy):
+        if not self._background.admits(step):
             return SaveHandle(step, is_skipped=True)
         recording = self.recorder.begin("save", phase="clone")
         recording.describe(step=step)
@@ -391,8 +363,15 @@ class CheckpointStore:
             staged = stage()
             self._agreement.step = step
             recording.phase("agree")
+
+            def check() -> None:
+                staged.check()
+                if self._agreement.is_first:
+                    self._directory.refuse_foreign(step)
+
             try:
-                self._agreement.run_on_all_ranks("copy the state", lambda: self._check_savable(step, staged))
+                # A state that no attempt could save is refused before training goes on.
+                self._agreement.run_on_all_ranks("copy the state", check)
             except BaseException:
                 staged.release()
                 raise
@@ -402,16 +381,30 @@ class CheckpointStore:
             recording.end("failed", error=error)
             raise
         recording.leave()
-        handle.future.add_done_callback(lambda future: _end(recording, future))
+
+        def end(saved: Future[None]) -> None:
+            # On the thread of the saves, when all ranks know the outcome.
+            error = saved.exception()
+            recording.end("ok" if error is None else "failed", error=error or "")
+
+        handle.future.add_done_callback(end)
         if wait:
             handle.result()
         return handle
 
-    def _check_savable(self, step: int, staged: StagedState) -> None:
-        """Refuse, before training goes on, a state that no attempt could save."""
-        staged.check()
-        if self._agreement.is_first:
-            self._directory.refuse_foreign(step)
+    def _load(self, step: CheckpointSelector, destination: Destination, recording: Recording) -> LoadedCheckpoint[Any]:
+        phase("find")
+        found = self._inventory.find(step)
+        phase("read")
+        with self._inventory.reading(found):
+            loaded = load(found, destination, self._settings, self._trust, self._agreement)
+        # Each rank records the bytes that it has read itself.
+        recording.describe(step=loaded.step, num_bytes=loaded.num_bytes_read)
+        return loaded
+
+    def _await_saves(self) -> None:
+        self._check_open()
+        self.wait()
 
     def _check_open(self, step: int | None = None) -> None:
         if self._is_closed:
@@ -422,9 +415,3 @@ class CheckpointStore:
         self._check_open(step)
         if self._is_read_only:
             raise CheckpointError("expected a store that saves, this one is read-only", step=step)
-
-
-def _end(recording: Recording, saved: Future[None]) -> None:
-    """End the record of a save. Called by the saving thread, when all ranks know the outcome."""
-    error = saved.exception()
-    recording.end("ok" if error is None else "failed", error=error or "")

@@ -25,6 +25,7 @@ from ft_transport.checkpoint.manifest import (
     HashName,
     StoredRank,
     Trust,
+    damaged,
     decode_rank_file,
     digest_of,
     hash_of,
@@ -90,7 +91,7 @@ class ReadRetries:
             return self.call(action)
         except OSError as error:
             if isinstance(error, _ABSENT) or error.errno == errno.EIO:
-                raise CheckpointDamagedError(f"{name}: cannot be read: {error}", files=(name,)) from error
+                raise damaged(name, f"cannot be read: {error}") from error
             raise
 
     def _wait(self, pause_s: float) -> bool:
@@ -125,11 +126,6 @@ class StoredFile:
         self._descriptor: int | None = None
         self._given_up: list[int] = []
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks of the file."""
-        return num_chunks_of(self._entry.num_bytes)
-
     def check_length(self) -> None:
         """Compare the length of the file.
 
@@ -148,7 +144,7 @@ class StoredFile:
 
         num_bytes = self._retries.read(self._entry.name, look)
         if num_bytes != self._entry.num_bytes:
-            raise damaged(self._entry, f"expected {self._entry.num_bytes} bytes, it has {num_bytes}")
+            raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, it has {num_bytes}")
 
     def read(self, number: int) -> bytearray:
         """Return the bytes of a chunk, and behind them one more byte that marks them as good.
@@ -201,17 +197,12 @@ class StoredFile:
                 self._give_up(descriptor)
                 raise
             if not count:
-                raise damaged(self._entry, f"expected {self._entry.num_bytes} bytes, it ends at {position}")
+                raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, it ends at {position}")
             position += count
         if hash_of(self._hash_name, view) != digest_of(self._entry, number, self._hash_name):
-            raise damaged(self._entry, f"bytes {start} to {end} differ from what was written")
+            raise damaged(self._entry.name, f"bytes {start} to {end} differ from what was written")
         chunk[-1] = CHUNK_IS_GOOD
         return chunk
-
-
-def damaged(entry: FileEntry, what: str) -> CheckpointDamagedError:
-    """Return the error that names a file and its damage."""
-    return CheckpointDamagedError(f"{entry.name}: {what}", files=(entry.name,))
 
 
 _MAX_MANIFEST_BYTES: Final = 1 << 30
@@ -232,10 +223,8 @@ def read_manifest(directory: Path, step: int | None, trust: Trust, retries: Read
     encoded = retries.read(MANIFEST_NAME, lambda: read_regular(path, max_bytes=_MAX_MANIFEST_BYTES))
     manifest = trust.open(encoded, name=MANIFEST_NAME)
     if step is not None and manifest.step != step:
-        raise CheckpointDamagedError(
-            f"{MANIFEST_NAME}: expected that of step {step}, as the directory is named, got that of step "
-            f"{manifest.step}",
-            files=(MANIFEST_NAME,),
+        raise damaged(
+            MANIFEST_NAME, f"expected that of step {step}, as the directory is named, got that of step {manifest.step}"
         )
     return manifest
 
@@ -253,11 +242,9 @@ def read_rank_files(directory: Path, manifest: CheckpointManifest, retries: Read
         name = rank_file_name(rank)
         entry = entries.get(name)
         if entry is None:
-            raise CheckpointDamagedError(f"{MANIFEST_NAME} does not list {name}", files=(MANIFEST_NAME,))
+            raise damaged(MANIFEST_NAME, f"it does not list {name}")
         if entry.num_bytes > _MAX_RANK_FILE_BYTES:
-            raise CheckpointDamagedError(
-                f"{name}: expected at most {_MAX_RANK_FILE_BYTES} bytes, it has {entry.num_bytes}", files=(name,)
-            )
+            raise damaged(name, f"expected at most {_MAX_RANK_FILE_BYTES} bytes, it has {entry.num_bytes}")
         encoded.append(read_file(directory, entry, manifest.hash, retries))
     return encoded
 
@@ -274,14 +261,9 @@ def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) ->
         name = rank_file_name(rank)
         stored = decode_rank_file(each, name=name)
         if stored.data_file not in entries:
-            raise CheckpointDamagedError(
-                f"{name}: expected a data file that {MANIFEST_NAME} lists, got {stored.data_file[:80]!r}",
-                files=(name,),
-            )
+            raise damaged(name, f"expected a data file that {MANIFEST_NAME} lists, got {stored.data_file[:80]!r}")
         if len(stored.manifests) != (2 if manifest.local_keys else 1):
-            raise CheckpointDamagedError(
-                f"{name}: expected a part for each kind of state, got {len(stored.manifests)}", files=(name,)
-            )
+            raise damaged(name, f"expected a part for each kind of state, got {len(stored.manifests)}")
         stored.check_positions(entries[stored.data_file].num_bytes, name=name)
         ranks.append(stored)
     return ranks
@@ -302,48 +284,36 @@ def find_damage(
     files: Sequence[FileEntry],
     hash_name: HashName,
     retries: ReadRetries,
-    check: Callable[[], None],
+    check: Callable[[], None] | None,
 ) -> list[str]:
-    """Read files completely, and return a description of the damage of each damaged file.
+    """Read files, and return a description of the damage of each damaged file.
 
     Args:
         directory: The files' directory.
         files: The files to read.
         hash_name: Hash function of their digests.
         retries: Retries reads that may succeed later.
-        check: Called now and then.
+        check: Called now and then; ``None`` reads only the lengths of the files.
 
     Raises:
         OSError: A file cannot be read.
     """
-    damaged = []
+    damages = []
     for entry in files:
         try:
-            for _ in _chunks(directory, entry, hash_name, retries):
-                check()
+            if check is None:
+                with StoredFile(directory, entry, hash_name, retries) as file:
+                    file.check_length()
+            else:
+                for _ in _chunks(directory, entry, hash_name, retries):
+                    check()
         except CheckpointDamagedError as error:
-            damaged.append(error.message)
-    return damaged
-
-
-def find_missing(directory: Path, manifest: CheckpointManifest, retries: ReadRetries) -> list[str]:
-    """Return a description of each file that is missing or has another length; read none.
-
-    Raises:
-        OSError: The length of a file cannot be read.
-    """
-    damaged = []
-    for entry in manifest.files:
-        try:
-            with StoredFile(directory, entry, manifest.hash, retries) as file:
-                file.check_length()
-        except CheckpointDamagedError as error:
-            damaged.append(error.message)
-    return damaged
+            damages.append(error.message)
+    return damages
 
 
 def _chunks(directory: Path, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> Iterator[memoryview]:
     with StoredFile(directory, entry, hash_name, retries) as file:
         file.check_length()
-        for number in range(file.num_chunks):
+        for number in range(num_chunks_of(entry.num_bytes)):
             yield memoryview(file.read(number))[:-1]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 
 from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, EnvelopeTable, encode_dcp_metadata, saved
@@ -63,7 +64,6 @@ from ft_transport.checkpoint.writer_process import (
     WriterAnswer,
     WriterRequest,
     Written,
-    decode_written,
     receive_request,
     send,
 )
@@ -82,6 +82,8 @@ from ft_transport.wire.snapshot import gathered
 _NICENESS: Final = 5
 """Training has priority if there are more threads than cores."""
 _DIGEST_BYTES: Final = 8
+
+_written_decoder: Final = msgspec.msgpack.Decoder(Written)
 
 
 class Writer:
@@ -125,7 +127,7 @@ class Writer:
             case Reread():
                 return self._reread(Path(request.directory), request.names)
             case Digest():
-                return Bytes((b"".join(self._digest(self._described.items[at]) for at in request.items),))
+                return Bytes(b"".join(self._digest(self._described.items[at]) for at in request.items))
             case Compare():
                 return self._compare(request)
             case Write():
@@ -174,28 +176,30 @@ class Writer:
         self._plan = make_plan(described, request.consolidated)
         return RankPlans(tuple(self._plan.rank_plans))
 
-    def _create(self, directory: Path) -> Written:
-        assert self._plan is not None, "the plan comes first"
-        consolidation = self._plan.consolidation
+    def _create(self, directory: Path) -> Done:
+        consolidation = self._planned.consolidation
         assert consolidation is not None, "it is asked for where there is one"
         create_consolidated(directory, consolidation)
-        index = write_small(directory / INDEX_NAME, consolidation.index, hash_name=self._hash_name)
-        return Written((index,), ())
+        return Done()
 
     def _reread(self, directory: Path, names: tuple[str, ...]) -> Written:
         each = (digested(directory / name, self._check, hash_name=self._hash_name) for name in names)
         return Written(tuple(each), ())
 
     def _compare(self, request: Compare) -> Done:
-        assert self._plan is not None, "the plan comes first"
         find_diverged(
-            self._plan,
+            self._planned,
             [
                 [int.from_bytes(each[at : at + _DIGEST_BYTES], "big") for at in range(0, len(each), _DIGEST_BYTES)]
                 for each in request.digests
             ],
         )
         return Done()
+
+    @property
+    def _planned(self) -> SavePlan:
+        assert self._plan is not None, "the plan comes first"
+        return self._plan
 
     def _digest(self, item: WriteItem) -> bytes:
         return digest(self._bytes_of(item)).to_bytes(_DIGEST_BYTES, "big")
@@ -254,15 +258,17 @@ class Writer:
                 os.close(descriptor)
 
     def _describe(self, request: Describe) -> Bytes:
-        assert self._plan is not None, "the plan comes first"
         directory = Path(request.directory)
-        written = [decode_written(each) for each in request.written]
-        reread = [decode_written(each) for each in request.reread]
+        written, reread = (
+            [_written_decoder.decode(each) for each in some] for some in (request.written, request.reread)
+        )
         places = [each.places for each in written]
         # The same plan usually gives the same places, and encoding 10,000 tensors takes half a second.
         if self._dcp_metadata is None or self._dcp_metadata[0] != places:
-            self._dcp_metadata = (places, encode_dcp_metadata(self._plan, places))
+            self._dcp_metadata = (places, encode_dcp_metadata(self._planned, places))
         files = [write_small(directory / DCP_METADATA_NAME, self._dcp_metadata[1], hash_name=self._hash_name)]
+        if (consolidation := self._planned.consolidation) is not None:
+            files.append(write_small(directory / INDEX_NAME, consolidation.index, hash_name=self._hash_name))
         manifest = CheckpointManifest(
             format=FORMAT_VERSIONS[self._hash_name],
             step=request.step,
@@ -272,7 +278,7 @@ class Writer:
             hash=self._hash_name,
             job=request.job,
         )
-        return Bytes((encode_manifest(manifest),))
+        return Bytes(encode_manifest(manifest))
 
 
 class _IgnoringTensors:

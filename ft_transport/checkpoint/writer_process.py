@@ -56,7 +56,7 @@ class Plan(Struct, tag=True):
 
 
 class Create(Struct, tag=True):
-    """Create the consolidated files of the plan, and their index."""
+    """Create the consolidated files of the plan."""
 
     directory: str
 
@@ -106,9 +106,9 @@ class Taken(Struct, tag=True):
 
 
 class Bytes(Struct, tag=True):
-    """The requested bytes; several pieces if several were requested."""
+    """The requested bytes."""
 
-    parts: tuple[bytes, ...]
+    content: bytes
 
 
 class RankPlans(Struct, tag=True):
@@ -140,17 +140,6 @@ WriterAnswer: TypeAlias = Taken | Bytes | RankPlans | Written | Done | Failed
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(WriterRequest)
 _answer_decoder: msgspec.msgpack.Decoder[WriterAnswer] = msgspec.msgpack.Decoder(WriterAnswer)
-_written_decoder = msgspec.msgpack.Decoder(Written)
-
-
-def encode_written(written: Written) -> bytes:
-    """Encode the answer, to be sent to the first rank."""
-    return _encoder.encode(written)
-
-
-def decode_written(encoded: bytes) -> Written:
-    """Decode the answer; the inverse of `encode_written`."""
-    return _written_decoder.decode(encoded)
 
 
 def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descriptors: Sequence[int] = ()) -> None:

@@ -16,9 +16,8 @@ from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnaps
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.checkpoint.plan import RankPlan
-from ft_transport.checkpoint.save_job import SaveJob, SaveMeans
+from ft_transport.checkpoint.save_job import SaveJob, SaveMeans, StagedState
 from ft_transport.checkpoint.settings import StoreSettings
-from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
@@ -42,7 +41,6 @@ class Saves:
         self._means = SaveMeans(
             agreement=self.agreement,
             collective=CollectiveWrite(self.agreement, directory, all_write=True),
-            directory=directory,
             writer=WriterProcess(),
             settings=StoreSettings(),
             trust=Trust(None, "", accepts_unsigned=False),
