@@ -20,6 +20,7 @@ import io
 import pickle  # noqa: TID251 # DCP's format; what we read ourselves is never unpickled  # noqa: TID251 # DCP's format; `_MetadataReader` resolves a closed set of names
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,28 +64,6 @@ class TorchEnvelope:
 
     before: bytes
     after: bytes
-
-
-class EnvelopeTable:
-    """Envelopes by dtype and shape. Not thread-safe; turns torch's checksums off in this process."""
-
-    def __init__(self) -> None:
-        torch.serialization.set_crc32_options(False)
-        self._envelopes: dict[tuple[torch.dtype, tuple[int, ...]], TorchEnvelope] = {}
-
-    def envelope_of(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
-        """Return the envelope of a row-major tensor.
-
-        Raises:
-            CheckpointError: This version of torch writes an unexpected format.
-        """
-        key = (dtype, shape)
-        envelope = self._envelopes.get(key)
-        if envelope is None:
-            if len(self._envelopes) >= _MAX_ENVELOPES:
-                self._envelopes.clear()
-            envelope = self._envelopes[key] = _envelope_of(dtype, shape)
-        return envelope
 
 
 def saved(value: object) -> bytes:
@@ -162,7 +141,14 @@ class _Capture:
         """Do nothing: this file buffers nothing."""
 
 
-def _envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
+@lru_cache(_MAX_ENVELOPES)
+def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
+    """Return the envelope of a row-major tensor. Turns torch's checksums off in this process.
+
+    Raises:
+        CheckpointError: This version of torch writes an unexpected format.
+    """
+    torch.serialization.set_crc32_options(False)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes < _CAPTURED_BYTES:
         template = (

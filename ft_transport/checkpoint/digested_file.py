@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ft_transport.checkpoint.manifest import CHECKSUM, CHUNK_BYTES, HASHES, FileEntry, HashName, hash_of
-from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.runtime.regular_files import create_file, open_regular
+from ft_transport.runtime.threads import SafeExecutor
 
 Buffer: TypeAlias = bytes | memoryview
 

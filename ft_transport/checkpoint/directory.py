@@ -130,7 +130,7 @@ class NumberedDirectory:
         path = self.incomplete(number)
         if os.path.lexists(path):
             # The new directory takes the name; an old one that cannot be deleted does not prevent the write.
-            self._delete_in_time(self._without_name(path))
+            self._remove_in_time(self._without_name(path))
         make_directory(path, is_private=self._is_private)
         return path
 
@@ -254,15 +254,9 @@ class NumberedDirectory:
         self._remove_in_time(replaced)
 
     def _remove_in_time(self, path: Path) -> None:
-        """Delete a directory that has a successor; a failure is harmless, because the successor is complete."""
+        """Delete a directory that has a successor or no name; a failure is harmless."""
         try:
             self._remove(path)
-        except OSError as error:
-            logger.warning("%s could not be deleted yet: %s", path, error)
-
-    def _delete_in_time(self, path: Path) -> None:
-        try:
-            _delete(path)
         except OSError as error:
             self._warn_once(path, "could not be deleted yet: %s", error)
 

@@ -174,12 +174,8 @@ class Inventory:
                 "accept_unsigned=True if you trust that program, or move it away",
                 step=step,
             )
-        read: list[DCPCheckpoint] = []
         retries = ReadRetries(self._retry_s)
-        self._agreement.run_on_all_ranks(
-            "read DCP's metadata", lambda: read.append(retries.call(lambda: DCPCheckpoint(Path(path), step)))
-        )
-        return read[0]
+        return self._agreement.run("read DCP's metadata", lambda: retries.call(lambda: DCPCheckpoint(Path(path), step)))
 
     def refuse_newer_of_dcp(self) -> None:
         """Refuse to treat an own checkpoint as the newest if DCP wrote a later one for another program.
@@ -340,14 +336,8 @@ class Inventory:
     def _is_good(self, step: int) -> bool:
         try:
             self._verify(self.find(step))
-        except CheckpointDamagedError as error:
-            logger.warning("step %d: the checkpoint is damaged: %s", step, error)
-            return False
-        except CheckpointUntrustedError as error:
-            logger.warning("step %d: the checkpoint is not trusted: %s", step, error)
-            return False
-        except CheckpointNotFoundError as error:
-            logger.warning("step %d: the checkpoint is gone: %s", step, error)
+        except (CheckpointDamagedError, CheckpointUntrustedError, CheckpointNotFoundError) as error:
+            logger.warning("step %d: the checkpoint is damaged, not trusted or gone: %s", step, error)
             return False
         return True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +30,9 @@ from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 5_000_000_000
 """The limit by which ``save_pretrained`` divides a model."""
+OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-level key that is named in rank_local"
 _ALIGN_BYTES: Final = 8
+_MAX_SHOWN: Final = 5
 _HALF_BYTES: Final = "float4_e2m1fn_x2"
 
 
@@ -56,13 +58,11 @@ class Consolidation:
     Attributes:
         files: All files, in order.
         index: Content of the index.
-        root: Path of the part.
         places: By DCP name of each tensor in the part: number of the file, and the tensor's offset in it.
     """
 
     files: tuple[ConsolidatedFile, ...]
     index: bytes
-    root: str
     places: dict[str, tuple[int, int]]
 
 
@@ -118,7 +118,7 @@ def consolidate(
     weight_map = {name[len(root) + 1 :]: laid_out[places[name][0]].name for name in tensors}
     total_bytes = sum(_num_bytes_of(item, name) for name, item in tensors.items())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), root, places)
+    return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), places)
 
 
 def names_below(item: WriteItem, root: str) -> list[str]:
@@ -203,10 +203,6 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
         position += count
 
 
-OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-level key that is named in rank_local"
-_MAX_SHOWN: Final = 5
-
-
 class RankPlan(Struct, frozen=True, array_like=True):
     """The work of one rank, by position in its own lists.
 
@@ -263,7 +259,7 @@ def make_plan(
     Raises:
         CheckpointError: Ranks disagree about a tensor, or lack a part of one.
     """
-    holders: dict[Key, list[tuple[int, int]]] = {}
+    holders: dict[Key, list[tuple[int, int, WriteItem]]] = {}
     loads = [0] * len(described)
     items: list[list[int]] = [[] for _ in described]
     for rank, each in enumerate(described):
@@ -272,18 +268,23 @@ def make_plan(
                 items[rank].append(position)
                 loads[rank] += item.num_bytes
             else:
-                holders.setdefault(item.key, []).append((rank, position))
+                holders.setdefault(item.key, []).append((rank, position, item))
     compared: list[list[int]] = [[] for _ in described]
     # The largest first: the small ones at the end even out the loads.
-    for held in sorted(holders.values(), key=lambda held: -_item(described, held[0]).num_bytes):
-        first = _item(described, held[0])
-        for rank, position in held[1:]:
-            _check_same(first, _item(described, (rank, position)), held[0][0], rank)
-        owner, position = min(held, key=lambda holder: loads[holder[0]])
+    for held in sorted(holders.values(), key=lambda held: -held[0][2].num_bytes):
+        first_rank, _, first = held[0]
+        for rank, _, item in held[1:]:
+            if (first.dtype, first.global_shape, first.shape) != (item.dtype, item.global_shape, item.shape):
+                raise ReplicasDivergedError(
+                    f"expected the same on all ranks, got {_shown(first)} on rank {first_rank} and {_shown(item)} on "
+                    f"rank {rank}",
+                    path=first.key[0],
+                )
+        owner, position, _ = min(held, key=lambda holder: loads[holder[0]])
         items[owner].append(position)
         loads[owner] += first.num_bytes
         if len(held) > 1:
-            for rank, position in held:
+            for rank, position, _ in held:
                 compared[rank].append(position)
     values: list[list[int]] = [[] for _ in described]
     taken: set[str] = set()
@@ -293,32 +294,23 @@ def make_plan(
                 taken.add(value.name)
                 values[rank].append(position)
     _check_coverage(described)
-    consolidation = None
-    if consolidated is not None:
-        consolidation = consolidate(described, consolidated, max_file_bytes, single_name)
     rank_plans = [
         RankPlan(
             tuple(sorted(items[rank])),
             tuple(values[rank]),
             tuple(sorted(compared[rank])),
-            _targets(described[rank], sorted(items[rank]), consolidation),
-            tuple(file.name for file in consolidation.files) if consolidation is not None else (),
         )
         for rank in range(len(described))
     ]
+    if consolidated is None:
+        return SavePlan(rank_plans, described, None)
+    consolidation = consolidate(described, consolidated, max_file_bytes, single_name)
+    files = tuple(file.name for file in consolidation.files)
+    for rank, plan in enumerate(rank_plans):
+        named = [(at, name) for at in plan.items for name in names_below(described[rank].items[at], consolidated)]
+        targets = tuple((at, *consolidation.places[name]) for at, name in named)
+        rank_plans[rank] = msgspec.structs.replace(plan, targets=targets, files=files)
     return SavePlan(rank_plans, described, consolidation)
-
-
-def _targets(
-    described: Described, items: Sequence[int], consolidation: Consolidation | None
-) -> tuple[tuple[int, int, int], ...]:
-    if consolidation is None:
-        return ()
-    return tuple(
-        (position, *consolidation.places[name])
-        for position in items
-        for name in names_below(described.items[position], consolidation.root)
-    )
 
 
 def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
@@ -350,24 +342,12 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _item(described: Sequence[Described], holder: tuple[int, int]) -> WriteItem:
-    return described[holder[0]].items[holder[1]]
-
-
-def _check_same(first: WriteItem, other: WriteItem, rank: int, other_rank: int) -> None:
-    if (first.dtype, first.global_shape, first.shape) != (other.dtype, other.global_shape, other.shape):
-        raise ReplicasDivergedError(
-            f"expected the same on all ranks, got {_shown(first)} on rank {rank} and {_shown(other)} on rank "
-            f"{other_rank}",
-            path=first.key[0],
-        )
-
-
 def _check_coverage(described: Sequence[Described]) -> None:
     """Check that every element of every tensor is there, or DCP would load data that was never written."""
     found: dict[str, dict[tuple[int, ...], WriteItem]] = {}
-    for item in _named_items(described):
-        found.setdefault(item.names[0], {})[item.offset] = item
+    for item in itertools.chain.from_iterable(each.items for each in described):
+        if item.names:
+            found.setdefault(item.names[0], {})[item.offset] = item
     for name, by_offset in found.items():
         first = next(iter(by_offset.values()))
         num_found = sum(math.prod(item.shape) for item in by_offset.values())
@@ -379,10 +359,6 @@ def _check_coverage(described: Sequence[Described]) -> None:
                 f"and they hold {num_found}; the process group of a store has all ranks of a mesh",
                 path=name,
             )
-
-
-def _named_items(described: Sequence[Described]) -> Iterable[WriteItem]:
-    return (item for each in described for item in each.items if item.names)
 
 
 def _shown(item: WriteItem) -> str:

@@ -35,8 +35,8 @@ from ft_transport.errors import (
     TransportError,
     WriterFailedError,
 )
-from ft_transport.runtime.threads import at_exit
 from ft_transport.runtime.signal_safe import LazyThread, SafeFuture
+from ft_transport.runtime.threads import at_exit
 from ft_transport.settings import check_duration
 
 logger = logging.getLogger(__name__)

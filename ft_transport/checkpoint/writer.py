@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 import torch
 
-from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, EnvelopeTable, encode_dcp_metadata, saved
+from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, encode_dcp_metadata, envelope_of, saved
 from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
 from ft_transport.checkpoint.manifest import (
     CHECKSUM,
@@ -95,7 +95,6 @@ class Writer:
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._check = check
-        self._envelopes = EnvelopeTable()
         self._rank = 0
         self._hash_name: HashName = CHECKSUM
         self._headers: list[bytes] = []
@@ -220,7 +219,7 @@ class Writer:
                 item = self._described.items[at]
                 before = after = b""
                 if item.names:
-                    envelope = self._envelopes.envelope_of(DTYPES_BY_NAME[item.dtype], item.shape)
+                    envelope = envelope_of(DTYPES_BY_NAME[item.dtype], item.shape)
                     before, after = envelope.before, envelope.after
                 start = file.position
                 if item.is_entry:
