@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _SUFFIXES: Final = r"(\.incomplete|\.replaced|\.deleted(?:-[0-9]+)?)?"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # include/uapi/linux/fs.h
-_VISIBLE_S: Final = 60.0
-"""How long a new path may take to appear on another host; NFS caches a listing for as long (acdirmax of nfs(5))."""
+_VISIBLE_S: Final = 30.0
+"""How long a new path may take to appear on another host."""
 _LOOK_S: Final = 0.02
 _MAX_DIGITS: Final = 18
 MAX_NUMBER: Final = 10**_MAX_DIGITS - 1
