@@ -17,7 +17,8 @@ loaded with ``weights_only``. So no file of a checkpoint runs code. No digest co
 from __future__ import annotations
 
 import io
-import pickle  # noqa: TID251 # DCP's format; what we read ourselves is never unpickled  # noqa: TID251 # DCP's format; `_MetadataReader` resolves a closed set of names
+import pickle  # noqa: TID251 # DCP's format; `_MetadataReader` resolves a closed set of names
+import pickletools  # reads opcodes and makes no objects
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -170,6 +171,7 @@ def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
 
 
 _MAX_METADATA_BYTES: Final = 1 << 30
+_MEMO_OPCODES: Final = ("PUT", "BINPUT", "LONG_BINPUT")
 _MAX_SHOWN: Final = 500
 _CLASSES: Final = (
     metadata.Metadata,
@@ -215,6 +217,7 @@ class DCPCheckpoint:
         self.step = step
         encoded = read_regular(path / DCP_METADATA_NAME, max_bytes=_MAX_METADATA_BYTES)
         try:
+            _check_memo(encoded)
             read: metadata.Metadata = _MetadataReader(io.BytesIO(encoded)).load()
             stored = read.state_dict_metadata
             self.tensors = {
@@ -267,6 +270,18 @@ class DCPCheckpoint:
                 f"expected to load {self.path} with DCP's reader, got {type(error).__name__}: {error}", step=self.step
             ) from error
         return {name: planner.state_dict[name] for name in values}
+
+
+def _check_memo(encoded: bytes) -> None:
+    """Refuse an index for which the unpickler would allocate more entries than the pickle has bytes.
+
+    Raises:
+        CheckpointError: Names the index.
+        ValueError: The bytes are no pickle.
+    """
+    for opcode, argument, _ in pickletools.genops(encoded):
+        if opcode.name in _MEMO_OPCODES and argument is not None and argument > len(encoded):
+            raise CheckpointError(f"expected at most {len(encoded)} entries of the pickle's memo, got index {argument}")
 
 
 class _MetadataReader(pickle.Unpickler):

@@ -157,6 +157,16 @@ def test_no_file_runs_code(tmp_path: Path) -> None:
     manager.shutdown()
 
 
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x03", b"p67108863\n"])
+def test_a_few_bytes_make_nobody_allocate_a_gigabyte(tmp_path: Path, put: bytes) -> None:
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / ".metadata").write_bytes(b"N" + put + b".")
+    manager = manager_of(tmp_path, *trained(1))
+    with pytest.raises(CheckpointError, match=r"entries of the pickle's memo, got index 67108863"):
+        manager.resume()
+    manager.shutdown()
+
+
 def test_a_damaged_file_leaves_a_replica_that_refuses_to_step(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     dcp.save(plain(model, optimizer), checkpoint_id=tmp_path / "step-3", no_dist=True)
