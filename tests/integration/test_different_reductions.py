@@ -284,7 +284,7 @@ def test_a_step_is_not_committed_after_a_start_quorum_that_raised(
         raise ConnectionError("the Lighthouse has gone")
 
     with monkeypatch.context() as broken:
-        broken.setattr(alone.manager._loop._structures, "check_registered", fail)  # type: ignore[union-attr]
+        broken.setattr(alone.manager._loop._formation.structures, "check_registered", fail)  # type: ignore[union-attr]
         with pytest.raises(ConnectionError):
             alone.manager.start_quorum()
     with pytest.raises(ManagerError, match="start_quorum again where it raised"):

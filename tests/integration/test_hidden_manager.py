@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 _PROGRAM = """
-from manager.manager import Manager
-from manager.state.data_order import RandomState
+from ft_transport.manager import Manager, RandomState
 import ft_transport.manager, manager, torch
 
 assert manager.__file__ == {file!r}, manager.__file__

@@ -186,7 +186,7 @@ def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
     def refuse(_num_bytes: int) -> Any:
         raise SnapshotError("no memory")
 
-    monkeypatch.setattr(transport.server._sharings[0].memory, "_take_arena", refuse)
+    monkeypatch.setattr(transport.server._sharings[0].memory._resources.pool, "take", refuse)
     transport.server.materialize()
     with pytest.raises(SnapshotError, match="there is none"):
         in_progress.publish()

@@ -196,7 +196,7 @@ def _fuzz_rank_file(data: bytes) -> object:
 
 
 def _checkpoint_manifest() -> bytes:
-    files = (checkpoint_manifest.file_entry("rank-0.json", 10, ["0" * 16]),)
+    files = (checkpoint_manifest.FileEntry("rank-0.json", 10, "0" * 16),)
     manifest = checkpoint_manifest.CheckpointManifest(
         format=checkpoint_manifest.FORMAT_VERSIONS["xxh3-64"], step=3, num_ranks=1, local_keys=("rng",), files=files
     )
