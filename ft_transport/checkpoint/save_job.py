@@ -266,7 +266,7 @@ class SaveJob:
                         collective.commit(step, describe, lambda: means.retire_old(step))
                         return
                 except TransportError as error:
-                    # The vote decides by type and errno, the same on all ranks.
+                    # The vote decides by type and errno (`coordination.votes`), the same on all ranks.
                     if not means.agreement.may_try_again or attempt == _MAX_ATTEMPTS:
                         raise
                     attempt += 1
