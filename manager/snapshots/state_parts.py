@@ -315,7 +315,9 @@ class BoundaryPlan:
         plan.guarded = frozenset((memory_of_optimizers(optimizers) | memory_of(stable)) - unguarded)
         modules = [entry.holder for entry in entries if entry.is_stable and isinstance(entry.holder, nn.Module)]
         in_modules = [slot.tensor for module in modules for slot in _slots_of(module)]
-        plan.watched = [each for each in [*parameters_of(optimizers), *in_modules] if memory_at(each) in plan.guarded]
+        # A module and its optimizer list the same parameters, and each takes 0.1 to 0.5 µs at a boundary.
+        trained = {id(each): each for each in [*parameters_of(optimizers), *in_modules]}
+        plan.watched = [each for each in trained.values() if memory_at(each) in plan.guarded]
         try:
             plan.parts = [plan._part_of(entry, kinds[entry.key]) for entry in entries]
         except NotCopyableError as error:
