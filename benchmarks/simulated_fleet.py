@@ -337,7 +337,7 @@ class _Simulation:
         receiver.num_landed += 1
         if exchange.relay is not None:
             receiver.furthest = max(receiver.furthest, exchange.relay.num_landed, exchange.relay.furthest)
-            receiver.work.heard(receiver.furthest)
+            receiver.work.report_progress(receiver.furthest)
         for follower in list(receiver.followers.values()):
             if chunk in follower.wanted:
                 heapq.heappush(follower.ready, follower.wanted.pop(chunk))

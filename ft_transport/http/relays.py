@@ -44,7 +44,7 @@ class Relay:
         content: Id of the content.
         step: The committed step of the content.
         chunks: Division of the content into chunks.
-        end_s: When a complete relay ends unless it is requested; monotonic seconds.
+        close_s: When a complete relay closes unless a receiver requests it before, in monotonic seconds.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Relay:
         self.content = content
         self.step = step
         self.chunks = chunks
-        self.end_s = float("inf")
+        self.close_s = float("inf")
         self._views: Views | None = views
         self._mutex = threading.Lock()
         self._followers: tuple[Follower, ...] = ()
@@ -61,7 +61,7 @@ class Relay:
         self.landed_but_for(missing)
 
     @property
-    def has_ended(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether no more chunks are sent."""
         return self._views is None
 
@@ -70,7 +70,7 @@ class Relay:
         """The largest number of chunks that any receiver, as far as known here, has received."""
         return max(self._has_landed.count(1) - self._num_there, self._furthest)
 
-    def heard(self, num_landed: int) -> None:
+    def report_progress(self, num_landed: int) -> None:
         """Note that another receiver has received ``num_landed`` chunks. Called by any thread."""
         self._furthest = max(self._furthest, min(num_landed, self.chunks.num_chunks))
 
@@ -100,14 +100,14 @@ class Relay:
 
         Args:
             chunks: The chunks to follow.
-            on_first: Called by any thread when the first chunk has landed, or when the relay ends.
+            on_first: Called by any thread when the first chunk has landed, or when the relay closes.
         """
         follower = Follower(self, chunks, on_first)
         with self._mutex:
             self._followers = (*self._followers, follower)
         follower.look()
-        if self.has_ended:
-            follower.end()
+        if self.is_closed:
+            follower.relay_closed()
         return follower
 
     def unfollow(self, follower: Follower) -> None:
@@ -117,24 +117,24 @@ class Relay:
 
     def touch(self) -> None:
         """Note a request: a complete relay stays open for another while."""
-        if self.end_s != float("inf"):
-            self.end_s = time.monotonic() + _IDLE_S
+        if self.close_s != float("inf"):
+            self.close_s = time.monotonic() + _IDLE_S
 
     def complete(self) -> None:
         """Note that all chunks are there; the relay stays open for a while."""
-        self.end_s = time.monotonic() + _IDLE_S
+        self.close_s = time.monotonic() + _IDLE_S
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Stop sending, except bytes already in flight. May be called twice, and returns at once."""
         self._views = None
         for follower in self._followers:
-            follower.end()
+            follower.relay_closed()
 
     def views(self) -> Views:
         """Return the function that returns views of the data.
 
         Raises:
-            PeerNotReadyError: The relay has ended.
+            PeerNotReadyError: The relay is closed.
         """
         views = self._views
         if views is None:
@@ -161,7 +161,7 @@ class Follower:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a chunk has landed, or the relay has ended."""
+        """Whether a chunk has landed, or the relay has closed."""
         return not self._ready.empty()
 
     def landed(self, chunk: int) -> None:
@@ -171,7 +171,7 @@ class Follower:
         except KeyError:
             # The chunk was not requested, or another thread has reported it.
             return
-        self._tell(chunk)
+        self._report(chunk)
 
     def look(self) -> None:
         """Check for landed chunks that were not reported."""
@@ -179,12 +179,12 @@ class Follower:
             if chunk in self._wanted and self.relay.has(chunk):
                 self.landed(chunk)
 
-    def end(self) -> None:
-        """Note that the relay has ended."""
-        self._tell(None)
+    def relay_closed(self) -> None:
+        """Report the end of the relay to the reader of this follower."""
+        self._report(None)
 
     def next(self, within_s: float) -> int | None:
-        """Return the first landed chunk; ``None`` if none lands within ``within_s``, or the relay ends."""
+        """Return the first landed chunk; ``None`` if none lands within ``within_s``, or the relay closes."""
         with contextlib.suppress(Empty):
             if not self._in_turn and within_s > 0:
                 self._take(self._ready.get(timeout=within_s))
@@ -208,7 +208,7 @@ class Follower:
         if chunk is not None:
             heapq.heappush(self._in_turn, self._places[chunk])
 
-    def _tell(self, chunk: int | None) -> None:
+    def _report(self, chunk: int | None) -> None:
         self._ready.put(chunk)
         on_first, self._on_first = self._on_first, None
         if on_first is not None:
@@ -236,24 +236,24 @@ class Relays:
         return len(self._by_content)
 
     def begin(self, relay: Relay) -> None:
-        """Open a relay; an earlier one of the same content ends."""
+        """Open a relay, and close an earlier relay of the same content."""
         with self._mutex:
             earlier = self._by_content.pop(relay.content, None)
             self._by_content[relay.content] = relay
         if earlier is not None:
-            earlier.end()
+            earlier.close()
         with contextlib.suppress(RuntimeError):  # A shutdown closed the loop.
             self._loop.call_soon_threadsafe(self._begun, relay.content)
 
-    def end_all(self) -> None:
-        """End all relays. Costs nothing if there is none."""
+    def close_all(self) -> None:
+        """Close all relays. Costs nothing if there are none."""
         if not self._by_content:
             return
         with self._mutex:
             relays = list(self._by_content.values())
             self._by_content.clear()
         for relay in relays:
-            relay.end()
+            relay.close()
 
     async def follow(self, content: ContentId, ranges: Sequence[tuple[int, int]], *, wait_s: float) -> Follower:
         """Wait until the first of the requested chunks has landed; return a follower, which the caller closes.
@@ -270,7 +270,7 @@ class Relays:
         until_s = self._loop.time() + wait_s
         while True:
             relay = self._by_content.get(content)
-            if relay is not None and not relay.has_ended:
+            if relay is not None and not relay.is_closed:
                 chunks = chunks_of(relay.chunks, ranges)
                 if chunks is None:
                     raise ConfigurationError(f"expected ranges of whole chunks of {relay.chunks.chunk_bytes} bytes")
@@ -281,64 +281,64 @@ class Relays:
                 what = "none of these chunks is here"
             else:
                 what = "nothing of this content is received here"
-                with self._told_of(content) as told:
-                    await asyncio.wait({told}, timeout=max(0.0, until_s - self._loop.time()))
-                    is_told = told.done()
-                if is_told:
+                with self._opening_of(content) as opened:
+                    await asyncio.wait({opened}, timeout=max(0.0, until_s - self._loop.time()))
+                    is_open = opened.done()
+                if is_open:
                     continue
             if self._loop.time() >= until_s:
                 raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
 
     async def _follow(self, relay: Relay, chunks: Sequence[int], until_s: float) -> Follower | None:
-        """Return a follower once it has a chunk; ``None`` if none lands in time, or the relay has ended."""
-        told: asyncio.Future[None] = self._loop.create_future()
+        """Return a follower once it has a chunk; ``None`` if none lands in time, or the relay closes."""
+        ready: asyncio.Future[None] = self._loop.create_future()
 
-        def tell() -> None:
+        def wake() -> None:
             with contextlib.suppress(RuntimeError):  # A shutdown closed the loop.
-                self._loop.call_soon_threadsafe(_set_done, told)
+                self._loop.call_soon_threadsafe(_set_done, ready)
 
-        follower = relay.follow(chunks, tell)
+        follower = relay.follow(chunks, wake)
         is_wanted = False
         try:
             if not follower.is_ready:
-                await asyncio.wait({told}, timeout=max(0.0, until_s - self._loop.time()))
-            is_wanted = follower.is_ready and not relay.has_ended
+                await asyncio.wait({ready}, timeout=max(0.0, until_s - self._loop.time()))
+            is_wanted = follower.is_ready and not relay.is_closed
         finally:
             if not is_wanted:
                 follower.close()
         return follower if is_wanted else None
 
     @contextlib.contextmanager
-    def _told_of(self, content: ContentId) -> Iterator[asyncio.Future[None]]:
+    def _opening_of(self, content: ContentId) -> Iterator[asyncio.Future[None]]:
         """Yield a future that completes when a relay of the content opens."""
-        told = self._loop.create_future()
+        opened = self._loop.create_future()
         waiting = self._waiting.setdefault(content, [])
-        waiting.append(told)
+        waiting.append(opened)
         try:
-            yield told
+            yield opened
         finally:
-            waiting.remove(told)
+            waiting.remove(opened)
             if not waiting and self._waiting.get(content) is waiting:
                 del self._waiting[content]
 
     def _begun(self, content: ContentId) -> None:
-        for told in self._waiting.get(content, ()):
-            _set_done(told)
-        self._end_idle()
+        for opened in self._waiting.get(content, ()):
+            _set_done(opened)
+        self._close_idle()
 
-    def _end_idle(self) -> None:
+    def _close_idle(self) -> None:
         now_s = time.monotonic()
         with self._mutex:
-            idle = [each for each in self._by_content.values() if each.end_s <= now_s or each.has_ended]
+            idle = [each for each in self._by_content.values() if each.close_s <= now_s or each.is_closed]
             for relay in idle:
                 del self._by_content[relay.content]
         for relay in idle:
-            relay.end()
+            relay.close()
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(_TICK_S, self._end_idle) if self._by_content else None
+        self._timer = self._loop.call_later(_TICK_S, self._close_idle) if self._by_content else None
 
 
-def _set_done(told: asyncio.Future[None]) -> None:
-    if not told.done():
-        told.set_result(None)
+def _set_done(opened: asyncio.Future[None]) -> None:
+    if not opened.done():
+        opened.set_result(None)

@@ -220,7 +220,7 @@ class StateClient(Generic[T]):
         self._warn_of_new_tensors(restore.incoming, str(agreed.connection.peer))
         if self._relays is not None:
             # Relays of an earlier state may read the tensors that receive this one.
-            self._relays.end_all()
+            self._relays.close_all()
         return restore
 
     def _fetch(
@@ -263,7 +263,7 @@ class StateClient(Generic[T]):
             part.complete()
         except BaseException:
             if receivers is not None:
-                receivers.relay.end()
+                receivers.relay.close()
             raise
         if receivers is not None:
             receivers.relay.complete()

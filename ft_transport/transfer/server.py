@@ -221,7 +221,7 @@ class StateServer:
             changing: Returns the addresses of the storages that will change; called only while memory is shared.
                 ``None`` stands for all.
         """
-        self.http.relays.end_all()
+        self.http.relays.close_all()
         if changing is None:
             self._stager.forget_lasting()
         if not self._sharings:

@@ -77,7 +77,7 @@ class SourceState:
         num_landed: Units that it has delivered.
         num_silent: Requests during which it sent nothing for too long.
         num_interrupted: Requests to it that were ended because others were faster.
-        dropped: Whether it gets no more requests.
+        is_excluded: Whether it gets no more requests.
     """
 
     name: str
@@ -88,12 +88,12 @@ class SourceState:
     num_landed: int = 0
     num_silent: int = 0
     num_interrupted: int = 0
-    dropped: bool = False
+    is_excluded: bool = False
 
     @property
-    def is_gone(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a relay is not waited for any more."""
-        return self.dropped or self.failures >= _FAILED_ENOUGH or self.num_silent > 0
+        return self.is_excluded or self.failures >= _FAILED_ENOUGH or self.num_silent > 0
 
     @property
     def load(self) -> tuple[int, int, int, int]:
@@ -183,7 +183,7 @@ class FetchMachine(Generic[Unit]):
     Args:
         work: The units to fetch.
         sources: Names of the sources, for messages.
-        max_failures: Number of failures in a row after which a source is dropped.
+        max_failures: Number of failures in a row after which a source is excluded.
     """
 
     def __init__(self, work: Work[Unit], *, sources: Sequence[str], max_failures: int) -> None:
@@ -286,7 +286,7 @@ class FetchMachine(Generic[Unit]):
             source.num_silent += isinstance(error, PeerSilentError)
             # A snapshot that was replaced (409) does not come back.
             if not error.retryable or error.http_status == 409 or source.failures >= self._max_failures:
-                source.dropped = True
+                source.is_excluded = True
         self._put_back(assignment)
 
     def request_cut(self, worker: WorkerIndex) -> None:

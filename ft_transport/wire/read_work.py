@@ -1,6 +1,6 @@
 """The planned reads of a fetch in another layout: their sources, and the substitutes of sources that fail.
 
-The plan (``wire.reshard``) gives each read its source. If that source is dropped, another holder of the same bytes
+The plan (``wire.reshard``) gives each read its source. If that source is excluded, another holder of the same bytes
 takes over what it has not delivered; an idle source relieves a busy one.
 """
 
@@ -64,7 +64,7 @@ class _Queue:
         whole: Its reads, by their ids, of tensors that are not sharded. They may differ between sources: unless all
             have landed, all of them come from one substitute.
         whole_left: The ids of the whole reads that have not landed.
-        stand_in: The substitute, once this source was dropped.
+        stand_in: The substitute, once this source was excluded.
     """
 
     frames: deque[FrameOfReads] = field(default_factory=deque)
@@ -107,7 +107,7 @@ class ReadWork:
         """Note a frame; one that was on its way when another source took over may be needed again."""
         queue = self._queues[source]
         undeliverable = None
-        if sources[source].dropped and queue.stand_in is not None:
+        if sources[source].is_excluded and queue.stand_in is not None:
             # The data of the substitute may have been overwritten.
             undeliverable = self._hand_over(source, [read for read in unit if read.is_whole], sources)
         if queue.whole_left:
@@ -118,13 +118,13 @@ class ReadWork:
     def put_back(
         self, source: SourceIndex, units: Sequence[FrameOfReads], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Give the reads of a dropped source to others, or those that sources with fewer failures have as well."""
+        """Give the reads of an excluded source to others, or those that sources with fewer failures have as well."""
         queue = self._queues[source]
         frames = [*units, *queue.frames]
         self.num_left -= len(frames)
         queue.frames.clear()
         queue.num_bytes = 0
-        if sources[source].dropped:
+        if sources[source].is_excluded:
             orphans = [read for frame in frames for read in frame if not read.is_whole]
             return self._hand_over(source, [*orphans, *(queue.whole.values() if queue.whole_left else ())], sources)
         failures = sources[source].failures
@@ -179,7 +179,7 @@ class ReadWork:
 
         def is_idle(index: int) -> bool:
             source = sources[index]
-            return not (source.dropped or source.failures or source.num_active or self._queues[index].frames)
+            return not (source.is_excluded or source.failures or source.num_active or self._queues[index].frames)
 
         queue = self._queues[busy]
         num_given = len(queue.frames) // 2
@@ -201,27 +201,27 @@ class ReadWork:
         for frame in frames:
             for read in frame:
                 candidates = () if read.is_whole else read.sources
-                others = [index for index in candidates if not sources[index].dropped and is_better(index)]
+                others = [index for index in candidates if not sources[index].is_excluded and is_better(index)]
                 chosen = min(others, key=lambda index: self._queues[index].num_bytes, default=own)
                 taken.setdefault(chosen, []).append(read)
         for index, reads in taken.items():
             self._enqueue(index, reads)
 
     def _hand_over(
-        self, dropped: int, orphans: Sequence[AnyRead], sources: Sequence[SourceState]
+        self, excluded: int, orphans: Sequence[AnyRead], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
         """Give a source's undelivered reads to other holders of the same bytes."""
         taken: dict[int, list[AnyRead]] = {}
         loads = {index: queue.num_bytes for index, queue in enumerate(self._queues)}
         for read in orphans:
             if read.is_whole:
-                stand_in = self._stand_in(dropped, sources)
+                stand_in = self._stand_in(excluded, sources)
                 alive = [] if stand_in is None else [stand_in]
             else:
-                alive = [index for index in read.sources if not sources[index].dropped]
+                alive = [index for index in read.sources if not sources[index].is_excluded]
             if not alive:
                 return Undeliverable(
-                    f"expected all parts of the state; {sources[dropped].name} failed, and no other source that "
+                    f"expected all parts of the state; {sources[excluded].name} failed, and no other source that "
                     f"answers has its part of {read.path}",
                     path=read.path,
                 )
@@ -232,13 +232,13 @@ class ReadWork:
             self._enqueue(index, reads)
         return None
 
-    def _stand_in(self, dropped: int, sources: Sequence[SourceState]) -> int | None:
-        """Return the source that has all unsharded data that ``dropped`` was to send."""
-        queue = self._queues[dropped]
-        if queue.stand_in is None or sources[queue.stand_in].dropped:
+    def _stand_in(self, excluded: int, sources: Sequence[SourceState]) -> int | None:
+        """Return the source that has all unsharded data that ``excluded`` was to send."""
+        queue = self._queues[excluded]
+        if queue.stand_in is None or sources[queue.stand_in].is_excluded:
             everywhere = [set(read.sources) for read in queue.whole.values()]
             common = set.intersection(*everywhere) if everywhere else set()
-            alive = [index for index in sorted(common) if not sources[index].dropped]
+            alive = [index for index in sorted(common) if not sources[index].is_excluded]
             queue.stand_in = min(alive, key=lambda index: sources[index].failures, default=None)
         return queue.stand_in
 

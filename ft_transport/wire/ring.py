@@ -48,7 +48,7 @@ def has_ring(*, num_receivers: int, num_chunks: int) -> bool:
 
 
 class Ring:
-    """The ring as one receiver sees it. Used by one thread at a time, except for `heard`.
+    """The ring as one receiver sees it. Used by one thread at a time, except for `report_progress`.
 
     Args:
         num_chunks: Number of all chunks.
@@ -104,7 +104,7 @@ class Ring:
             num_own_requests=self._num_own_requests,
         )
         ring._num_before = self._num_before + self._num_own_landed + self.num_relayed_landed
-        ring.heard(self._furthest)
+        ring.report_progress(self._furthest)
         return ring
 
     @property
@@ -112,7 +112,7 @@ class Ring:
         """Whether this receiver has enough chunks of its own block to judge the receiver before it."""
         return self._num_own_landed >= self._num_settled
 
-    def heard(self, num_landed: int) -> None:
+    def report_progress(self, num_landed: int) -> None:
         """Note that another receiver has received this many chunks. Called by any thread."""
         self._furthest = max(self._furthest, num_landed)
 

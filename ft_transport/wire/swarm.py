@@ -66,7 +66,7 @@ class BlockQueue:
         num_left: Chunks that have not landed, requested ones included.
         num_lacking: Chunks of its block that have not landed, wherever they come from.
         num_landed: Chunks that the receiver has delivered, or the sources for the own queue; without those of the ring.
-        is_out: Whether the receiver is not waited for any more; it has no missing chunks then.
+        is_given_up: Whether the receiver is not waited for any more; it has no missing chunks then.
         is_slow: Whether the sources would deliver the rest sooner.
     """
 
@@ -77,7 +77,7 @@ class BlockQueue:
     num_left: int = 0
     num_lacking: int = 0
     num_landed: int = 0
-    is_out: bool = False
+    is_given_up: bool = False
     is_slow: bool = False
 
     def add(self, chunks: range) -> None:
@@ -186,15 +186,15 @@ class Blocks:
         """Return the nearest working receiver behind the owner, up to this one, in the ring."""
         number, own = len(self.queues), self.own.receiver
         between = (self.queues[(own - far) % number] for far in range(1, (own - owner) % number))
-        return next((queue for queue in between if not queue.is_out), self.own)
+        return next((queue for queue in between if not queue.is_given_up), self.own)
 
     def _next_in_line(self, owner: int, run: int) -> BlockQueue:
         number = len(self.queues)
         first = self.queues[(owner + 1 + run % (number - 1)) % number]
-        if not first.is_out:
+        if not first.is_given_up:
             return first
         # Not simply the next receiver, which would get the runs of all failed receivers before it.
-        others = [queue for queue in self.queues if queue.receiver != owner and not queue.is_out]
+        others = [queue for queue in self.queues if queue.receiver != owner and not queue.is_given_up]
         return max(others, key=lambda queue: _mixed(run, queue.receiver), default=self.own)
 
 

@@ -111,10 +111,10 @@ class SwarmWork:
         self._is_only_source = number == swarm.num_sources == 1
         self._least_per_request = max(1, min(_LEAST_AT_THE_END, self.num_left // (16 * self.num_workers)))
 
-    def heard(self, num_landed: int) -> None:
+    def report_progress(self, num_landed: int) -> None:
         """Note that another receiver has this many chunks. Called by any thread."""
         if self._ring is not None:
-            self._ring.heard(num_landed)
+            self._ring.report_progress(num_landed)
 
     def take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
@@ -144,7 +144,7 @@ class SwarmWork:
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
         """See ``wire.fetch.Work``. Stops waiting for a relay, or the ring, that has become slow."""
-        has_source = any(not each.dropped and not each.num_dry for each in sources[: self._swarm.num_sources])
+        has_source = any(not each.is_excluded and not each.num_dry for each in sources[: self._swarm.num_sources])
         if self._own.num_left or not has_source:
             self._rates.restart()
             return None
@@ -196,12 +196,12 @@ class SwarmWork:
                     queue.add_last(chunks)
                 else:
                     queue.add(chunks)
-        if queue.is_out:
+        if queue.is_given_up:
             self._blocks.deal(queue)
-        if any(not each.dropped for each in sources[: self._swarm.num_sources]):
+        if any(not each.is_excluded for each in sources[: self._swarm.num_sources]):
             return None
         # The limit of a single relay does not apply to each of them: no missing chunk lands anywhere.
-        relays = [each.num_dry for each in sources[self._swarm.num_sources :] if not each.dropped]
+        relays = [each.num_dry for each in sources[self._swarm.num_sources :] if not each.is_excluded]
         if relays and (min(relays) < _LEAST_HOPELESSLY_DRY or sum(relays) < _HOPELESSLY_DRY):
             return None
         names = ", ".join(each.name for each in sources)
@@ -216,13 +216,13 @@ class SwarmWork:
         if self._own.missing:
             return None
         number = self._swarm.num_sources
-        if all(state.dropped for state in sources[:number]):
+        if all(state.is_excluded for state in sources[:number]):
             # The chunks would return to the queue, and be requested from the same relay again.
             return None
         for each in under_way:
-            if each.source >= number and not each.is_interrupted and self._by_source[each.source].is_out:
+            if each.source >= number and not each.is_interrupted and self._by_source[each.source].is_given_up:
                 return each
-        usable = [state for state in sources[:number] if not state.dropped and not state.num_dry]
+        usable = [state for state in sources[:number] if not state.is_excluded and not state.num_dry]
         return slowest_to_end([each for each in under_way if each.source < number], sources, usable)
 
     def _take_own(
@@ -248,7 +248,7 @@ class SwarmWork:
 
     def _expects_own(self, sources: Sequence[SourceState]) -> bool:
         """Whether the sources still have to send chunks, and one of them can."""
-        return self._own.num_left > 0 and any(not each.dropped for each in sources[: self._swarm.num_sources])
+        return self._own.num_left > 0 and any(not each.is_excluded for each in sources[: self._swarm.num_sources])
 
     def _is_of_ring(self, source: SourceIndex) -> bool:
         """Whether requests to this source are the ring's; it gets no others at that time."""
@@ -297,16 +297,16 @@ class SwarmWork:
         """Switch to the next receiver upstream, if there is one, because the predecessor failed."""
         assert self._ring is not None
         number = self._swarm.num_receivers
-        gone = self._swarm.receiver_of(self._before)
-        following = (gone - 1) % number
-        if following == self._swarm.own or sources[self._swarm.relay_of(following)].is_gone:
+        failed = self._swarm.receiver_of(self._before)
+        following = (failed - 1) % number
+        if following == self._swarm.own or sources[self._swarm.relay_of(following)].has_failed:
             self._ring.has_left = True
             return
         self._before = self._swarm.relay_of(following)
         # The receiver behind a failed one fetches its block from the sources.
-        self._blocks.queues[gone].is_out = True
-        self._blocks.deal(self._blocks.queues[gone])
-        self._others = [other for other in self._others if not other[1].is_out]
+        self._blocks.queues[failed].is_given_up = True
+        self._blocks.deal(self._blocks.queues[failed])
+        self._others = [other for other in self._others if not other[1].is_given_up]
         self._rates.restart()
         self._ring = self._ring.joined_again(num_own=self._own.num_left, num_relayed=self.num_left - self._own.num_left)
 
@@ -320,7 +320,7 @@ class SwarmWork:
                 # With fewer workers than relays, two relays that wait for each other would ask again for ever.
                 if is_dry_left_out and state.num_dry >= _DRY_ENOUGH:
                     continue
-                if not state.num_active and not state.is_gone:
+                if not state.num_active and not state.has_failed:
                     best, most = (relay, queue), queue.num_missing
         if best is None:
             return None
@@ -338,7 +338,7 @@ class SwarmWork:
         there = [
             index
             for index, state in enumerate(sources)
-            if not state.dropped and (index < number or state.num_dry < _HOPELESSLY_DRY)
+            if not state.is_excluded and (index < number or state.num_dry < _HOPELESSLY_DRY)
         ]
         if queue is None or not there:
             return None
@@ -353,13 +353,13 @@ class SwarmWork:
         is_any = False
         expects_own = self._expects_own(sources)
         for relay, queue in self._others:
-            if queue.num_left and not queue.is_out:
+            if queue.num_left and not queue.is_given_up:
                 state = sources[relay]
-                if state.is_gone or (not expects_own and self._keeps_waiting(queue, state)):
-                    queue.is_out = is_any = True
+                if state.has_failed or (not expects_own and self._keeps_waiting(queue, state)):
+                    queue.is_given_up = is_any = True
                     self._blocks.deal(queue)
         if is_any:
-            self._others = [other for other in self._others if not other[1].is_out]
+            self._others = [other for other in self._others if not other[1].is_given_up]
         return is_any
 
     def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
@@ -379,7 +379,7 @@ class SwarmWork:
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
         """Return the least busy source; among equals each receiver takes a different one."""
-        usable = [index for index in self._in_turn if not sources[index].dropped]
+        usable = [index for index in self._in_turn if not sources[index].is_excluded]
         return SourceIndex(min(usable, key=lambda index: sources[index].load)) if usable else None
 
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:

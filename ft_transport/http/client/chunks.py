@@ -142,7 +142,7 @@ def fetch_data(
             sources=sources,
             relay=receivers.relay if receivers is not None else None,
             on_landed=on_landed,
-            on_heard=work.heard,
+            on_progress=work.report_progress,
             is_verified=settings.verify or receivers is not None,
         ),
         settings,
@@ -164,7 +164,7 @@ class _ChunkWire:
         sources: Sequence[SourceFile],
         relay: Relay | None,
         on_landed: Callable[[int], None] | None,
-        on_heard: Callable[[int], None],
+        on_progress: Callable[[int], None],
         is_verified: bool,
     ) -> None:
         self._manifest = manifest
@@ -172,7 +172,7 @@ class _ChunkWire:
         self._sources = sources
         self._relay = relay
         self._on_landed = on_landed
-        self._on_heard = on_heard
+        self._on_progress = on_progress
         self._digests = manifest.digests if is_verified else None
         self._longest_chunk_s = 0.0
 
@@ -229,8 +229,8 @@ class _ChunkWire:
                 peer=str(connection.peer),
             )
         if self._relay is not None:
-            self._relay.heard(furthest)
-        self._on_heard(min(furthest, self._manifest.chunks.num_chunks))
+            self._relay.report_progress(furthest)
+        self._on_progress(min(furthest, self._manifest.chunks.num_chunks))
         return int(chunk)
 
     def _landed(self, chunk: int) -> None:

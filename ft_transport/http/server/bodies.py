@@ -222,7 +222,7 @@ class RelayedChunks:
         connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connected.waiting():
             while (chunk := self._follower.next(min(_LOOK_S, until_s - time.monotonic()))) is None:
-                if self._relay.has_ended:
+                if self._relay.is_closed:
                     raise ConnectionAbortedError("it is not passed on any more")
                 if connected.has_ended(0.0):
                     raise ConnectionResetError("the receiver has closed the connection")
@@ -232,13 +232,13 @@ class RelayedChunks:
         return chunk
 
     def _views(self, start: int, end: int) -> Sequence[memoryview]:
-        if self._relay.has_ended:
+        if self._relay.is_closed:
             raise ConnectionAbortedError("it is not passed on any more")
         try:
             return self._views_of(start, end)
         except RestoreError as error:
             # The trainer has freed the received data: the next request is refused before it waits for chunks.
-            self._relay.end()
+            self._relay.close()
             raise ConnectionAbortedError(str(error)) from error
 
 

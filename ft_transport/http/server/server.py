@@ -174,7 +174,7 @@ class SnapshotServer:
         Args:
             wait: Whether to return only when the thread has ended.
         """
-        self.relays.end_all()
+        self.relays.close_all()
         self._server.stop()
         if wait:
             self._server.join()

@@ -99,7 +99,7 @@ def test_an_answer_goes_on_with_chunks_as_they_land_in_whatever_order() -> None:
         far.settimeout(20)
         relay.landed(4)
         assert _chunk(far) == (4, 1)
-        relay.heard(3)
+        relay.report_progress(3)
         relay.landed(2)
         assert _chunk(far) == (2, 3)
         relay.landed(3)
@@ -156,20 +156,20 @@ def test_a_chunk_that_does_not_land_in_time_ends_it() -> None:
 
 
 @pytest.mark.parametrize("end", ["the relay", "the receiver"])
-def test_whoever_waits_is_told_of_the_end(end: str) -> None:
+def test_a_waiting_receiver_gets_the_end(end: str) -> None:
     relay = _relay([1])
     with _connection() as (near, far):
         sending = _Sending(relay, near, [0, 1], pause_s=600)
         _chunk(far)
         if end == "the relay":
-            relay.end()
+            relay.close()
         else:
             far.close()
         with pytest.raises(ConnectionError, match="not passed on" if end == "the relay" else "closed the connection"):
             sending.result()
 
 
-def test_a_relay_whose_memory_was_freed_has_ended_for_all_who_follow_it() -> None:
+def test_a_relay_whose_memory_was_freed_is_closed_for_all_its_followers() -> None:
     def freed(start: int, end: int) -> list[memoryview]:
         raise RestoreError("expected memory of 'w', it was freed")
 
@@ -222,7 +222,7 @@ def test_what_is_encrypted_is_looked_up_piece_by_piece_because_it_may_be_freed_m
         assert not receiving.is_alive()
     assert looked_up == [(0, ENCRYPTED_PIECE_BYTES)]
     assert content.position == CHUNK_HEADER.size + ENCRYPTED_PIECE_BYTES
-    assert relay.has_ended
+    assert relay.is_closed
 
 
 async def _found(relays: Relays, start: int, end: int, *, wait_s: float = 20.0) -> int | None:
@@ -238,7 +238,7 @@ def _on_loop(run: Callable[[Relays], Awaitable[None]]) -> None:
         try:
             await run(relays)
         finally:
-            relays.end_all()
+            relays.close_all()
             relays._end_idle()
 
     asyncio.run(main())
@@ -276,7 +276,7 @@ def test_a_request_goes_on_with_who_receives_the_content_again() -> None:
         relays.begin(_relay([0, 1]))
         waiting = asyncio.create_task(_found(relays, 0, 2))
         await asyncio.sleep(0)
-        relays.end_all()
+        relays.close_all()
         await asyncio.to_thread(relays.begin, _relay([0]))
         assert await waiting == 1
 

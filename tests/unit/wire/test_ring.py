@@ -21,7 +21,7 @@ def _go_on(ring: Ring, *, num_own: int, relayed_each: int, heard: int | None = N
         ring.own_landed()
         for _ in range(relayed_each):
             if heard is not None:
-                ring.heard(heard)
+                ring.report_progress(heard)
             ring.relayed_landed()
 
 
@@ -76,7 +76,7 @@ def test_who_brings_little_is_left_as_soon_as_another_has_much_more() -> None:
     _go_on(ring, num_own=10, relayed_each=0)
     _go_on(ring, num_own=2, relayed_each=1, heard=28)
     assert not ring.has_left
-    ring.heard(32)
+    ring.report_progress(32)
     ring.own_landed()
     assert ring.has_left
 
@@ -106,7 +106,7 @@ def test_who_was_late_and_brings_enough_by_now_is_not_left() -> None:
 def test_nobody_leaves_for_what_has_come() -> None:
     ring = _ring(num_relayed=8)
     _go_on(ring, num_own=8, relayed_each=1)
-    ring.heard(40)
+    ring.report_progress(40)
     _go_on(ring, num_own=24, relayed_each=0)
     assert not ring.is_left_open
     assert not ring.has_left

@@ -133,7 +133,7 @@ class _Job:
                 return
             self.num_relayed[relay.number] += 1
             receiver.furthest = max(receiver.furthest, relay.furthest, len(relay.landed))
-            receiver.work.heard(receiver.furthest)
+            receiver.work.report_progress(receiver.furthest)
             chunk = ready
         assert chunk not in receiver.landed, "nothing is fetched twice"
         receiver.landed[chunk] = None
