@@ -239,7 +239,7 @@ def _on_loop(run: Callable[[Relays], Awaitable[None]]) -> None:
             await run(relays)
         finally:
             relays.close_all()
-            relays._end_idle()
+            relays._close_idle()
 
     asyncio.run(main())
 
