@@ -1,51 +1,55 @@
-"""Every error that leaves this package, one tree.
+"""The exceptions that this package raises, as one tree. The mark ↻ means ``retryable``.
 
 TransportError
-├── ConfigurationError          a setting that cannot work, found at construction
-├── RecordError                 a line that describes no recovery, save or publish
-├── ManifestError               a description of a snapshot that is malformed, too new or over a limit
-├── SnapshotError               a state that cannot be captured
-│   ├── UnsupportedLeafError    a leaf with no safe encoding, named by its path
-│   ├── CollectiveRefusedError  a state function that other ranks would have to take part in
-│   ├── StateMovedError         tensors changed in place between the step boundary and their copy
-│   └── SnapshotLimitError      as many snapshots alive as are allowed, and each one still read
-├── RestoreError                a received tensor or leaf that does not fit its destination
-├── IntegrityError              bytes that differ from their digest
+├── ConfigurationError          a setting is invalid; raised at construction
+├── RecordError                 a line of a records file is no valid record
+├── ManifestError               the manifest of a snapshot is malformed, of a newer format, or larger than a limit
+├── SnapshotError               the state could not be captured
+│   ├── UnsupportedLeafError    a leaf has no safe encoding; ``path`` names it
+│   ├── CollectiveRefusedError  a state function runs a collective, which the other ranks do not call
+│   ├── StateMovedError ↻       tensors changed in place between the step boundary and their copy
+│   └── SnapshotLimitError ↻    the limit on snapshots is reached, and each of them still has a reader
+├── RestoreError                a received tensor or leaf does not fit its destination
+├── IntegrityError ↻            bytes differ from their digest
 ├── PeerError                   one peer did not answer a request as expected
-│   ├── PeerUnreachableError    no connection, or it broke
-│   │   ├── PeerSilentError     nothing comes from it, or too little
+│   ├── PeerUnreachableError ↻  the connection failed or broke
+│   │   ├── PeerSilentError ↻   the peer sent nothing, or less than the minimum throughput
 │   │   └── UnknownHostError    the peer's host name does not resolve
-│   ├── PeerProtocolError       an answer outside the protocol
-│   │   └── MessageDamagedError a request, or the head of its answer, was damaged on its way
+│   ├── PeerProtocolError       the peer's response violates the protocol
+│   │   └── MessageDamagedError ↻ the request, or the head of its response, was damaged on the way
 │   ├── PeerAuthenticationError the job token or a certificate is missing or wrong
-│   ├── PeerNotReadyError       the peer has no snapshot yet
-│   ├── StateNotServedError     the peer cannot capture its state; asking again does not help
+│   ├── PeerNotReadyError ↻     the peer has no snapshot yet
+│   ├── StateNotServedError     the peer cannot capture its state
 │   ├── StepNotServedError      the peer serves other steps
-│   └── SnapshotReplacedError   the snapshot that a fetch was bound to has ended
+│   └── SnapshotReplacedError ↻ the peer no longer serves the snapshot of this fetch
 ├── FetchFailedError            every source failed; carries each failure
-├── FileWriteError              the file that a snapshot is received into cannot be written
+├── FileWriteError              the file for a received snapshot cannot be written
 ├── CheckpointError             a durable checkpoint could not be written or read
-│   ├── CheckpointNotFoundError no complete checkpoint of that step
-│   ├── CheckpointExistsError   one is there already
-│   ├── CheckpointDamagedError  files that differ from what was written, named
-│   ├── CheckpointUntrustedError files that the job token has not signed
-│   ├── CheckpointInUseError    another group saves to this place
-│   ├── ReplicasDivergedError   ranks that have to hold the same do not
-│   ├── RankFailedError         one rank failed; raised alike on all of them
+│   ├── CheckpointNotFoundError no complete checkpoint of that step exists
+│   ├── CheckpointExistsError   a checkpoint of that step exists already
+│   ├── CheckpointDamagedError  files differ from what was written; carries their names
+│   ├── CheckpointUntrustedError the checkpoint is not signed with the job token
+│   ├── CheckpointInUseError    another group of ranks saves to this directory
+│   ├── ReplicasDivergedError   ranks that must have equal values differ
+│   ├── RankFailedError         one rank failed; every rank raises this error
 │   ├── RankGoneError           a rank did not answer in time (also a TimeoutError)
-│   ├── SaveInProgressError     the save before is not finished
-│   └── WriterFailedError       a writer process died, or could not be started
+│   ├── SaveInProgressError ↻   the previous save is not finished
+│   └── WriterFailedError ↻     a writer process died, or could not be started
 ├── PublishError                a version could not be published, or not to enough engines; carries the report
-│   ├── StaleVersionError       it is not newer than a published version
-│   ├── EngineRefusedError      an engine answered with an error, or uses another version
-│   └── EngineUnreachableError  no connection to an engine, or it broke
-└── DeadlineExceededError       a wait ran out (also a TimeoutError)
+│   ├── StaleVersionError       the version is not newer than a published one
+│   ├── EngineRefusedError      an engine responded with an error, or uses another version
+│   └── EngineUnreachableError ↻ the connection to an engine failed or broke
+└── DeadlineExceededError       a wait timed out (also a TimeoutError)
 
-``retryable`` says whether the same request may succeed later or elsewhere; then a fetch (``wire/fetch.py``) or a save
-(``coordination/votes.py``) repeats it. The server answers with ``http_status`` if the error is the cause.
-``destination_touched`` says that bytes had landed in the receiver's own tensors, and that a pattern that reads as NaN
-overwrote them; ``destination_kept`` says that the bytes are still there, for another fetch to complete
-(`PartialState`). All errors pickle, so they can cross a process boundary.
+``retryable``: The same request may succeed later or elsewhere. A fetch (``wire/fetch.py``) then repeats the request. A
+save repeats its attempt after two kinds of errors: `WriterFailedError`, and an ``OSError`` whose number is one of
+``RETRYABLE_ERRNOS`` (``coordination/votes.py``).
+
+``http_status``: Status of the server's response if the server raises the error.
+
+``destination_touched``: The fetch wrote bytes into the receiver's own tensors, and then overwrote them with a pattern
+that reads as NaN. ``destination_kept``: The fetch wrote bytes there and left them for another fetch to complete
+(`PartialState`). All errors can be pickled, so they can cross a process boundary.
 """
 
 from __future__ import annotations
@@ -58,10 +62,10 @@ _MAX_WHERE_CHARACTERS: Final = 1000
 
 
 def escape_peer_text(text: str, *, max_characters: int) -> str:
-    """Return a peer's text in a form for messages and logs: one line that cannot move or hide other text.
+    """Return a peer's text as one line that is safe in messages and logs: it cannot move or hide other text.
 
-    Control characters, line ends, bidirectional and other invisible marks, and lone surrogates become escapes as in a
-    Python string. Longer text is truncated.
+    Replaces control characters, line ends, bidirectional and other invisible marks, and lone surrogates by escapes as
+    in a Python string. Truncates text of more than ``max_characters``.
     """
     if len(text) <= max_characters and text.isprintable():
         return text
@@ -72,7 +76,7 @@ def escape_peer_text(text: str, *, max_characters: int) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return a whole message with the escapes of `escape_peer_text`, of any length and with its line ends."""
+    """Escape a message like `escape_peer_text`, but keep its line ends and its full length."""
     if text.isprintable():
         return text
     return "\n".join(escape_peer_text(line, max_characters=sys.maxsize) for line in text.split("\n"))
@@ -86,18 +90,18 @@ def _rebuild(cls: type[TransportError], fields: dict[str, Any]) -> TransportErro
 
 @dataclass(eq=False, repr=False)
 class TransportError(Exception):
-    """Root of the tree.
+    """Base class of all errors of this package.
 
     Attributes:
-        message: The expectation, and the actual value.
-        peer: ``host:port`` of the peer, if any.
-        step: The training step, if any.
-        path: The path in the nested state, or the tensor's name, if any.
+        message: The expected and the actual value or behavior.
+        peer: ``host:port`` of the peer that the error is about, if any.
+        step: The training step that the error is about, if any.
+        path: The path in the nested state, or the name of the tensor, that the error is about, if any.
     """
 
     retryable: ClassVar[bool] = False
     http_status: ClassVar[int] = 500
-    destination_touched = False  # without a type, which would make it an argument
+    destination_touched = False  # has no type, because a type would make it a field
     destination_kept = False
 
     message: str
@@ -112,7 +116,7 @@ class TransportError(Exception):
             for name, value in (("at", self.path), ("peer", self.peer), ("step", self.step))
             if value is not None
         ]
-        # A message may quote a peer, an engine or a file, and ends in a terminal.
+        # The message may quote a peer, an engine or a file, and may be printed to a terminal.
         message = escape_controls(self.message)
         text = f"{message} ({', '.join(where)})" if where else message
         if self.destination_kept:
@@ -126,49 +130,49 @@ class TransportError(Exception):
 
 
 class ConfigurationError(TransportError, ValueError):
-    """An invalid setting: an unknown interface, a negative limit, an unusable address."""
+    """A setting is invalid: an unknown network interface, a negative limit, an address that cannot be used."""
 
     http_status = 400
 
 
 class RecordError(TransportError, ValueError):
-    """A line of a file of records is invalid or of an unknown kind."""
+    """A line of a records file is malformed, or describes an unknown kind of operation."""
 
 
 class ManifestError(TransportError, ValueError):
-    """A manifest that is malformed, of a newer format, or larger than the limit."""
+    """The manifest of a snapshot is malformed, of a newer format, or larger than the limit."""
 
     http_status = 502
 
 
 class SnapshotError(TransportError):
-    """The state could not be captured; nothing was published and the lock was released."""
+    """The state could not be captured. No snapshot was published, and the lock was released."""
 
 
 class UnsupportedLeafError(SnapshotError, TypeError):
-    """A leaf has no safe encoding. ``path`` names it; ``register_encoding`` can give its type one."""
+    """A leaf has no safe encoding. ``path`` names the leaf; `register_encoding` can add an encoding for its type."""
 
 
 class CollectiveRefusedError(SnapshotError):
-    """A state function runs a collective, and would wait for the other ranks, which do not call it."""
+    """A state function runs a collective: it would wait for the other ranks, which do not run that collective."""
 
 
 class StateMovedError(SnapshotError):
-    """Tensors changed in place after the step boundary, outside of an optimizer's step; nothing was published."""
+    """Tensors changed in place after the step boundary, outside of an optimizer's step. No snapshot was published."""
 
     retryable = True
     http_status = 503
 
 
 class SnapshotLimitError(SnapshotError):
-    """The limit on concurrent snapshots is reached, and every one of them has a reader."""
+    """The limit on concurrent snapshots is reached, and every snapshot still has a reader."""
 
     retryable = True
     http_status = 503
 
 
 class RestoreError(TransportError):
-    """A received tensor or leaf does not fit its destination; ``path`` names it."""
+    """A received tensor or leaf does not fit its destination; ``path`` names the tensor or leaf."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -176,9 +180,9 @@ class IntegrityError(TransportError):
     """Bytes differ from their digest.
 
     Args:
-        message: The verified object.
-        chunk: Index of the chunk; ``None`` for the manifest itself.
-        expected: Digest in the manifest.
+        message: The object that was verified.
+        chunk: Index of the damaged chunk; ``None`` if the manifest itself is damaged.
+        expected: Digest according to the manifest.
         actual: Digest of the received bytes.
     """
 
@@ -189,7 +193,7 @@ class IntegrityError(TransportError):
     actual: int
 
     def __post_init__(self) -> None:
-        self.message += f": expected digest {self.expected:016x}, the bytes that came have {self.actual:016x}"
+        self.message += f": expected digest {self.expected:016x}, the received bytes have {self.actual:016x}"
 
 
 class PeerError(TransportError):
@@ -213,15 +217,14 @@ class UnknownHostError(PeerUnreachableError):
 
 
 class PeerProtocolError(PeerError):
-    """The peer answered outside the protocol (wrong status, length, range or header)."""
+    """The peer's response violates the protocol: its status, length, range or a header is wrong."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class MessageDamagedError(PeerProtocolError):
-    """The request or the answer was damaged on the way: another attempt may help.
+    """The request or the response was damaged on the way; another attempt may succeed.
 
-    ``refusal`` is the meaning of the answer if it was not damaged: a server of another kind does not confirm what it
-    has understood.
+    ``refusal``: The error that the response stands for, if it was not damaged after all.
     """
 
     retryable = True
@@ -230,16 +233,17 @@ class MessageDamagedError(PeerProtocolError):
 
 
 class PeerAuthenticationError(PeerError):
-    """The peer lacks a valid proof of the job token or a valid certificate, or this process lacks one for the peer."""
+    """The peer or this process does not prove the job token, or has no certificate that the other accepts."""
 
     http_status = 401
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PeerNotReadyError(PeerError):
-    """The peer has not taken a snapshot yet, or none since the request.
+    """The peer has no snapshot yet, or none that is newer than the request.
 
-    ``retry_after_s`` is the peer's estimate in seconds; ``after`` is repeated in the next request (``wire.routes``).
+    ``retry_after_s``: Seconds to wait before the next request, as the peer estimates. ``after``: Number that the next
+    request repeats, so that the peer recognizes a snapshot taken since the first request (``wire.routes``).
     """
 
     retryable = True
@@ -250,16 +254,16 @@ class PeerNotReadyError(PeerError):
 
 
 class StateNotServedError(PeerError):
-    """The peer cannot capture its state: a leaf has no encoding, or a state function fails. Retries are useless."""
+    """The peer cannot capture its state: a leaf has no encoding, or a state function fails. A retry does not help."""
 
     http_status = 501
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class StepNotServedError(PeerError):
-    """The peer serves other steps than the requested one; ``served`` lists them.
+    """The peer does not serve the requested step. ``served``: The steps that the peer serves.
 
-    ``is_past`` means that the peer has passed that step without a snapshot of it.
+    ``is_past``: Whether the peer's training has passed the requested step without a snapshot of it.
     """
 
     http_status = 404
@@ -269,7 +273,7 @@ class StepNotServedError(PeerError):
 
 
 class SnapshotReplacedError(PeerError):
-    """The fetch's snapshot is no longer served; start again with the present one."""
+    """The peer no longer serves the snapshot that this fetch began with; start again with the current one."""
 
     retryable = True
     http_status = 409
@@ -277,10 +281,7 @@ class SnapshotReplacedError(PeerError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FetchFailedError(TransportError):
-    """No source could deliver the whole snapshot.
-
-    ``failures`` has the errors in order.
-    """
+    """No source could deliver the whole snapshot. ``failures``: The errors of the sources, in order of time."""
 
     failures: tuple[TransportError, ...]
 
@@ -291,48 +292,48 @@ class FetchFailedError(TransportError):
 
 
 class FileWriteError(TransportError):
-    """The file for a received snapshot cannot be written or renamed; ``path`` is its path."""
+    """The file for a received snapshot cannot be written or renamed; ``path`` is the path of the file."""
 
 
 class CheckpointError(TransportError):
-    """A durable checkpoint could not be written or read. ``rank`` is the group rank of the failure, if any."""
+    """A durable checkpoint could not be written or read. ``rank``: Group rank on which this failed, if known."""
 
     rank: int | None = None
 
 
 class CheckpointNotFoundError(CheckpointError, LookupError):
-    """No complete checkpoint of that step exists, or none at all."""
+    """No complete checkpoint of that step exists, or no checkpoint at all."""
 
 
 class CheckpointExistsError(CheckpointError):
-    """A checkpoint of that step exists, and must not be replaced."""
+    """A checkpoint of that step exists, and the save may not replace it."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CheckpointDamagedError(CheckpointError):
-    """Files differ from their written content; ``files`` names them with the differences."""
+    """Files of a checkpoint differ from what was written; ``files`` lists each file with its difference."""
 
     files: tuple[str, ...] = ()
 
 
 class CheckpointUntrustedError(CheckpointError):
-    """A checkpoint is not signed with the job token, or was signed for another job; it is not loaded."""
+    """A checkpoint was not loaded, because it is not signed with the job token of this job."""
 
 
 class CheckpointInUseError(CheckpointError):
-    """Another group of ranks saves to this directory; two would mix their values silently."""
+    """Another group of ranks saves to this directory. Two groups would silently mix their values."""
 
 
 class ReplicasDivergedError(CheckpointError):
-    """Ranks that must have equal values differ; ``path`` names the first difference."""
+    """Ranks that must have equal values have different ones; ``path`` names the first difference."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RankFailedError(CheckpointError):
-    """One rank failed in a common phase; the same error on every rank.
+    """One rank failed in a phase that all ranks run together; every rank raises this error.
 
-    ``rank`` is the failed rank, ``cause_type`` the name of the exception's class there, ``errno`` its number, if any,
-    and ``phase`` the common phase.
+    ``rank``: The group rank that failed. ``phase``: The name of the phase. ``cause_type``: The class name of the
+    exception on the failed rank. ``errno``: The errno of that exception, if it is an ``OSError``.
     """
 
     rank: int
@@ -343,7 +344,7 @@ class RankFailedError(CheckpointError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RankGoneError(CheckpointError, TimeoutError):
-    """Ranks did not answer before the deadline; ``ranks`` lists them."""
+    """Some ranks did not answer before the deadline; ``ranks`` lists these ranks."""
 
     ranks: tuple[int, ...] = ()
 
@@ -352,33 +353,33 @@ class RankGoneError(CheckpointError, TimeoutError):
 
 
 class SaveInProgressError(CheckpointError):
-    """The previous save is not finished, and the policy is not to wait for it."""
+    """The previous save is not finished, and the settings refuse a new save meanwhile; the caller may retry."""
 
     retryable = True
 
 
 class WriterFailedError(CheckpointError):
-    """A writer process died, hangs, or could not start. Another one replaces it."""
+    """A writer process died, hangs, or could not be started. The save starts a new process and retries."""
 
     retryable = True
 
 
 class PublishError(TransportError):
-    """A version could not be published; ``report`` has the result of each engine, if they were notified."""
+    """A version could not be published. ``report``: The result of each engine, if engines were notified."""
 
     report: Any = None
 
 
 class StaleVersionError(PublishError):
-    """The version is not newer than a published one; versions must increase."""
+    """The version is not newer than every published version; versions must increase."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class EngineRefusedError(PublishError):
-    """An engine answered with an error, or uses another version than requested.
+    """An engine responded with an error, or uses another version than the published one.
 
-    ``request`` is the method and URL, ``status`` and ``body`` are those of the answer, whatever its type. The body is
-    as the engine sent it; in the message, and in reports, its control characters are escaped.
+    ``request``: Method and URL of the request. ``status``: Status of the engine's response. ``body``: Body of that
+    response, as the engine sent it. The message and reports quote the body with its control characters escaped.
     """
 
     status: int | None = None
@@ -387,10 +388,10 @@ class EngineRefusedError(PublishError):
 
 
 class EngineUnreachableError(PublishError):
-    """No connection to an engine, or it broke before the answer was complete; it is tried again."""
+    """The connection to an engine failed, or broke before the response was complete. The publisher retries."""
 
     retryable = True
 
 
 class DeadlineExceededError(TransportError, TimeoutError):
-    """A wait ran out. The message names the awaited event, the time and the progress."""
+    """A wait timed out. The message names the awaited event, the time and the progress."""

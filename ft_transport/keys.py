@@ -1,7 +1,7 @@
-"""The job token: a secret that the processes of a job share and prove to each other without revealing it.
+"""The job token: a secret of all processes of a job, by which they authenticate each other without sending it.
 
-PBKDF2 (RFC 8018, section 5.2) derives a key from a token, so that an attacker who has seen proofs can try only few
-tokens per second.
+PBKDF2 (RFC 8018, section 5.2) derives a key from the token. The derivation is slow, so an attacker who has recorded
+messages can test only few guessed tokens per second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 TOKEN_VARIABLE: Final = "FT_TRANSPORT_TOKEN"
 """Environment variable with the token. Without one, peers are not authenticated."""
 TOKEN_FILE_VARIABLE: Final = "FT_TRANSPORT_TOKEN_FILE"
-"""Environment variable with the path of a file with the token; a changed file is read again."""
+"""Environment variable with the path of a file that contains the token; the process rereads a changed file."""
 
 _SALT: Final = b"ft_transport/key"
 _WATCHING: Final = "watching"
@@ -36,13 +36,13 @@ _LOOK_EVERY_S: Final = 1.0
 
 
 class Keys:
-    """The keys of a job: the first key signs, every key verifies. Thread-safe.
+    """The keys of a job: the first key signs messages, and every key verifies messages. Thread-safe.
 
-    During the replacement of a token a job has two keys: every process first verifies the new one, then signs with it,
-    and at last drops the old one. Processes need not coordinate these moments.
+    While a token is being replaced, a job has two keys. Every process first accepts the new key, then signs with the
+    new key, and at last drops the old key. Processes need not take these steps at the same time.
 
     Args:
-        read: Returns the text with the tokens. Called repeatedly, at most once a second.
+        read: Returns the text with the tokens. Called again at most once a second, to detect a replaced token.
 
     Raises:
         ConfigurationError: The text has no valid tokens.
@@ -58,28 +58,28 @@ class Keys:
 
     @classmethod
     def of(cls, token: str) -> Keys:
-        """Return the keys of a text: one token, or two separated by a space.
+        """Return the keys for a text of one token, or of two tokens separated by a space.
 
         Raises:
-            ConfigurationError: The text is empty, has more tokens, or other characters than visible ASCII.
+            ConfigurationError: The text is empty, has more than two tokens, or has characters other than visible ASCII.
         """
         return cls(lambda: token)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Keys:
-        """Return the keys of a file with one or two tokens, on one line or two; it may be replaced at any time.
+        """Return the keys for a file of one or two tokens, separated by white space; the file may change at any time.
 
         Raises:
-            ConfigurationError: The file is unreadable, or has no valid tokens.
+            ConfigurationError: The file cannot be read, or contains no valid tokens.
         """
         return cls(functools.partial(_file_text, Path(path)))
 
     @classmethod
     def from_environment(cls) -> Keys | None:
-        """Return the keys that the environment names, or ``None``.
+        """Return the keys for the environment variables; ``None`` if neither variable is set.
 
         Raises:
-            ConfigurationError: The variables are set without valid tokens: a lost secret must not open a server.
+            ConfigurationError: A variable is set but gives no valid token: a lost secret must not open a server.
         """
         token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
         if token is not None and path is not None:
@@ -95,7 +95,7 @@ class Keys:
         return cls.of(token) if token is not None else None
 
     def current(self) -> tuple[Key, ...]:
-        """Return the present keys, the signing key first. An invalid new text causes a warning and no change."""
+        """Return the current keys, the signing key first. A replaced but invalid token causes only a warning."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_EVERY_S:
             return self._keys
@@ -106,12 +106,12 @@ class Keys:
         return self._keys
 
     def sign(self, purpose: str, *parts: Bytes) -> str:
-        """Return a signature of the parts: the key's id and 64 hexadecimal digits."""
+        """Return a signature of the parts: the id of the signing key, a colon and 64 hexadecimal digits."""
         key = self.current()[0]
         return f"{key.key_id}:{key.mac(purpose, *parts).hex()}"
 
     def verifies(self, signature: str | None, purpose: str, *parts: Bytes) -> bool:
-        """Return whether one of the keys has made the signature; compares in constant time."""
+        """Return whether the signature of the parts is by one of the keys. Compares in constant time."""
         key = self.with_id((signature or "").partition(":")[0])
         if key is None or signature is None or not signature.isascii():
             return False
@@ -122,9 +122,10 @@ class Keys:
         return next((key for key in self.current() if key.key_id == key_id), None)
 
     def watch_tokens(self) -> tuple[str, ...]:
-        """Return the watch token of each key, the signing key's first: it permits watching and reveals no key.
+        """Return the watch token of each key, the signing key's first.
 
-        Browsers and Prometheus send it over the wire in clear; the job token itself never crosses the wire.
+        A watch token gives access to monitoring only, and does not reveal the key. Browsers and Prometheus send it in
+        plain text; the job token itself is never sent.
         """
         return tuple(key.mac(_WATCHING).hex() for key in self.current())
 
@@ -147,7 +148,7 @@ class Keys:
 
 def _keys_of(text: str) -> tuple[Key, ...]:
     tokens = text.split() if text.isascii() else [text]
-    # Refuses common mistakes in a file or variable, such as typographic quotation marks or escapes.
+    # Only visible ASCII, to detect common mistakes in a file or variable: typographic quotation marks, escapes.
     if not 0 < len(tokens) <= _MAX_TOKENS or not all(
         "!" <= character <= "~" for token in tokens for character in token
     ):
@@ -165,11 +166,11 @@ def _stretched(token: bytes) -> bytes:
 
 def _file_text(path: Path) -> str:
     try:
-        # Opening a FIFO would wait for a writer; a regular file ignores O_NONBLOCK (open(2)).
+        # O_NONBLOCK, because opening a FIFO would wait for a writer; a regular file ignores the flag (open(2)).
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigurationError(f"expected a regular file with a job token at {path}, it is something else")
+                raise ConfigurationError(f"expected a regular file with a job token at {path}, got no regular file")
             content = os.read(descriptor, _MAX_FILE_BYTES + 1)
         finally:
             os.close(descriptor)

@@ -1,6 +1,6 @@
-"""A second door to the package ``manager``, for programs with a ``manager.py`` or a folder ``manager`` of their own.
+"""Another name of the package ``manager``, for programs with a module or package ``manager`` of their own.
 
-``from ft_transport.manager import Manager`` gives the names of ``manager``, whatever ``import manager`` finds.
+``from ft_transport.manager import Manager`` imports from this project's package, whatever ``import manager`` finds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _load() -> ModuleType:
     package = sys.modules[_NAME] = module_from_spec(spec)
     try:
         spec.loader.exec_module(package)
-        # All now: later the name leads to the program's own module, and a module of ours is found only if it is loaded.
+        # Loads every module now: afterwards the name stands for the program's own module, so an import of one of our
+        # modules succeeds only if that module is loaded.
         for module in walk_packages(package.__path__, f"{_NAME}."):
             if not module.name.startswith(_UNUSED):
                 import_module(module.name)
@@ -43,12 +44,12 @@ def _load() -> ModuleType:
 
 
 def _check_names(hiding: ModuleSpec) -> None:
-    """Refuse a package of which a module has the name of one of ours: Python keeps one module for a name."""
+    """Refuse a package ``manager`` that shares a module's name with ours: Python has one module for each name."""
     theirs = {module.name for module in iter_modules(hiding.submodule_search_locations)}
     common = sorted(theirs & {module.name for module in iter_modules([str(_HOME)])})
     if hiding.submodule_search_locations is not None and common:
         raise ImportError(
-            f"expected modules in {', '.join(hiding.submodule_search_locations)} with other names than those of "
+            f"expected the package in {', '.join(hiding.submodule_search_locations)} to share no module name with "
             f"ft-transport's package manager, both have {', '.join(common)}; rename yours"
         )
 

@@ -1,4 +1,4 @@
-"""The settings of a transport, their defaults and their checks before anything starts."""
+"""The settings of a transport, their defaults, and the checks of their values."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ANYONE_VARIABLE: Final = "FT_TRANSPORT_ALLOW_ANYONE"
-"""Environment variable: 1 lets servers without a token listen beyond the loopback."""
+"""Environment variable: 1 lets servers without a job token listen on addresses beyond the loopback."""
 
 
 NotNegative: TypeAlias = Annotated[int, 0]
@@ -26,7 +26,10 @@ NotNegativeTime: TypeAlias = Annotated[timedelta, timedelta(0)]
 
 
 def default_num_threads() -> int:
-    """Threads that saturate the memory of common machines; more only take cores from the training."""
+    """Return the number of threads that saturate the memory bandwidth of common machines.
+
+    More threads would only take cores from the training.
+    """
     return min(8, os.cpu_count() or 1)
 
 
@@ -39,9 +42,13 @@ def _environment_allows_anyone() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """Progress of a fetch: bytes received so far, bytes in all, seconds since it began.
+    """Progress of a fetch.
 
-    They are verified, unless their digests come after the data; damaged data is then fetched and counted again.
+    Attributes:
+        done_bytes: Bytes received so far. They are verified, unless the source sends the digests after the data. In
+            that case a damaged chunk is fetched again, and counts again.
+        total_bytes: Bytes to receive in all.
+        elapsed_s: Seconds since the fetch began.
     """
 
     done_bytes: int
@@ -51,19 +58,21 @@ class FetchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on the memory, the bandwidth and the time that peers may take.
+    """Limits on the memory, the bandwidth and the time that peers may use.
 
     Attributes:
-        max_snapshots: Snapshots alive at once, each as large as the state.
-        max_clients: Receivers that the server sends data to at once; all connections from one address that say the same
-            replica are one. Other receivers wait, and ask again each second. ``None`` for any number.
-        max_send_bytes_per_s: How fast the server sends all of its bodies together, so that its training has the rest of
-            the network; the server then lends no memory on the same host (``same_host``). ``None`` for no bound.
-            Receivers give up connections with less than ``min_bytes_per_s``.
-        stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or the rest if
-            that is less. An attempt to connect takes at most 10 s, or this time if it is shorter.
-        min_bytes_per_s: A receiver gives up a connection that delivers less, so that a trickle cannot defeat the
-            deadlines.
+        max_snapshots: Maximum number of snapshots in memory at once. Each snapshot is as large as the state.
+        max_clients: Maximum number of receivers to which the server sends data at once; ``None`` for any number. All
+            connections from one address with the same replica name count as one receiver. Other receivers wait, and
+            ask again each second.
+        max_send_bytes_per_s: Maximum rate at which the server sends all responses together, so that its training has
+            the rest of the network; ``None`` for no limit. With a limit, the server lends no memory to receivers on the
+            same host (``same_host``). Receivers give up a connection below ``min_bytes_per_s``.
+        stall_timeout: A receiver gives up a connection that delivers nothing for this long. A server cuts off a
+            receiver that reads less than 4 MiB in this time, unless less is left to send. An attempt to connect takes
+            at most 10 s, or this time if it is shorter.
+        min_bytes_per_s: A receiver gives up a connection that delivers fewer bytes per second, so that a slow trickle
+            of data cannot defeat the deadlines.
     """
 
     max_snapshots: int = 2
@@ -78,35 +87,35 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSettings:
-    """Settings that few users change.
+    """Settings of a transport that few users change.
 
     Attributes:
-        host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off), or without a
-            job token for the loopback alone.
-        port: Port to bind; 0 for any free one.
-        advertise: Host, address or network interface that the server advertises to peers. Default: the environment
-            variable ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
+        host: Address on which the server listens. Default ``None``: with a job token all addresses, IPv4 and IPv6 (IPv4
+            alone on hosts without IPv6); without a job token the loopback alone.
+        port: Port on which the server listens; 0 for any free port.
+        advertise: Host name, address or network interface that the server advertises to peers. Default: the value of
+            the environment variable ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
         replica: Name of this replica in ``/status``.
-        token: The job token. Peers prove to each other that they know it, and never send it. While it is replaced: two
-            tokens with a space between them. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or the file that
-            ``FT_TRANSPORT_TOKEN_FILE`` names, which the process reads again when it changes. Without a token, peers are
-            not authenticated.
-        allow_anyone: Whether a server without a token listens beyond the loopback, so that anyone there can read the
-            weights. Default: whether the environment variable ``FT_TRANSPORT_ALLOW_ANYONE`` is 1.
-        tls: This process's certificate and the authority of its peers' certificates. The server and every fetch then
-            speak only TLS, and both sides show a certificate. Default: the files that ``FT_TRANSPORT_TLS_CERT``,
-            ``FT_TRANSPORT_TLS_KEY`` and ``FT_TRANSPORT_TLS_CA`` name, or none.
-        reached_at: ``host:port`` where peers reach this server through a translated address, such as a forwarded port.
-            A peer refuses a server that it reached at another address than one of these or the server's own.
-        verify: Whether a fetch compares received chunks with their digests. Without that, nothing detects chunks that
-            were changed on the way, even with a job token.
-        same_host: Whether processes of one host and user pass each other memory instead of sending it. A fetch trusts
-            such memory no earlier, and with no fewer proofs, than data from the network.
-        limits: The memory, the bandwidth and the time that peers may take.
+        token: The job token; two tokens separated by a space while one replaces the other. Peers prove to each other
+            that they know the token, and never send it. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or
+            the content of the file that ``FT_TRANSPORT_TOKEN_FILE`` names, which the process rereads when it changes.
+            Without a token, peers are not authenticated.
+        allow_anyone: Whether a server without a token listens beyond the loopback, so that every host of the network
+            can read the weights. Default: whether the environment variable ``FT_TRANSPORT_ALLOW_ANYONE`` is 1.
+        tls: The files with this process's certificate and with the authority for its peers' certificates. With them,
+            the server and every fetch use only TLS, and both sides present a certificate. Default: the files that
+            ``FT_TRANSPORT_TLS_CERT``, ``FT_TRANSPORT_TLS_KEY`` and ``FT_TRANSPORT_TLS_CA`` name, or no TLS.
+        reached_at: Each ``host:port`` at which peers reach this server through address translation, such as a forwarded
+            port. A peer rejects a server that it has reached at any other address than these and the server's own.
+        verify: Whether a fetch compares received chunks with their digests. If not, nothing detects chunks that were
+            changed on the way, even with a job token.
+        same_host: Whether processes of the same user on one host lend each other memory instead of sending the data. A
+            fetch verifies lent memory in the same way as data from the network.
+        limits: Limits on the memory, the bandwidth and the time that peers may use.
         meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
-        on_progress: Called while receiving, after each chunk, on a receiving thread.
-        records: A file to which each fetch, heal, save, load and publish appends a line of JSON. Default: the file that
-            ``FT_TRANSPORT_RECORDS`` names, if any. `HTTPTransport.recorder` has the last 100 in memory.
+        on_progress: Called on a receiving thread after each received chunk.
+        records: File to which each fetch, heal, save, load and publish appends one line of JSON. Default: the file that
+            ``FT_TRANSPORT_RECORDS`` names, if it is set. `HTTPTransport.recorder` has the last 100 records in memory.
     """
 
     host: str | None = None
@@ -124,33 +133,34 @@ class TransportSettings:
     on_progress: Callable[[FetchProgress], None] | None = None
     records: str | os.PathLike[str] | None = None
     chunk_bytes: ClassVar[int] = CHUNK_BYTES
-    """The most bytes of a chunk, the unit of fetch and of digest.
+    """Maximum size of a chunk, in bytes. A chunk is the unit of fetch and of digest.
 
-    A state of less than 256 of them has smaller ones, of 1 MiB at least, so that each of many receivers soon has
-    something to pass on.
+    A state of less than 256 such chunks is divided into smaller chunks, of at least 1 MiB, so that each of many
+    receivers soon has a chunk to relay.
     """
     max_failures: ClassVar[int] = 4
-    """Failures in a row after which a fetch gives up a source."""
+    """Number of consecutive failures of a source after which a fetch stops using that source."""
     lease: ClassVar[timedelta] = timedelta(seconds=5)
-    """How long after its last request a snapshot still counts as being fetched while that receiver stays connected.
+    """How long the server keeps a snapshot for a connected receiver after the receiver's last request.
 
-    Where the server sent data it is at least ``stall_timeout``: the receiver may not have read that data yet.
+    After a response with data, the server keeps the snapshot for at least ``stall_timeout``, because the receiver may
+    not have read all of the data yet.
     """
     contended_bytes_per_s: ClassVar[float] = 4 << 20
-    """How fast receivers have to take a snapshot whose memory a newer one wants.
+    """Minimum rate, in bytes per second, of receivers whose snapshot occupies memory that a newer snapshot needs.
 
-    From the first refusal of the newer one, receivers of the oldest have ``lease``, and as long as its bytes take at
-    this rate; then the server cuts them off, and they start again with a newer one.
+    When the server first has to refuse the newer snapshot, the receivers of the oldest snapshot get ``lease`` plus the
+    time that its bytes take at this rate. Then the server cuts them off, and they start again with a newer snapshot.
     """
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def keys(self) -> Keys | None:
-        """Return the keys of the job token; ``None`` without a token.
+        """Return the keys that are derived from the job token; ``None`` without a token.
 
         Raises:
-            ConfigurationError: It is no token, or its file cannot be read.
+            ConfigurationError: The token is invalid, or its file cannot be read.
         """
         return Keys.of(self.token) if self.token is not None else Keys.from_environment()
 
@@ -158,20 +168,21 @@ class TransportSettings:
         """Return the certificates of this process; ``None`` without TLS.
 
         Raises:
-            ConfigurationError: The files cannot be read, or do not fit together.
+            ConfigurationError: A file cannot be read, or the key does not match the certificate.
         """
         files = self.tls if self.tls is not None else TLSFiles.from_environment()
         return Certificates(files) if files is not None else None
 
 
 def check_fields(settings: Any) -> None:
-    """Check each field of a dataclass against its type, and converts the integers of numpy and torch.
+    """Check each field of a dataclass against its type, and convert integers of numpy and torch to ``int``.
 
-    An ``int`` is at least 1 and a ``timedelta`` positive, unless the type is ``Annotated`` with the least value and the
-    greatest. A type in quotes is not checked, and an error does not show a field without ``repr``.
+    An ``int`` must be at least 1, and a ``timedelta`` positive, unless the type is ``Annotated`` with the minimum and
+    the maximum. Fields whose type is in quotes are not checked. The message does not show the value of a field with
+    ``repr=False``.
 
     Raises:
-        ConfigurationError: A value is invalid; the message names the field, the expectation and the value.
+        ConfigurationError: A value is invalid; the message names the field, the expected value and the actual value.
     """
     for each in fields(settings):
         if not isinstance(each.type, str):
@@ -202,10 +213,10 @@ def _checked(name: str, value: object, kind: Any, *, is_shown: bool) -> object:
 
 
 def check_duration(name: str, value: object, at_least: timedelta = timedelta.resolution) -> timedelta:
-    """Refuse anything but a ``timedelta`` of at least ``at_least``.
+    """Return the value if it is a ``timedelta`` of at least ``at_least``.
 
     Raises:
-        ConfigurationError: The value is invalid; the message names it ``name``.
+        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
     """
     if not isinstance(value, timedelta):
         raise ConfigurationError(f"expected a datetime.timedelta as {name}, got {_shown(value)}")
@@ -216,13 +227,13 @@ def check_duration(name: str, value: object, at_least: timedelta = timedelta.res
 
 
 def check_number(name: str, value: object, at_least: int = 1, at_most: int | None = None) -> int:
-    """Refuse anything but a whole number within the bounds, and return it as an ``int``.
+    """Return the value as an ``int`` if it is a whole number within the bounds.
 
     Raises:
-        ConfigurationError: The value is invalid; the message names it ``name``.
+        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
     """
     try:
-        # Integers of numpy and torch are valid, too.
+        # ``index`` also accepts the integers of numpy and torch.
         number = index(value) if not isinstance(value, bool) else None  # type: ignore[arg-type]
     except TypeError:
         number = None
@@ -236,10 +247,10 @@ def check_number(name: str, value: object, at_least: int = 1, at_most: int | Non
 
 
 def check_rate(name: str, value: object) -> float:
-    """Refuse anything but a positive number; infinity is one.
+    """Return the value if it is a positive number or infinity.
 
     Raises:
-        ConfigurationError: The value is invalid; the message names it ``name``.
+        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise ConfigurationError(f"expected a positive number as {name}, got {_shown(value)}")
@@ -247,10 +258,10 @@ def check_rate(name: str, value: object) -> float:
 
 
 def check_function(name: str, value: object) -> object:
-    """Refuse anything that cannot be called.
+    """Return the value if it can be called.
 
     Raises:
-        ConfigurationError: The value is invalid; the message names it ``name``.
+        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
     """
     if not callable(value):
         raise ConfigurationError(f"expected a function as {name}, got {_shown(value)}")

@@ -1,7 +1,7 @@
-"""The certificate of a process, and the authority that signs the certificates of its peers.
+"""The TLS certificate of a process, and the authority that signs the certificates of its peers.
 
-One setting serves both directions: the process presents the certificate as a server and as a client. Either side
-refuses a peer without one (mutual TLS, RFC 8446, section 4.4.2).
+The process presents the same certificate as a server and as a client. Server and client both refuse a peer without a
+certificate (mutual TLS, RFC 8446, section 4.4.2).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ft_transport.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 CERTIFICATE_VARIABLE: Final = "FT_TRANSPORT_TLS_CERT"
-"""Environment variable: file with this process's certificate and intermediate certificates; PEM."""
+"""Environment variable: PEM file with this process's certificate and its intermediate certificates."""
 KEY_VARIABLE: Final = "FT_TRANSPORT_TLS_KEY"
-"""Environment variable: file with the private key of that certificate; PEM, without a passphrase."""
+"""Environment variable: PEM file with the private key of this process's certificate, without a passphrase."""
 AUTHORITY_VARIABLE: Final = "FT_TRANSPORT_TLS_CA"
-"""Environment variable: file with the authorities that sign the certificates of the job's peers; PEM."""
+"""Environment variable: PEM file with the authorities that sign the certificates of the job's peers."""
 VERIFY_VARIABLE: Final = "FT_TRANSPORT_TLS_VERIFY"
-"""Environment variable: ``name`` or ``chain``, see `TLSFiles`."""
+"""Environment variable: ``name`` or ``chain``, the value of `TLSFiles.verify`."""
 
 Verify: TypeAlias = Literal["name", "chain"]
 
 _LOOK_EVERY_S: Final = 1.0
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""For TLS 1.2: forward secrecy and authenticated encryption, as in all suites of TLS 1.3."""
+"""Ciphers for TLS 1.2 that have forward secrecy and authenticated encryption, as all ciphers of TLS 1.3 do."""
 
 _Seen: TypeAlias = tuple[tuple[int, int, int], ...]
 _Contexts: TypeAlias = tuple[ssl.SSLContext, ssl.SSLContext]
@@ -40,16 +40,19 @@ _Contexts: TypeAlias = tuple[ssl.SSLContext, ssl.SSLContext]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TLSFiles:
-    """PEM files with this process's certificate; renewed files are read again.
+    """The PEM files for TLS: this process's certificate, its key, and the authority for its peers' certificates.
+
+    The process rereads the files when they change.
 
     Attributes:
-        certificate: This process's certificate and intermediate certificates. It serves as a server's and as a client's
-            certificate, so its extended key usage must name both or be absent.
-        key: Its private key, without a passphrase.
-        authority: The authorities that sign the certificates of the job's peers. Every holder of a certificate of
-            theirs is a member of the job: name the job's own authority, not the system's.
-        verify: ``name``: a server's certificate must be valid for the host or address in its URL. ``chain``: a valid
-            signature is enough, for certificates without host names.
+        certificate: File with this process's certificate and its intermediate certificates. The process uses the
+            certificate both as a server and as a client, so its extended key usage must name both or be absent.
+        key: File with the private key of the certificate, without a passphrase.
+        authority: File with the authorities that sign the certificates of the job's peers. Every process with a
+            certificate from these authorities is a member of the job. So name the job's own authority, not the
+            system's authorities.
+        verify: ``name``: a server's certificate must be valid for the host or address in the server's URL. ``chain``: a
+            valid signature of the authority is enough; for certificates without host names.
 
     Raises:
         ConfigurationError: A path or ``verify`` is invalid.
@@ -70,10 +73,10 @@ class TLSFiles:
 
     @classmethod
     def from_environment(cls) -> TLSFiles | None:
-        """Return the files that the environment names, or ``None``.
+        """Return the files that the environment variables name; ``None`` if no variable is set.
 
         Raises:
-            ConfigurationError: Only some of the three are set: a lost variable must not open a server.
+            ConfigurationError: Only some of the three files are named: a lost variable must not open a server.
         """
         variables = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
         found = [os.environ.get(variable) for variable in variables]
@@ -84,23 +87,23 @@ class TLSFiles:
         if not certificate or not key or not authority:
             unset = [variable for variable, value in zip(variables, found, strict=True) if not value]
             raise ConfigurationError(f"expected {', '.join(variables)} together, {' and '.join(unset)} not set")
-        # The constructor refuses invalid values.
+        # The constructor checks the value of ``verify``.
         return cls(certificate=certificate, key=key, authority=authority, verify=verify or "name")  # type: ignore[arg-type]
 
 
 class Certificates:
     """The TLS contexts of a process, for its servers and clients. Thread-safe.
 
-    The files may be renewed at any time: new connections use the new files, and present connections continue.
+    The files may be renewed at any time: new connections use the new files, and open connections continue.
 
     Args:
-        files: The files.
+        files: The files of the certificate, its key and the authority.
 
     Attributes:
-        files: The files.
+        files: The files of the certificate, its key and the authority.
 
     Raises:
-        ConfigurationError: The files are unreadable, or do not match.
+        ConfigurationError: A file cannot be read, or the key does not match the certificate.
     """
 
     def __init__(self, files: TLSFiles) -> None:
@@ -112,11 +115,11 @@ class Certificates:
         self._trouble = ""
 
     def for_server(self) -> ssl.SSLContext:
-        """Return the context for accepting a connection now."""
+        """Return the context with which a server accepts a new connection."""
         return self._current()[0]
 
     def for_client(self) -> ssl.SSLContext:
-        """Return the context for making a connection now."""
+        """Return the context with which a client opens a new connection."""
         return self._current()[1]
 
     def _current(self) -> _Contexts:
@@ -133,7 +136,7 @@ class Certificates:
         try:
             seen = _look_at(self.files)
             if seen != self._seen:
-                # Raises for partly renewed files, which do not match.
+                # Raises if only some of the files are renewed yet, because key and certificate do not match.
                 self._contexts = _load(self.files)
                 self._seen = seen
                 logger.info("the certificate in %s was renewed", self.files.certificate)
@@ -148,7 +151,7 @@ class Certificates:
 
 
 def _look_at(files: TLSFiles) -> _Seen:
-    """Return values that change when a file is replaced or written, or a link gets another target."""
+    """Return inode, size and time of each file: they change if a file is replaced or written, or a link retargeted."""
     seen = []
     for path in (files.certificate, files.key, files.authority):
         try:
@@ -168,7 +171,7 @@ def _load(files: TLSFiles) -> _Contexts:
         _load_into(context, files)
         context.check_hostname = files.verify == "name" and context is contexts[1]
         context.verify_mode = ssl.CERT_REQUIRED
-    # A resumed session would outlive the certificates of its beginning.
+    # No session tickets: a resumed session would stay valid after its certificates have expired.
     contexts[0].options |= ssl.OP_NO_TICKET
     contexts[0].num_tickets = 0
     return contexts
@@ -176,7 +179,7 @@ def _load(files: TLSFiles) -> _Contexts:
 
 def _load_into(context: ssl.SSLContext, files: TLSFiles) -> None:
     def refuse_to_ask() -> NoReturn:
-        # Otherwise OpenSSL would ask at the terminal and wait.
+        # Otherwise OpenSSL would ask for the passphrase at the terminal and wait.
         raise ConfigurationError(f"expected a private key without a passphrase in {os.fspath(files.key)}")
 
     for path in (files.certificate, files.key, files.authority):

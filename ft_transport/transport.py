@@ -1,4 +1,4 @@
-"""The facade: one object that serves snapshots and receives them."""
+"""The main object of the package: it serves snapshots of this process's state and receives those of peers."""
 
 from __future__ import annotations
 
@@ -34,31 +34,34 @@ _DEFAULT_NUM_CONNECTIONS: Final = 4
 T = TypeVar("T")
 
 ReadLock = Callable[[timedelta], AbstractContextManager[object]]
-"""Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
+"""Given a timeout, returns a context manager inside which no optimizer changes the state."""
 
 
 class HTTPTransport(Generic[T]):
-    """Serves this replica's state to others over HTTP, and receives theirs.
+    """Serves this replica's state to its peers over HTTP, and receives the state of peers. Thread-safe.
 
-    A drop-in for torchft's ``CheckpointTransport`` (torchft/checkpointing/transport.py): same methods, same meaning,
-    same first constructor arguments. Thread-safe.
+    Replaces torchft's ``CheckpointTransport`` (torchft/checkpointing/transport.py): it has the same methods with the
+    same meaning, and the same first constructor arguments.
 
     Args:
-        timeout: Longest time that a request is held on the server, and the default deadline.
-        num_chunks: Parallel connections when receiving; 0 takes 4. (torchft's name: it splits into as many chunks.)
-        state_dict: The receiver's own state. Tensors that fit are then received into directly, which saves their
-            memory and the copy; called afresh for each ``recv_checkpoint``.
-        read_lock: Held while a snapshot is copied, so that no optimizer steps meanwhile (``Manager.read_lock``).
-        settings: Everything else.
-        recorder: Keeps records of what is received (``ft_transport.telemetry``); one of its own by default.
+        timeout: Longest time that the server lets a request wait for its step, and the default deadline of a fetch.
+        num_chunks: Number of parallel connections of a fetch; 0 for 4. The name is torchft's, which splits the state
+            into this number of chunks.
+        state_dict: Returns the receiver's own state. ``recv_checkpoint`` calls it each time, and receives directly into
+            the tensors that fit, which saves a copy and its memory.
+        read_lock: The lock that ``send_checkpoint`` takes while it copies the state, so that no optimizer steps
+            meanwhile (``Manager.read_lock``).
+        settings: All other settings.
+        recorder: Records the fetches of this transport (``ft_transport.telemetry``). Default: a new recorder.
 
     Attributes:
-        recorder: See the argument.
+        recorder: Records the fetches of this transport.
         server: Takes snapshots of this process's state and serves them.
-        process_status: The state of this process, for the server's ``/state`` and ``/metrics``. Its owners add parts.
+        process_status: Collects the state of this process for ``/state`` and ``/metrics``. Objects that use this
+            transport add their own state.
 
     Raises:
-        ConfigurationError: A setting cannot work, or the address cannot be bound.
+        ConfigurationError: A setting is invalid, or the server cannot listen on its address.
     """
 
     def __init__(
@@ -106,36 +109,39 @@ class HTTPTransport(Generic[T]):
         )
 
     def metadata(self) -> str:
-        """Address at which receivers find this transport: ``http://host:port/checkpoint/``, with TLS ``https://``."""
+        """Return the URL at which receivers reach this transport: ``http(s)://host:port/checkpoint/``."""
         return f"{self.server.http.address}/checkpoint/"
 
     def check_address(self, timeout: timedelta) -> None:
-        """Check that the advertised address leads to this very transport, by a request to it.
+        """Check, by a request to the advertised address, that the address leads to this transport.
 
-        Finds an unresolvable name, an interface that is down or another server on the port at the start, and not when a
-        replica has to recover. All of it ends within ``timeout``.
+        Call this at the start, so that a wrong address is detected before a replica has to recover: a name that does
+        not resolve, a network interface that is down, or another server on the port.
+
+        Args:
+            timeout: Longest time of the whole check.
 
         Raises:
-            ConfigurationError: The address leads nowhere, or to another server.
+            ConfigurationError: No server responds at the address, or another server does.
         """
         check_duration("timeout", timeout, at_least=timedelta.min)
         self._client.check_own_address(self.metadata(), self.server.http.server_id, timeout)
 
     @property
     def keys(self) -> Keys | None:
-        """The keys of the job token, which authenticate all requests to and from this transport."""
+        """The keys that authenticate all requests to and from this transport; ``None`` without a job token."""
         return self._keys
 
     def send_checkpoint(
         self, dst_ranks: Sequence[int], step: int, state_dict: T | Callable[[], T], timeout: timedelta
     ) -> None:
-        """Take a snapshot and serve it from now on; return when it can be fetched.
+        """Take a snapshot of a state, and return when peers can fetch the snapshot.
 
         Args:
-            dst_ranks: Ranks that will fetch it; any peer with the job token may.
+            dst_ranks: Ignored: any peer with the job token may fetch the snapshot. torchft passes the fetching ranks.
             step: The committed step of the state.
-            state_dict: The state, or a function that returns it, called under the read lock.
-            timeout: For taking the read lock.
+            state_dict: The state, or a function that returns the state and is called under the read lock.
+            timeout: Longest wait for the read lock.
 
         Raises:
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
@@ -149,48 +155,50 @@ class HTTPTransport(Generic[T]):
         in_progress.publish()
 
     def allow_checkpoint(self, step: int) -> None:
-        """Do nothing: the server serves a snapshot, under its step, as soon as it is complete."""
+        """Do nothing: the server serves each snapshot as soon as it is complete. torchft calls this method."""
 
     def disallow_checkpoint(self) -> None:
-        """Return at once: no step can change a served snapshot, so there is no receiver to wait for."""
+        """Do nothing: a training step cannot change a served snapshot, so no fetch has to end before the step."""
 
     def serve_fresh(self, fresh_snapshot: FreshSnapshot | None) -> None:
-        """Let requests for ``latest`` request a new snapshot.
+        """Set the function by which the server requests a new snapshot from the owner of the state.
 
         Args:
-            fresh_snapshot: Requests a snapshot from the owner of the state, of the given step if that is not ``None``,
-                and returns at once. It returns the number (``server.newest_sequence()``) after which a snapshot is new
-                enough; or ``None`` if that step is past, and no snapshot of it is being taken. Without such a function,
-                the server serves the newest existing snapshot.
+            fresh_snapshot: Requests a snapshot of the given step, or of the current state if the argument is ``None``,
+                and returns at once. Returns a sequence number (``server.newest_sequence()``): any snapshot with a
+                higher number is new enough. Returns ``None`` if the step is past and no snapshot of it is being taken.
+                Without such a function, a request for ``latest`` gets the newest existing snapshot.
 
         Raises:
-            ConfigurationError: Another owner was set before; two would replace each other's snapshots.
+            ConfigurationError: Another owner has set its function; two owners would replace each other's snapshots.
         """
         if fresh_snapshot is not None and self.server.http.requests.fresh_snapshot is not None:
-            raise ConfigurationError("expected a transport that serves nobody's snapshots yet, got one with an owner")
+            raise ConfigurationError(
+                "expected a transport that serves no other owner's snapshots, got one with an owner"
+            )
         self.server.http.requests.fresh_snapshot = fresh_snapshot
 
     @property
     def is_owned(self) -> bool:
-        """Whether the state of an owner is served (`serve_fresh`)."""
+        """Whether an owner of the state has set its function with `serve_fresh`."""
         return self.server.http.requests.fresh_snapshot is not None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """Receive the state of ``step`` from the peer that ``metadata`` names.
+        """Receive the state of one step from one peer.
 
         Args:
-            src_rank: Accepted as torchft has it; the address identifies the peer.
+            src_rank: Ignored: the URL identifies the peer. torchft passes the peer's rank.
             metadata: The result of the peer's ``metadata()``.
-            step: The step.
-            timeout: For everything, from the first connection to the last byte.
+            step: The step whose state to receive.
+            timeout: Longest time of the whole fetch, from the first connection to the last byte.
 
         Returns:
-            The state; tensors that were received in place are the receiver's own.
+            The state. Tensors of the receiver's own state that fit contain the received data and are part of it.
 
         Raises:
-            DeadlineExceededError: It took too long.
-            FetchFailedError: The peer could not deliver.
-            TransportError: Anything else; see ``ft_transport.errors``.
+            DeadlineExceededError: The fetch did not end in time.
+            FetchFailedError: The peer could not deliver the state.
+            TransportError: The fetch failed for another reason (``ft_transport.errors``).
         """
         del src_rank
         into = self._state_dict() if self._state_dict is not None else None
@@ -209,43 +217,45 @@ class HTTPTransport(Generic[T]):
         known: Known = None,
         max_bytes_per_s: float | None = None,
     ) -> Received[T]:
-        """Receive a state and return it with its step.
+        """Receive the state of a peer, or of several peers with the same state, and return it with its step.
 
         Args:
-            metadata: The result of the peer's ``metadata()``; or those of several peers with the same state, which are
-                then read from at once, faster ones more. Peers whose state differs from most are left out; if as many
-                peers have one state as another, all receivers take the same one.
-            step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
-            relays: The ``metadata()`` of each receiver that receives this state now, the same list for all of them.
-                Each relays its verified data to the others, so that every byte leaves the sources about once. This one
-                goes on with that for seconds after the end, until its memory is about to change
-                (`StateServer.materialize`) or it fetches again. Digests detect data that has changed all the same.
-            timeout: For everything; the transport's own by default. A peer may be out of reach for as long, so that a
-                receiver can start before its source; `FetchTimeout` sets a shorter time for that, and for a transfer in
-                which no data arrives.
-            into: The receiver's own state to receive into. The caller does not use its tensors until this returns, and
-                has queued work for them on this thread's stream of a device only. The fetch does not change a tensor of
-                another dtype or shape than the incoming one, and a warning names it once.
-            check: Called with the incoming manifest before any data; if it raises, the fetch ends, and ``into`` is
-                unchanged.
-            is_comparable: Whether the caller will call `Received.differences`, which compares digests that come after
-                the data; otherwise the fetch compares them.
-            known: The receiver's known parts of the state, so that only the rest is fetched. ``"into"``: every byte of
-                ``into`` is digested first, and chunks whose digests differ are fetched: for weights of which little
-                changes from version to version. A `PartialState`: data that landed in failed fetches. It is digested
-                again, and chunks are fetched that never landed, or that differ in this state: it may be a later one of
-                the same tensors. If this fetch fails with any error, it leaves the landed data there and does not
-                overwrite ``into``: only for callers that use ``into`` for nothing until another fetch has succeeded. A
-                `Received`: the result of an earlier fetch into ``into``. Data that may have changed since
-                (`Received.but_for`) is fetched, and of the rest chunks whose digests at the source are others than
-                then; ``into`` is not digested. The result is unverified: the caller compares it
-                (`Received.differences`), and fetches all of it if it differs.
-            max_bytes_per_s: Throughput limit, so that the peer notices little of the fetch.
+            metadata: The result of the peer's ``metadata()``, or the results of several peers with the same state. The
+                fetch reads from all of them at once, and more from faster peers. It leaves out peers whose state
+                differs from that of most peers. In a tie between two states, all receivers choose the same state.
+            step: A step; or ``latest``: the peer takes a new snapshot if its state has changed since the last one.
+            relays: The ``metadata()`` of each receiver that fetches this state now; the same list for all receivers.
+                Each receiver relays verified data to the others, so that every byte leaves the sources about once. This
+                process continues to relay for seconds after the fetch, until its memory is about to change
+                (`StateServer.materialize`) or it fetches again. Receivers detect changed data by its digests.
+            timeout: Longest time of the whole fetch; by default the transport's ``timeout``. The peer may be
+                unreachable for all of this time, so that a receiver can start before its source. A `FetchTimeout` sets
+                shorter times for an unreachable peer and for a transfer without progress.
+            into: The receiver's own state, into which the fetch writes. The caller must not use its tensors until this
+                method returns, and may have queued device work on them only on this thread's stream. The fetch does not
+                change a tensor that differs from the incoming tensor in dtype or shape; a warning names it once.
+            check: Called with the incoming manifest before any data arrives. If it raises, the fetch ends and ``into``
+                is unchanged.
+            is_comparable: Whether the caller will call `Received.differences`. Then that call, and not the fetch,
+                compares the digests that a source sends after the data.
+            known: The data that the receiver has already, so that only the rest is fetched:
+
+                - ``"into"``: The fetch digests every byte of ``into``, and receives the chunks whose digests differ.
+                  This suits weights that change little from version to version.
+                - A `PartialState`: Data of failed fetches. The fetch digests this data, and receives the chunks that
+                  are missing or differ; the state may be a later one of the same tensors. If this fetch fails too, its
+                  data stays in ``into`` and is not overwritten. So the caller must not use ``into`` until a fetch has
+                  succeeded.
+                - A `Received`: The result of an earlier fetch into ``into``. The fetch receives the data that may have
+                  changed here since (`Received.but_for`), and the chunks whose digests at the source have changed. It
+                  does not digest ``into``, so the result is unverified. The caller must compare it
+                  (`Received.differences`), and fetch the whole state if it differs.
+            max_bytes_per_s: Maximum rate of the fetch, in bytes per second, so that it hardly disturbs the peer.
 
         Raises:
-            ConfigurationError: An argument is not of its kind.
-            TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
-                patterns, unless ``known`` is a `PartialState`.
+            ConfigurationError: An argument is invalid.
+            TransportError: The errors of `recv_checkpoint`. If bytes had been written into ``into``, they were
+                overwritten with NaN patterns, unless ``known`` is a `PartialState`.
         """
         if check is not None:
             check_function("check", check)
@@ -263,7 +273,7 @@ class HTTPTransport(Generic[T]):
         )
 
     def keep_delta(self, base: int, delta: bytes) -> None:
-        """Serve a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; caches the latest 4."""
+        """Serve a delta to receivers that have the state of step ``base``. The server caches the latest 4 deltas."""
         self.server.http.deltas.keep(base, delta)
 
     def fetch_sharded(
@@ -278,38 +288,40 @@ class HTTPTransport(Generic[T]):
         like: LikeFunction | None = None,
         is_comparable: bool = False,
     ) -> Received[T]:
-        """Receive a state whose parts several ranks have, in the layout of this rank, which may differ from theirs.
+        """Receive this rank's shards of a state that is sharded over several ranks, perhaps in another layout.
 
-        Each DTensor of ``into`` shows which part of a tensor is needed here. That part is fetched, from the ranks that
-        have it, each byte once. Parts that several ranks have (HSDP) are spread over them, and one of them substitutes
-        for another that fails. A plain tensor of ``into`` takes a whole one. The same path at two sources is the same
-        tensor: states of pipeline stages need names, as ``torch.distributed.checkpoint.state_dict`` makes them.
+        Each DTensor of ``into`` determines which part of a tensor this rank needs. The fetch receives each byte of that
+        part once, from a rank that has it. It spreads parts that several ranks have (HSDP) over these ranks, and if one
+        rank fails, uses another. For a plain tensor of ``into`` it receives the whole tensor. Equal paths at two
+        sources mean the same tensor. So the states of pipeline stages need unique names, such as those by
+        ``torch.distributed.checkpoint.state_dict``.
 
-        No collective runs: each rank of the receiving group calls this for itself. If all ranks need the same step,
-        they pass one (`common_step`): the latest may be another one for each.
+        No collective runs: each rank of the receiving group calls this method independently. If all ranks need the same
+        step, call `common_step` and pass its result; with ``latest``, ranks may receive different steps.
 
         Args:
-            sources: The ``metadata()`` of each rank of the sending group; all of them, unless fewer have everything
-                that is needed here.
-            step: A step, or ``latest``: the same for all sources, although they do not reach it at one moment.
-            into: This rank's own state. Its tensors must not be used until this returns. Without one, and without
-                ``like``, all tensors come whole: as a consolidated checkpoint or an inference engine needs them.
-            group_rank: This rank's number in its group. Unsharded data comes from the source of that number (modulo
-                their number), so that the ranks of a group do not all ask one source for it.
-            timeout: As for `fetch`. A source may be out of reach for 5 seconds, or a quarter of ``timeout`` if that is
-                less, unless `FetchTimeout` sets another time. After that, or if a source hangs, the fetch uses the
-                other sources alone, if they have everything that is needed.
-            check: Called with the incoming manifest before any data; if it raises, the fetch ends, and ``into`` is
-                unchanged.
-            like: Returns, for the path of a tensor that ``into`` does not have, a tensor of this rank that is divided
-                in the same way: for optimizers that have not stepped yet. By default tensors of the same shape and
-                layout at the sources show how.
-            is_comparable: Whether `Received.differences` will be called. It costs another look at every byte.
+            sources: The ``metadata()`` of each rank of the sending group. Ranks may be left out if the others have all
+                the data that this rank needs.
+            step: A step; or ``latest``: the latest step that all sources reach.
+            into: This rank's own state. The caller must not use its tensors until this method returns. Without ``into``
+                and ``like``, the fetch receives whole tensors, as a consolidated checkpoint or an inference engine
+                needs them.
+            group_rank: This rank's number in its group. This rank receives unsharded data from the source of the same
+                number, modulo the number of sources, so that the ranks of a group use different sources.
+            timeout: As for `fetch`. But without a `FetchTimeout`, a source may be unreachable for only 5 seconds, or a
+                quarter of ``timeout`` if that is less. If a source is unreachable for longer, or hangs, the fetch uses
+                the other sources, if they have all the data.
+            check: Called with the incoming manifest before any data arrives. If it raises, the fetch ends and ``into``
+                is unchanged.
+            like: Given the path of a tensor that ``into`` lacks, returns a tensor of this rank with the same layout;
+                for optimizers that have not stepped yet. By default, the fetch infers the layout from tensors of the
+                same shape and layout at the sources.
+            is_comparable: Whether the caller will call `Received.differences`. Then every byte is digested once more.
 
         Raises:
-            RestoreError: The sources contradict each other, do not have all that is needed, or ``into`` does not show
-                how a tensor is to be divided; the path is named, and nothing was received.
-            TransportError: As for `fetch`.
+            RestoreError: The sources contradict each other or lack some of the data, or ``into`` does not determine the
+                layout of a tensor. The message names the path, and nothing was received.
+            TransportError: The errors of `fetch`.
         """
         group_rank = check_number("group_rank", group_rank, at_least=0)
         peers = peer_addresses(sources)
@@ -327,10 +339,10 @@ class HTTPTransport(Generic[T]):
         )
 
     def common_step(self, sources: Sequence[str], *, timeout: timedelta | FetchTimeout | None = None) -> int:
-        """Have all sources take a snapshot of one step, and return the step; it is served until newer ones replace it.
+        """Request a snapshot of the same step from all sources, and return the step.
 
-        For receivers that need the same step: one of them calls this and passes the step on, and all of them call
-        `fetch_sharded` with it.
+        For receivers that need the same step: one receiver calls this method and sends the step to the others, and all
+        of them call `fetch_sharded` with the step. The sources serve these snapshots until newer ones replace them.
 
         The arguments and errors are those of `fetch_sharded`.
         """
@@ -338,34 +350,34 @@ class HTTPTransport(Generic[T]):
         return common_step(peers, self._client.group_fetch_settings(timeout))
 
     def ask_state(self, address: str, timeout: timedelta) -> ProcessState:
-        """Request a peer's ``/state``; the peer takes no snapshot for that.
+        """Request the status of a peer's process (``/state``). The peer takes no snapshot for this.
 
         Args:
-            address: The result of its ``metadata()``.
-            timeout: For all of it.
+            address: The result of the peer's ``metadata()``.
+            timeout: Longest time of the whole request.
 
         Raises:
-            TransportError: It does not answer in time, or does not prove the job token.
+            TransportError: The peer does not respond in time, or does not prove that it knows the job token.
         """
         return ask_state(address, self._connect, timeout.total_seconds())
 
     def prefault_receive(self, num_bytes: int) -> None:
-        """Make memory resident for data of the next fetch that has no place in ``into``. Blocks.
+        """Make memory resident that the next fetch will fill, for received data that has no destination in ``into``.
 
-        Does nothing if that would take half of the free memory, or more. The next fetch, or a call with 0, gives unused
-        memory back.
+        Blocks until the memory is ready. Does nothing if ``num_bytes`` is half of the free memory, or more. The next
+        fetch releases unused memory, and so does a call with 0.
         """
         self._client.prefaulted.prepare(num_bytes)
 
     def prefault(self, state: object) -> None:
-        """Make the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
+        """Start to make memory resident for ``max_snapshots`` snapshots of ``state``, so that snapshots need not wait.
 
-        The first use of memory is about ten times slower than a copy to it. A state that has become larger needs
-        another call; otherwise its next snapshots make room for themselves.
+        Returns at once; another thread makes the memory resident. The first write to fresh memory is about ten times
+        slower than a write to resident memory. Call this method again if the state grows; otherwise the next snapshots
+        have to wait for the additional memory.
 
         Args:
-            state: A state of the same size as the later ones. The calling thread owns it; another thread makes the
-                memory ready, after this has returned.
+            state: A state of the same size as the later states. The calling thread owns it.
 
         Raises:
             SnapshotError: The state cannot be captured.
@@ -373,7 +385,11 @@ class HTTPTransport(Generic[T]):
         self.server.prefault(state)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving and free the snapshots; with ``wait``, wait for the server's thread. May be called twice."""
+        """Stop the server and free the snapshots. May be called twice.
+
+        Args:
+            wait: Whether to return only after the server's thread has ended.
+        """
         self.server.close(wait=wait)
 
 
