@@ -1,4 +1,4 @@
-"""Support that Python itself lacks: interrupted threads, slow imports, safe opening of files, the end of a process.
+"""Support that the standard library lacks: safety from signal handlers, forks and FIFOs, deadlines, and lazy imports.
 
-All packages may import this one; it imports no other.
+All packages may import this package. It imports only ``ft_transport.errors``.
 """

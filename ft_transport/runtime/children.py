@@ -1,14 +1,12 @@
-"""Child processes: what forked ones close, and how programs of this package start as children.
+"""Child processes: closes sockets and files in forked children, and builds the commands that start child programs.
 
-A child that the trainer forks, such as a worker of a data loader, inherits every descriptor. If the trainer dies, its
-peers would see their connections stay open and silent for as long as one such child lives, and wait for their stall
-timeouts; and memory is freed only when its last descriptor is closed. (A process that is spawned inherits none: PEP
-446.)
+A child that the trainer forks, such as a data loader's worker, inherits every descriptor. If the trainer dies and the
+child lives on, the child keeps the trainer's connections open, so peers wait for their stall timeouts. The child's
+descriptors also keep the trainer's shared memory allocated. (Spawned processes inherit no descriptors: PEP 446.)
 
-A program of this package imports the same modules as its parent. With ``-m`` and ``-c`` Python searches the working
-directory first (https://docs.python.org/3/library/sys.html, ``sys.path``). There a child of a training run would import
-the user's ``queue.py`` instead of the standard library's, and in a checkpoint directory it would run any code placed
-beside the checkpoint.
+A child program must import the same modules as its parent. With ``-m`` and ``-c`` Python searches the working directory
+first (https://docs.python.org/3/library/sys.html, ``sys.path``). There the child might import the user's ``queue.py``
+in place of the standard library's, or run code that someone placed beside a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,31 +27,31 @@ from ft_transport.runtime.signal_safe import Place, Places, SafeCondition
 
 _DESCRIPTORS: Final = "/dev/fd"
 _LONGEST_DELAY_S: Final = 5.0
-"""Longest wait of a fork for `delaying_forks`; then the fork goes on, and its child may keep a socket."""
+"""Longest time that a fork waits for blocks of `delaying_forks`. After that, the child may inherit a socket."""
 
 
 class SocketHolder(Protocol):
-    """An object with open sockets."""
+    """An object that owns open sockets."""
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """Returns whether a socket is the holder's. Called in the child."""
+        """Returns whether this object owns the socket. Called in the forked child."""
 
 
 class FileHolder(Protocol):
-    """An object with open files that are not its own."""
+    """An object that uses open files."""
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """Returns whether an open file is one of the holder's. Called in the child."""
+        """Returns whether this object uses the open file with this status. Called in the forked child."""
 
 
 making_socket: Final = threading.RLock()
-"""Held from the creation of a socket or file until its holder has it; forks wait for it."""
+"""Lock to take while a new socket or file has no registered holder yet. Forks wait for the lock."""
 _holders: weakref.WeakSet[SocketHolder] = weakref.WeakSet()
 _file_holders: weakref.WeakSet[FileHolder] = weakref.WeakSet()
 
 
 class _Gate:
-    """Lets a fork wait until no thread is making sockets that have no holder yet."""
+    """Makes a fork wait until no thread is in a block of `delaying_forks`."""
 
     def __init__(self) -> None:
         self._changed = SafeCondition()
@@ -62,7 +60,7 @@ class _Gate:
     def enter(self) -> Place:
         with self._changed:
             place = self._inside.take()
-        return place  # noqa: RET504 - inside the block a handler could still raise after it
+        return place  # noqa: RET504 - a signal handler could raise between a return inside the block and its end
 
     def leave(self, place: Place) -> None:
         with self._changed:
@@ -82,10 +80,10 @@ _gate = _Gate()
 
 @contextlib.contextmanager
 def delaying_forks() -> Iterator[None]:
-    """Delay forks of other threads, for a while, until the end of the block.
+    """Delay forks by other threads until the end of the block, for 5 seconds at most.
 
-    For code that makes sockets inside a library, where they get a holder only when the library is done. Several threads
-    may be inside at once.
+    Use this around a library call that opens sockets: the caller can register their holder only after the call.
+    Several threads may be in such blocks at the same time.
     """
     gate = _gate
     place = gate.enter()
@@ -96,17 +94,17 @@ def delaying_forks() -> Iterator[None]:
 
 
 def close_in_children(holder: SocketHolder) -> None:
-    """Close the holder's sockets in every child forked from now on, while the holder lives."""
+    """Close the holder's sockets in every child that is forked during the lifetime of the holder."""
     _holders.add(holder)
 
 
 def close_files_in_children(holder: FileHolder) -> None:
-    """Close the holder's files in every child forked from now on, while the holder lives."""
+    """Close the holder's files in every child that is forked during the lifetime of the holder."""
     _file_holders.add(holder)
 
 
 def _before_fork() -> None:
-    # The gate first: a fork that waits for a library must not keep other threads from making sockets.
+    # Waits at the gate first: a fork that waits for a library must not block other threads that create sockets.
     _gate.close()
     making_socket.acquire()
 
@@ -117,35 +115,35 @@ def _after_fork() -> None:
 
 
 def _close_all() -> None:
-    global _gate  # noqa: PLW0603 - no thread inside the parent's gate leaves it here
+    global _gate  # noqa: PLW0603 - the parent's threads do not exist in the child, so they never leave the old gate
     making_socket.release()
     _gate = _Gate()
     holders, file_holders = list(_holders), list(_file_holders)
-    asked = _open_descriptors() if holders or file_holders else ()
-    mine = [number for number in asked if _is_of_any(holders, file_holders, number)]
-    if not mine:
+    candidates = _open_descriptors() if holders or file_holders else ()
+    inherited = [number for number in candidates if _is_of_any(holders, file_holders, number)]
+    if not inherited:
         return
-    # The numbers stay taken: the child's copies of the Python objects will close them once more. One is closed first,
-    # because the table of descriptors may be full.
-    os.close(mine[0])
+    # Replaces each descriptor by /dev/null instead of closing it, because the child's copies of the Python objects will
+    # close the same numbers later. Closes one descriptor first, because the descriptor table may be full.
+    os.close(inherited[0])
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for number in mine:
+    for number in inherited:
         if number != null:
             os.dup2(null, number, inheritable=False)
-    if null not in mine:
+    if null not in inherited:
         os.close(null)
 
 
 def _open_descriptors() -> Iterable[int]:
     try:
         return [int(name) for name in os.listdir(_DESCRIPTORS)]
-    except OSError:  # The table is full, or the directory does not exist.
+    except OSError:  # The descriptor table is full, or /dev/fd does not exist.
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return range(soft_limit if 0 <= soft_limit < 1 << 16 else 1 << 16)
 
 
 def _is_of_any(holders: list[SocketHolder], file_holders: list[FileHolder], number: int) -> bool:
-    """Return whether a descriptor is a holder's, by asking the system: the fork may have split an update."""
+    """Return whether a holder uses a descriptor. Asks the kernel, as the fork may have interrupted a Python update."""
     try:
         status = os.fstat(number)
     except OSError:
@@ -175,18 +173,18 @@ run()
 
 
 def child_command(module: str, function: str, *arguments: str) -> tuple[str, ...]:
-    """Return a command that calls a function of a module in its own process.
+    """Return a command that calls a function in a new Python process.
 
     Args:
-        module: A module of this distribution.
-        function: Its name; it takes no arguments and reads ``sys.argv[1:]``.
+        module: Name of the module, which is part of this distribution.
+        function: Name of the function, which has no parameters and reads ``sys.argv[1:]``.
         arguments: Arguments of the command.
     """
     return (sys.executable, "-c", _PROGRAM.format(module=module, function=function), *arguments)
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment, completed so that a child finds this package."""
-    here = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    """Return this process's environment, with a ``PYTHONPATH`` from which a child can import this package."""
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": paths}

@@ -1,4 +1,4 @@
-"""Deadlines of calls, and the pauses between the polls of a wait."""
+"""The deadline of a call, and the pauses between the polls of a wait."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from datetime import timedelta
 from typing import Final
 
 _SHORTEST = timedelta(milliseconds=1)
-"""Shortest wait, even after the deadline: torch and torchft refuse a timeout of zero."""
+"""Shortest timeout that is returned, even after the deadline: torch and torchft refuse a timeout of zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """One point in time that limits all waits of a call.
+    """The point in time at which all waits of one call end.
 
     Attributes:
-        at_s: Seconds of the monotonic clock; infinite without a timeout.
+        at_s: Time on the monotonic clock, in seconds; infinite if the call has no timeout.
     """
 
     at_s: float = math.inf
 
     @classmethod
     def after(cls, timeout: timedelta | None) -> Deadline:
-        """Return a deadline ``timeout`` from now; ``None`` means no deadline."""
+        """Return the deadline that passes ``timeout`` from now; ``None`` for a deadline that never passes."""
         return cls() if timeout is None else cls(at_s=time.monotonic() + timeout.total_seconds())
 
     def cap(self, timeout: timedelta) -> timedelta:
-        """Shorten the timeout of one wait to the remaining time; at least a millisecond."""
+        """Return ``timeout``, or the remaining time if that is shorter; at least a millisecond."""
         left_s = self.at_s - time.monotonic()
         return timeout if left_s >= timeout.total_seconds() else max(_SHORTEST, timedelta(seconds=left_s))
 
     def left(self) -> timedelta | None:
-        """Return the remaining time, at least a millisecond; ``None`` without a deadline."""
+        """Return the remaining time, at least a millisecond; ``None`` if the deadline never passes."""
         return None if self.at_s == math.inf else self.cap(timedelta.max)
 
     def is_over(self) -> bool:
@@ -44,11 +44,12 @@ class Deadline:
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.05
 _PAUSE_SHARE: Final = 0.05
-"""Share of its time by which a wait may take longer: a long wait polls seldom, beside the training thread."""
+"""Length of a pause as a fraction of the time waited so far: a long wait polls rarely and spares the training
+thread."""
 
 
 class Backoff:
-    """The pauses of one wait, which polls less often the longer it takes.
+    """Pauses between the polls of one wait, which grow with the time waited so far.
 
     Args:
         longest_s: The longest pause, in seconds.
@@ -59,6 +60,6 @@ class Backoff:
         self._longest_s = longest_s
 
     def pause(self, at_most_s: float) -> None:
-        """Sleep before the next poll, for at most ``at_most_s``."""
+        """Sleep until the next poll, for at most ``at_most_s`` seconds."""
         share_s = _PAUSE_SHARE * (time.monotonic() - self._began_s)
         time.sleep(min(max(_SHORTEST_PAUSE_S, share_s), self._longest_s, at_most_s))

@@ -1,7 +1,4 @@
-"""Support for decoders of large states: the errors of msgspec, and pauses of Python's garbage collector.
-
-A decoder, or the walk through a state, creates very many objects, none of them garbage.
-"""
+"""Support for decoders of large states: the errors that msgspec raises, and pauses of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -14,40 +11,41 @@ from typing import Final
 import msgspec
 
 DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeError, RecursionError)
-"""``UnicodeError``: text that is not UTF-8. ``RecursionError``: about a thousand nested brackets, even under an ignored
-key; a caller that catches only ``MsgspecError`` would crash on 2 KB from a peer."""
+"""Errors that msgspec raises for invalid input. Text that is not UTF-8 raises ``UnicodeError``. About a thousand nested
+brackets, even under an ignored key, raise ``RecursionError``: 2 KB from a peer suffice."""
 
 
-class _Passage:
-    """One passage. It counts while something refers to it, so a signal handler's exception leaves none behind."""
+class _Pause:
+    """One pause. It ends with its last reference, so an exception from a signal handler cannot leave a pause open."""
 
     __slots__ = ("__weakref__",)
 
 
-_passages: weakref.WeakSet[_Passage] = weakref.WeakSet()
+_pauses: weakref.WeakSet[_Pause] = weakref.WeakSet()
 _is_disabled_here = False
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the collector of the whole process; passages nest, and threads' passages may overlap.
+    """Pause the garbage collector of the whole process while code creates many objects, none of them garbage.
 
-    A process that has imported torch has several hundred thousand objects, and a full collection takes about 0.1 s. Ten
-    thousand new objects, such as a state of as many tensors, trigger one. For passages of milliseconds: other threads'
-    garbage stays meanwhile. Without a lock, two threads that begin and end at the same moment may leave the collector
-    running in a passage, which only costs time.
+    Pauses may nest, and pauses of several threads may overlap. A process that has imported torch has several hundred
+    thousand objects, and a full collection takes about 0.1 s. Ten thousand new objects, such as a state of ten thousand
+    tensors, trigger a full collection. Use this only for blocks of milliseconds, because no thread's garbage is
+    collected meanwhile. There is no lock: if two threads enter and leave at the same moment, the collector may run
+    within a block, which only costs time.
     """
-    global _is_disabled_here  # noqa: PLW0603 - the collector is one per process
-    passage = _Passage()
+    global _is_disabled_here  # noqa: PLW0603 - a process has only one collector
+    pause = _Pause()
     try:
-        _passages.add(passage)
+        _pauses.add(pause)
         if gc.isenabled():
             _is_disabled_here = True
             gc.disable()
         yield
     finally:
-        _passages.discard(passage)
-        # In this order: after an interruption here, the end of the next passage enables the collector.
-        if not _passages and _is_disabled_here:
+        _pauses.discard(pause)
+        # After an interruption between these steps, the end of the next pause enables the collector.
+        if not _pauses and _is_disabled_here:
             gc.enable()
             _is_disabled_here = False

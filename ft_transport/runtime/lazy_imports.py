@@ -1,4 +1,4 @@
-"""Facades that import each name on first use (PEP 562), so that no program waits for a module that it does not use."""
+"""Facades that import each public name on first use (PEP 562), so that a program imports only the modules it needs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 
 def import_on_use(namespace: dict[str, Any]) -> None:
-    """Makes a package a facade: its own source is the table of its names, which type checkers read as well.
+    """Turns a package into a facade, whose own source code lists its public names.
 
-    Every ``from module import name as name`` of the source declares a name of ``__all__``. A name that only type
-    checkers import comes on first use. Any thread may be the first: it imports the module, and the others wait for it.
+    Every ``from module import name as name`` in the package's source adds ``name`` to ``__all__``. If that import is
+    under ``TYPE_CHECKING``, the module is imported when the program first reads ``name``, on any thread.
 
     Args:
         namespace: The package's ``globals()``.
 
     Raises:
-        ImportError: The package came without its source.
+        ImportError: The package was installed without its source code.
     """
     package: str = namespace["__name__"]
     source = namespace["__loader__"].get_source(package)
     if source is None:
-        raise ImportError(f"expected the source of {package}, which lists its names, and only compiled code came")
+        raise ImportError(f"expected the source code of {package}, which lists its names, got only compiled code")
     module_of = {
         alias.asname: str(node.module)
         for node in ast.walk(ast.parse(source))
@@ -34,7 +34,7 @@ def import_on_use(namespace: dict[str, Any]) -> None:
     def get_attribute(name: str) -> object:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        # Two threads that begin in different modules of torch break its import; both may begin here.
+        # torch's import fails if two threads start it at the same time from different modules of torch.
         import_module("torch")
         value = namespace[name] = getattr(import_module(module_of[name]), name)
         return value

@@ -1,7 +1,8 @@
-"""Opens only regular files, without links and without waiting, in directories that other users may write to.
+"""Opens regular files safely in directories to which other users may write.
 
-A FIFO in place of a file would block its reader until a writer comes; a link would let the caller read or overwrite
-another file. ``O_NOFOLLOW`` refuses a link as the last part of a path (open(2)); links to the directory are allowed.
+A FIFO in place of a file would block its reader until a process writes to the FIFO. A symbolic link would make the
+caller read or overwrite another file. ``O_NOFOLLOW`` refuses a link only as the last part of a path (open(2)), so the
+directory may be reached through links.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 PRIVATE_UMASK: Final = 0o077
-"""Removes all permissions of other users (umask(2))."""
+"""Umask that removes all permissions of other users (umask(2))."""
 _FILE_MODE: Final = 0o666
 _WRITE_BITS: Final = 0o222
 _PIECE_BYTES: Final = 1 << 20
@@ -38,20 +39,20 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = _FILE_MODE) -
     """Open or create a regular file; return its descriptor.
 
     Args:
-        path: The file.
-        flags: See ``os.open``; without ``O_TRUNC``, which would act before the check.
-        mode: Mode of a new file, before the umask.
+        path: Path of the file.
+        flags: Flags of ``os.open``, without ``O_TRUNC``: it would empty the file before the check.
+        mode: Permissions of a new file, before the umask.
 
     Raises:
         NotRegularFileError: The path is not a regular file.
         OSError: The file cannot be opened.
     """
-    assert not flags & os.O_TRUNC, "the check comes first"
+    assert not flags & os.O_TRUNC, "it would empty the file before the check"
     try:
-        # A regular file ignores O_NONBLOCK; a FIFO and a device open at once.
+        # O_NONBLOCK has no effect on a regular file; it lets the open of a FIFO or a device return at once.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     except OSError as error:
-        # ELOOP: a link. ENXIO: a socket, a missing device, or a FIFO without a reader.
+        # ELOOP means a link; ENXIO a socket, a missing device, or a FIFO without a reader.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise _not_regular(path) from error
         raise
@@ -68,8 +69,8 @@ def create_file(path: Path, *, is_private: bool = False) -> int:
     """Create a new file for writing; return its descriptor.
 
     Args:
-        path: The file.
-        is_private: Whether only its owner may read it; otherwise the umask decides.
+        path: Path of the file.
+        is_private: Whether only its owner may read the file; otherwise the umask decides.
 
     Raises:
         OSError: The file exists or cannot be created.
@@ -83,7 +84,7 @@ def make_directory(path: Path, *, is_private: bool = False, is_ok_if_there: bool
 
 
 def make_read_only(path: Path) -> None:
-    """Remove all write permissions of a file."""
+    """Remove all write permissions from a file."""
     path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITE_BITS)
 
 
@@ -98,8 +99,10 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
-            raise FileTooLargeError(errno.EFBIG, f"expected at most {max_bytes} bytes, it has {num_bytes}", str(path))
-        # The file may grow meanwhile.
+            raise FileTooLargeError(
+                errno.EFBIG, f"expected a file of at most {max_bytes} bytes, got {num_bytes} bytes", str(path)
+            )
+        # Reads no more than that, even if the file grows meanwhile.
         content = bytearray(num_bytes)
         filled = 0
         while filled < num_bytes and (count := file.readinto(memoryview(content)[filled:])):
@@ -108,7 +111,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 
 def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
-    """Read a file piece by piece into one buffer, which each piece overwrites; yield less at the end of the file."""
+    """Yield bytes ``[start, end)`` of a file, or up to its end, piece by piece; each piece overwrites the last one."""
     piece = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
     while start < end and (count := os.preadv(descriptor, [piece[: end - start]], start)):
         yield piece[:count]
@@ -116,7 +119,11 @@ def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file, until the descriptor is closed or the process ends; return whether no other process had."""
+    """Try to lock an open file until the descriptor is closed or the process ends.
+
+    Returns:
+        Whether the file is locked now; ``False`` if another process or descriptor holds the lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -127,7 +134,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def is_in_place(descriptor: int, path: Path) -> bool:
-    """Return whether the name still leads to the open file; another process may have renamed or replaced it."""
+    """Return whether ``path`` still names the open file; another process may have renamed or replaced the file."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
@@ -135,7 +142,7 @@ def is_in_place(descriptor: int, path: Path) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Write the names in a directory to the disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -144,7 +151,7 @@ def sync_directory(path: Path) -> None:
 
 
 class FileTooLargeError(OSError):
-    """A file exceeds its maximum size."""
+    """The file is larger than the caller allows."""
 
 
 def is_regular(path: Path) -> bool:
@@ -170,7 +177,7 @@ def is_directory(path: Path, *, follows_links: bool) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if error.errno == errno.ELOOP:  # links that lead to each other
+        if error.errno == errno.ELOOP:  # a cycle of links
             return False
         raise
 
@@ -185,4 +192,4 @@ def _not_regular(path: Path) -> NotRegularFileError:
     except OSError:
         found = 0
     what = _KINDS.get(found, "something else")
-    return NotRegularFileError(errno.EINVAL, f"expected a regular file, found {what}", str(path))
+    return NotRegularFileError(errno.EINVAL, f"expected a regular file, got {what}", str(path))

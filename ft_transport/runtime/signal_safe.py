@@ -1,13 +1,13 @@
-"""Conditions, events, futures, threads and counters for threads on which a signal handler may raise.
+"""Conditions, events, futures, threads and counters that stay usable when a signal handler raises in the middle of one.
 
-CPython runs signal handlers between any two calls of the main thread, also inside Python code of the standard library.
-For example, a handler that raises in ``Condition.__enter__`` after the lock was taken leaves it locked for ever, and
-with it every ``Event``, ``Future``, ``Semaphore`` and executor built on a condition. Here the lock's own method takes
-it: that is C code, in which no handler runs.
+CPython runs signal handlers on the main thread between any two bytecode instructions, even inside Python code of the
+standard library. If a handler raises in ``Condition.__enter__`` after the lock was acquired, the lock is never
+released. That blocks every ``Event``, ``Future``, ``Semaphore`` and executor built on the condition. The classes here
+call the lock's own C methods, which no handler can interrupt.
 
-Python 3.13 does not cover the jump at the end of some loops by the ``with`` or ``try`` around the loop, and runs
-handlers at that jump, where a lock would stay locked. So a loop under a lock of the training thread is a function of
-its own.
+In Python 3.13, the jump at the end of some loops is not covered by the ``with`` or ``try`` around the loop. A handler
+that raises at that jump would leave a lock locked. So each loop that runs under a lock on the training thread is in a
+function of its own.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ class SafeCondition(threading.Condition):
     """A ``threading.Condition`` with a reentrant lock, safe from signal handlers.
 
     Args:
-        beside: Another condition whose lock to share.
+        beside: Another condition, whose lock this condition shares.
     """
 
-    # A special method is looked up on the type: these find the lock's own one without a frame of Python.
+    # Python looks up special methods on the type. These properties return the lock's C methods, so that ``with`` runs
+    # no Python code.
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
 
     def __init__(self, beside: SafeCondition | None = None) -> None:
-        """Share the lock of ``beside``, or make a new one."""
+        """Share the lock of ``beside``, or create a new lock."""
         self._mutex: Any = beside._mutex if beside is not None else threading.RLock()
         super().__init__(self._mutex)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a notification. The calling thread holds the lock once."""
+        """Wait for a notification. The calling thread has acquired the lock exactly once."""
         try:
             return super().wait(timeout)
         except BaseException:
-            # A handler may have raised between the release of the lock and the ``try`` that takes it again.
+            # A handler may have raised after the release of the lock and before the ``try`` that acquires it again.
             if not self._mutex._is_owned():
                 self._mutex.acquire()
             raise
@@ -62,7 +63,7 @@ class SafeEvent(threading.Event):
 
 
 class SafeFuture(Future[T]):
-    """A ``concurrent.futures.Future`` safe from signal handlers; wait with its own methods."""
+    """A ``concurrent.futures.Future`` safe from signal handlers; ``concurrent.futures.wait`` is not safe from them."""
 
     def __init__(self) -> None:
         """Start pending."""
@@ -70,31 +71,31 @@ class SafeFuture(Future[T]):
         self._condition = SafeCondition()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the future is done; return whether it is."""
+        """Wait until the future is done, for ``timeout_s`` at most; return whether the future is done."""
         with self._condition:
             return self._condition.wait_for(self.done, timeout_s)
 
 
 class ThreadRefusedError(RuntimeError):
-    """The system has no further thread, or the interpreter is ending."""
+    """The system cannot start another thread, or the interpreter is ending."""
 
 
 class SafeThread(threading.Thread):
     """A ``threading.Thread`` safe from signal handlers.
 
-    A handler that raises in ``threading.Thread.start`` may leave a new thread waiting for ever. In
-    ``threading.Thread.join`` it may make a running thread count as ended.
+    If a handler raises in ``threading.Thread.start``, the new thread may wait forever. If a handler raises in
+    ``threading.Thread.join``, Python may treat a running thread as ended.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See ``threading.Thread``."""
+        """Take the arguments of ``threading.Thread``."""
         super().__init__(*args, **kwargs)
-        # Held while the thread runs: waiting for a lock is a C call, in which no handler runs.
+        # Locked while the thread runs, because a wait for a lock is a C call that no handler interrupts half-way.
         self._running = threading.Lock()
         self._pid = 0
 
     def start(self) -> None:
-        """Start the thread. After an exception of a handler the thread runs, will run, or never runs.
+        """Start the thread. If a signal handler raises in this call, the thread may or may not run.
 
         Raises:
             ThreadRefusedError: The thread cannot be started.
@@ -115,7 +116,7 @@ class SafeThread(threading.Thread):
             raise refusal
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended; return at once if it has not begun, or runs in the parent process."""
+        """Wait until the thread has ended; return at once if the thread was not started in this process."""
         if timeout is not None:
             super().join(timeout)
         elif self._pid == os.getpid():
@@ -143,13 +144,14 @@ class SafeThread(threading.Thread):
 
 
 class LazyThread:
-    """A daemon thread that starts with the first `start`.
+    """A daemon thread that starts at the first call of `start`.
 
-    After an exception of a handler in `start` the thread may run or not; the next call makes sure that one runs.
+    If a signal handler raises in `start`, the thread may or may not run. The next call of `start` ensures that a thread
+    runs.
 
     Args:
-        target: Called once.
-        name: The thread's name.
+        target: Function that the thread calls, once.
+        name: Name of the thread.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -166,7 +168,7 @@ class LazyThread:
         return bool(self._threads)
 
     def start(self) -> None:
-        """Start the thread, unless it has started; raises the errors of `SafeThread.start`."""
+        """Start the thread, unless it has started. Raises the errors of `SafeThread.start`."""
         if not self._is_started:
             thread = SafeThread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
@@ -183,7 +185,7 @@ class LazyThread:
             thread.join(timeout)
 
     def _run(self) -> None:
-        # After an interrupted start, two threads may run, one after the other; the second finds nothing to do.
+        # After an interrupted start, two threads may run, one after the other. The second thread has nothing to do.
         with self._running:
             if not self._is_over:
                 self._is_over = True
@@ -191,38 +193,38 @@ class LazyThread:
 
 
 class Place:
-    """One place of `Places`."""
+    """One use of a limited resource, counted by `Places` until `give_back`."""
 
     __slots__ = ("__weakref__", "is_taken")
 
     def __init__(self) -> None:
-        """Take the place."""
+        """Start in use."""
         self.is_taken = True
 
     def give_back(self) -> None:
-        """Free the place; a second call does nothing."""
+        """End the use. Idempotent."""
         self.is_taken = False
 
 
 class Places:
-    """Counts places in use. A place becomes free when it is given back, or loses its last reference.
+    """Counts current uses of a limited resource. A use ends with `Place.give_back` or the last reference to its place.
 
-    A handler's exception may drop a place between the call that takes it and the ``try`` that gives it back; a plain
-    counter would then count it for ever. The caller holds a lock.
+    If a signal handler raises between the call of `take` and the ``try`` after it, the place is freed with its last
+    reference; a plain counter would stay too high forever. The caller must hold one lock around all calls.
     """
 
     def __init__(self) -> None:
-        """Start with no place in use."""
+        """Start without any use."""
         self._taken: list[weakref.ref[Place]] = []
 
     def take(self) -> Place:
-        """Return a new place, in use."""
+        """Begin a use."""
         place = Place()
         self._taken = [*filter(_is_in_use, self._taken), weakref.ref(place)]
         return place
 
     def num_taken(self) -> int:
-        """Return the number of places in use."""
+        """Return the number of current uses."""
         return sum(map(_is_in_use, self._taken))
 
 
@@ -232,34 +234,35 @@ def _is_in_use(reference: weakref.ref[Place]) -> bool:
 
 
 class SafeEnd:
-    """Runs the closing of an object once, on a thread of its own, where no handler can interrupt it.
+    """Closes an object once, on a separate thread, where no signal handler can interrupt the closing.
 
-    A handler that raises in a call ends only the caller's wait: the closing continues, and the next call waits for it,
-    as the interpreter does before it ends.
+    If a handler raises in a call, only the caller's wait ends. The closing continues; the next call waits for the
+    closing, and so does the interpreter before it exits.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._is_made = False
         self._error: BaseException | None = None
-        # Held until the closing is complete: waiting for a lock is a C call, in which no handler runs.
+        # Locked until the closing is complete, because a wait for a lock is a C call that no handler interrupts
+        # half-way.
         self._pending = threading.Lock()
         self._pending.acquire()
 
     def __call__(self, end: Callable[[], None], *, wait: bool = True) -> None:
-        """Run the closing, unless it has run or runs already.
+        """Call ``end`` on a separate thread, unless an earlier call did.
 
         Args:
-            end: Closes the object.
-            wait: Whether to wait for it.
+            end: Function that closes the object.
+            wait: Whether to wait until ``end`` has returned.
 
         Raises:
-            BaseException: ``end`` failed, and the call waited for it.
+            BaseException: The error that ``end`` raised, if ``wait`` is set.
         """
         if not self._is_made:
             try:
                 _thread.start_new_thread(self._start, (end,))
-            except RuntimeError:  # The interpreter is ending, or no thread is left.
+            except RuntimeError:  # The interpreter is ending, or the system cannot start another thread.
                 self._run(end)
         if wait:
             with self._pending:
@@ -269,7 +272,7 @@ class SafeEnd:
 
     def _start(self, end: Callable[[], None]) -> None:
         try:
-            # threading, and with it logging, would make a dummy thread object for a foreign thread and keep it.
+            # A thread of ``threading``: for any other thread, logging would make a dummy thread object that stays.
             threading.Thread(target=self._run, args=(end,), name="ft-transport-end", daemon=False).start()
         except RuntimeError:
             self._run(end)

@@ -1,4 +1,4 @@
-"""Executors and groups of threads, safe from signal handlers, and functions at the end of a process."""
+"""Executors and groups of threads, safe from signal handlers, and functions to call before the process exits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 class ExecutorClosedError(RuntimeError):
-    """The executor has been shut down and accepts no further job."""
+    """The executor has been shut down and accepts no more jobs."""
 
 
 class SafeExecutor(Executor):
-    """An executor with a few threads, safe from signal handlers; the first job starts them.
+    """A thread pool executor that is safe from signal handlers. The first job starts the threads.
 
-    The threads finish their jobs and end with `shutdown`, with the last reference to the executor, or with the
-    interpreter. As a context manager the executor waits for its jobs; an exception cancels jobs that have not begun.
+    The threads finish their jobs and end after `shutdown`, after the last reference to the executor is dropped, or when
+    the interpreter ends. As a context manager, the executor waits for its jobs; if the block raises, the executor
+    cancels the jobs that have not begun.
 
     Args:
         num_threads: Number of threads.
@@ -46,11 +47,11 @@ class SafeExecutor(Executor):
         _living.add(self)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Let a thread call ``fn``.
+        """Queue a call of ``fn`` for the threads.
 
         Raises:
-            ExecutorClosedError: After `shutdown`.
-            ThreadRefusedError: The system has no further thread.
+            ExecutorClosedError: `shutdown` was called.
+            ThreadRefusedError: The system cannot start another thread.
         """
         future: Future[T] = SafeFuture()
         with self._mutex:
@@ -62,8 +63,8 @@ class SafeExecutor(Executor):
         return future
 
     def _start_threads(self) -> None:
-        # After an interrupted start a thread may run or not: it does not count, and the next call starts another. A
-        # function of its own: the module explains why for loops inside a ``with``.
+        # A thread whose start was interrupted may or may not run. It is not counted; the next call starts another one.
+        # The loop is in a function of its own, away from the ``with``, for the reason that `signal_safe` explains.
         while self._num_started < self._num_threads:
             thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self.name}_{self._num_started}")
             self._threads.append(thread)
@@ -71,7 +72,7 @@ class SafeExecutor(Executor):
             self._num_started += 1
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no further job; the threads end after their present jobs.
+        """Accept no more jobs, and end the threads after the queued jobs.
 
         Args:
             wait: Whether to wait for the threads.
@@ -83,7 +84,7 @@ class SafeExecutor(Executor):
                 while True:
                     if (job := self._jobs.get_nowait()) is not None:
                         job[0].cancel()
-        # In each call: a signal handler may have raised in the first one.
+        # Every call does this, because a signal handler may have raised in the first call.
         self._jobs.put(None)
         if wait:
             for thread in self._threads:
@@ -107,19 +108,20 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
             else:
                 future.set_result(result)
                 del result
-        # While it waits for the next job, the thread must not refer to the last one.
+        # The thread must not keep objects of the last job alive while it waits for the next job.
         del job, future, call
-    # For the other threads, and for a thread that starts only now.
+    # Ends the other threads, and any thread that starts later.
     jobs.put(None)
 
 
 def outcome_of(function: Callable[[], T]) -> T | Exception:
-    """Call a native function that would treat a handler's exception as its own error.
+    """Call a native function that would mistake a signal handler's exception for its own failure.
 
-    On the main thread another thread makes the call, and continues alone if a handler raises here.
+    On the main thread, this function starts another thread for the call. If a handler raises meanwhile, this function
+    raises the handler's exception, and the other thread continues.
 
     Returns:
-        The function's result, or its exception; this function itself raises only handlers' exceptions.
+        The result of ``function``, or the exception that it raised.
     """
     if threading.current_thread() is not threading.main_thread():
         return _outcome(function)
@@ -127,7 +129,7 @@ def outcome_of(function: Callable[[], T]) -> T | Exception:
     jobs: SimpleQueue[_Job | None] = SimpleQueue()
     jobs.put((future, lambda: _outcome(function)))
     jobs.put(None)
-    # A daemon: even the interpreter's end does not wait for an abandoned call.
+    # A daemon thread, so that the interpreter can exit during an abandoned call.
     SafeThread(target=_work, args=(jobs,), name="ft-transport-call", daemon=True).start()
     return future.result()
 
@@ -143,12 +145,12 @@ def start(thread: SafeThread) -> None:
     """Start a thread.
 
     Raises:
-        TransportError: The system has no further thread.
+        TransportError: The system cannot start another thread.
     """
     try:
         thread.start()
     except ThreadRefusedError as error:
-        raise TransportError(f"expected a further thread ({thread.name}): {error}") from error
+        raise TransportError(f"expected the system to start another thread ({thread.name}): {error}") from error
 
 
 def run_on_threads(
@@ -159,16 +161,16 @@ def run_on_threads(
     failed: Callable[[BaseException], None],
     needs_all: bool,
 ) -> None:
-    """Run ``work`` on this thread, with 0, and on further threads, each with its number.
+    """Call ``work`` on several threads at once: on this thread with the number 0, on new threads with 1, 2, ...
 
-    Returns only when no thread works any more, even if signal handlers raise meanwhile.
+    Returns only when no thread is in ``work`` any more, even if signal handlers raise meanwhile.
 
     Args:
-        work: The work of one thread.
-        num_threads: Number of threads, this one included.
-        name: Name of the further threads, before their number.
-        failed: Called with each error of ``work`` and of signal handlers, on the thread that raised it.
-        needs_all: Whether it is an error if the system has no further thread; otherwise the others do its part.
+        work: Function that each thread calls with the thread's number.
+        num_threads: Number of threads, including this thread.
+        name: Prefix of the new threads' names.
+        failed: Called with each error that ``work`` or a signal handler raises, on the thread that raised the error.
+        needs_all: Whether it is an error if a thread cannot be started; otherwise fewer threads do the work.
     """
     ended: set[int] = set()
     ends: SimpleQueue[None] = SimpleQueue()
@@ -195,8 +197,9 @@ def run_on_threads(
         work(0)
     except BaseException as error:
         failed(error)
-    # Not Thread.join: after a signal handler raises in it, it takes a running thread for an ended one. Starts are not
-    # counted: such a handler may come before the count. A thread that begins only now finds that the work has ended.
+    # Thread.join comes later: if a signal handler raises in it, Python treats a running thread as ended. A thread's
+    # ident shows whether it has started, because a handler could raise between a start and a count of starts. A thread
+    # that starts this late finds that the work has ended.
     while len(ended) < sum(thread.ident is not None for thread in threads):
         try:
             ends.get()
@@ -204,15 +207,16 @@ def run_on_threads(
             failed(error)
     for thread in threads:
         if thread.ident is not None:
-            with contextlib.suppress(RuntimeError):  # The thread begins only now.
+            with contextlib.suppress(RuntimeError):  # The thread is only starting now.
                 thread.join()
 
 
 def at_exit(function: Callable[[], None]) -> Callable[[], None]:
-    """Decorator: call ``function`` after the main thread ends, before thread pools stop accepting work.
+    """Register ``function`` to be called when the main thread ends, while thread pools still accept work; a decorator.
 
-    ``atexit`` runs later, when pools, and with them asyncio, already refuse work. ``concurrent.futures`` registers
-    itself in the same way (Lib/concurrent/futures/thread.py); the last registration runs first.
+    Functions of ``atexit`` run too late: thread pools, and asyncio with them, already refuse work then.
+    ``concurrent.futures`` registers its own end in the same way (Lib/concurrent/futures/thread.py). The functions run
+    in reverse order of registration.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(function)

@@ -472,7 +472,7 @@ def test_a_thread_that_the_system_refuses_is_an_error_that_names_it(
 
     monkeypatch.setattr(threading.Thread, "start", start_unless_refused)
     with sources(2) as made, transport(4) as receiver:
-        with pytest.raises(TransportError, match=f"a further thread \\({refused.partition('_')[0]}\\): can't start"):
+        with pytest.raises(TransportError, match=f"another thread \\({refused.partition('_')[0]}\\): can't start"):
             receiver.fetch(addresses(made), 1, into=blank())
         monkeypatch.undo()
         assert is_state(receiver.fetch(addresses(made), 1, into=blank()).state, 1)

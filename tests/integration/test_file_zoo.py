@@ -227,7 +227,7 @@ def test_a_file_behind_links_is_one_as_in_a_cache_of_hugging_face(tmp_path: Path
     assert "No such file" in verified(link)[1][0]
     link.unlink()
     link.symlink_to(link.name)
-    assert "found a link" in verified(link)[1][0]
+    assert "got a link" in verified(link)[1][0]
 
 
 # --------------------------------------------------------------------------------------------------- shards and index

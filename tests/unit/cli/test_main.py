@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["inspect", "ftp://x"], "expected a URL like http"),
         (["verify", "ftp://x"], "expected a URL like http"),
         (["diff", "ftp://x", "nothing"], "expected a URL like http"),
-        (["inspect", "fifo"], "at fifo: expected a regular file, found a FIFO"),
+        (["inspect", "fifo"], "at fifo: expected a regular file, got a FIFO"),
         (["fetch", "http://127.0.0.1:9", "-o", "."], "expected a regular file to fetch to"),
         (["fetch", "http://127.0.0.1:9", "-o", "none/x"], "No such file or directory"),
     ],
