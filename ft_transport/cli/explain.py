@@ -16,8 +16,7 @@ from ft_transport.cli.contents import NotFoundError
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.errors import RecordError
 from ft_transport.runtime.regular_files import read_regular
-from ft_transport.telemetry.record import KINDS, Record, Retry, Transfer, decode_record
-from ft_transport.telemetry.spans import encode_trace
+from ft_transport.telemetry.record import KINDS, Record, Retry, Transfer, decode_record, encode_trace
 
 _INTERFACES: Final = Path("/sys/class/net")
 _shown: Final = partial(escape, max_characters=600)

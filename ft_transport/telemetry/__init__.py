@@ -1,5 +1,5 @@
-"""Records and metrics of every heal, save, load and publish, and the status of a process, as values.
+"""Records and metrics of every heal, save, load and publish, and the status of a process.
 
-Every subpackage may import it. Nothing here imports another subpackage but ``runtime`` and the errors, uses tensors or
-waits: the recording thread is the training thread.
+Every subpackage may import this package. It imports only ``runtime`` and the errors, and uses no tensors. Its functions
+never wait, because the training thread calls them.
 """

@@ -1,6 +1,6 @@
-"""The metrics of one process: the table of all metrics, their values, and the forms that Prometheus reads.
+"""The metrics of a process: the table of all metrics, their values, and their encoding for Prometheus.
 
-Code that counts adds to its own values, which takes about a microsecond. Only a scrape reads them.
+Each source has values of its own, and adds to them in about a microsecond. Only a scrape reads the values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "ft_transport_"
 OTHER: Final = "other"
-"""The last label of every series beyond the first `_MAX_SERIES` of a metric."""
+"""The last label of the series that counts everything beyond the first `_MAX_SERIES` series of a metric."""
 
 OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0"
 TEXT: Final = "text/plain; version=0.0.4"
@@ -41,14 +41,14 @@ _OPERATION_S: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 300
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table. docs/metrics.md explains the same rows.
+    """A row of the table of metrics. docs/metrics.md explains every metric.
 
     Attributes:
-        name: Without `PREFIX`; the name of a counter ends in ``_total``.
-        help: One sentence.
-        label_names: Separated by spaces.
-        known: Values of the only label that a scrape shows from the beginning, as 0.
-        bounds: Bounds of a histogram's buckets, ascending.
+        name: Name without `PREFIX`; the name of a counter ends in ``_total``.
+        help: Description for Prometheus, in one sentence.
+        label_names: Names of the labels, separated by spaces.
+        known: Values of the only label for which a scrape shows a 0 before the first event.
+        bounds: Upper bounds of a histogram's buckets, ascending; empty for counters and gauges.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Metric:
 
     @property
     def kind(self) -> Literal["counter", "gauge", "histogram"]:
-        """Return the type for Prometheus."""
+        """Type of the metric for Prometheus."""
         return "counter" if self.name.endswith("_total") else "histogram" if self.bounds else "gauge"
 
 
@@ -69,70 +69,68 @@ _COPIES: Final = ("clone", "copy_on_write")
 
 _TABLE: Final[Mapping[str, tuple[Metric, ...]]] = {
     "process": (
-        Metric("build_info", "1; the labels name the version, and the replica of the settings.", "version replica"),
-        Metric("unreadable_sources", "Parts of this process whose metrics could not be read; the log says why."),
+        Metric("build_info", "Always 1; the labels name the version and the replica.", "version replica"),
+        Metric("unreadable_sources", "Parts of this process whose metrics could not be read; the log has the errors."),
     ),
     "replica": (
-        Metric("step", "The committed step that the state shows."),
-        Metric("batches_committed", "Batches that went into the state, over all replicas."),
-        Metric("state_is_partial", "1 while the state is not that of any one step, else 0."),
+        Metric("step", "Committed step of the state."),
+        Metric("batches_committed", "Batches that the state was trained on, over all replicas."),
+        Metric("state_is_partial", "1 while the state is a mix of several steps, else 0."),
     ),
-    "peers": (Metric("recoveries_total", "States received from peers and loaded, those of a warm join too."),),
+    "peers": (Metric("recoveries_total", "States received from peers and loaded, including those of a warm join."),),
     "checkpoints": (Metric("resumes_total", "States loaded from checkpoints."),),
     "membership": (
-        Metric(
-            "member_info", "1; the labels name the replica, and the rank of this process in it.", "replica group_rank"
-        ),
-        Metric("missed_heartbeats_total", "Silences that may count as this replica's death; its rank 0 counts them."),
+        Metric("member_info", "Always 1; the labels name the replica and the rank in it.", "replica group_rank"),
+        Metric("missed_heartbeats_total", "Gaps in heartbeats so long that the Lighthouse may drop the replica."),
     ),
     "loop": (
         Metric("steps_committed_total", "Steps that this process has committed."),
         Metric("steps_refused_total", "Steps that began and were not committed, by the first cause.", "cause", _CAUSES),
-        Metric("step_seconds", "From one step boundary to the next: the loop's whole step.", bounds=_STEP_S),
-        Metric("step_until_commit_seconds", "From a step boundary to the end of should_commit.", bounds=_STEP_S),
-        Metric("participants", "Replicas that contribute to the step, by the last quorum."),
+        Metric("step_seconds", "Time from one step boundary to the next.", bounds=_STEP_S),
+        Metric("step_until_commit_seconds", "Time from a step boundary to the end of should_commit.", bounds=_STEP_S),
+        Metric("participants", "Replicas that contribute to the step, according to the last quorum."),
         Metric("quorum_seconds", "Wait for the Lighthouse and the other ranks to form a quorum.", bounds=_STEP_S),
         Metric("quorum_failures_total", "Quorums that failed, by the type of the error.", "cause"),
         Metric("process_group_seconds", "Time to form a process group of new members.", bounds=_STEP_S),
-        Metric("departures_total", "Other replicas that a quorum no longer had."),
-        Metric("standstill_seconds_total", "Time without a commit before a quorum that a replica had left."),
-        Metric("recovery_seconds_total", "From this replica's request for a quorum until it had healed."),
+        Metric("departures_total", "Other replicas that left between two quorums."),
+        Metric("standstill_seconds_total", "Time without a commit before a quorum from which a replica had left."),
+        Metric("recovery_seconds_total", "Time from this replica's request for a quorum until it had healed."),
     ),
     "lock": (
-        Metric("lock_wait_seconds", "Wait of a thread until it had the state lock.", "kind", _LOCKS, _LOCK_S),
-        Metric("lock_hold_seconds", "Hold of the state lock; nested sections are one.", "kind", _LOCKS, _LOCK_S),
-        Metric("lock_timeouts_total", "Threads without the state lock at their deadline.", "kind", _LOCKS),
+        Metric("lock_wait_seconds", "Wait of a thread for the state lock.", "kind", _LOCKS, _LOCK_S),
+        Metric("lock_hold_seconds", "Time that a thread held the state lock, by section.", "kind", _LOCKS, _LOCK_S),
+        Metric("lock_timeouts_total", "Waits for the state lock that reached their deadline.", "kind", _LOCKS),
     ),
     "copies": (
         Metric("snapshot_copy_bytes_total", "Bytes of the state that were copied for snapshots.", "kind", _COPIES),
-        Metric("snapshot_copy_seconds_total", "Time of those copies, waits for readers included.", "kind", _COPIES),
+        Metric("snapshot_copy_seconds_total", "Time of those copies, including waits for readers.", "kind", _COPIES),
     ),
     "snapshots": (
-        Metric("snapshots_alive", "Snapshots that take a place among max_snapshots."),
-        Metric("snapshots_published_total", "Snapshots that could be fetched so far."),
-        Metric("snapshot_bytes", "Size of the newest snapshot; 0 without one."),
-        Metric("requests_reading", "Requests of receivers that read a snapshot at this moment."),
+        Metric("snapshots_alive", "Snapshots that count towards max_snapshots."),
+        Metric("snapshots_published_total", "Snapshots that receivers could fetch so far."),
+        Metric("snapshot_bytes", "Size of the newest snapshot; 0 without a snapshot."),
+        Metric("requests_reading", "Requests of receivers that are reading a snapshot now."),
     ),
-    "server": (Metric("sent_bytes_total", "Bytes sent to receivers, or lent as memory, by their request.", "route"),),
+    "server": (Metric("sent_bytes_total", "Bytes that were sent to receivers or lent as memory, by route.", "route"),),
     "records": (
-        Metric("operation_seconds", "Length of finished operations.", "operation outcome", bounds=_OPERATION_S),
+        Metric("operation_seconds", "Duration of finished operations.", "operation outcome", bounds=_OPERATION_S),
         Metric("operation_phase_seconds_total", "Time that operations spent in each phase.", "operation phase"),
         Metric("operation_bytes_total", "Size of the states, checkpoints and versions of operations.", "operation"),
-        Metric("operation_last_success_timestamp_seconds", "Time of the last success, since 1970.", "operation"),
-        Metric("operation_last_step", "Step, or version, of the last success.", "operation"),
-        Metric("retries_total", "Failures that led to another try, by the type of the error.", "operation cause"),
-        Metric("transfer_bytes_total", "Bytes that operations received, by the role of the peer.", "operation role"),
-        Metric("transfer_seconds_total", "Time of reading from, or writing to, all peers.", "operation role"),
+        Metric("operation_last_success_timestamp_seconds", "End of the last success, since 1970.", "operation"),
+        Metric("operation_last_step", "Step or version of the last success.", "operation"),
+        Metric("retries_total", "Failures that led to another attempt, by the type of the error.", "operation cause"),
+        Metric("transfer_bytes_total", "Bytes that operations transferred, by the role of the peer.", "operation role"),
+        Metric("transfer_seconds_total", "Time of transfers, summed over all peers.", "operation role"),
     ),
     "engines": (
-        Metric("published_version", "The newest version of weights."),
-        Metric("engines", "Engines that are notified of versions."),
-        Metric("engine_version", "The version that an engine confirmed last; -1 if none is known.", "engine"),
+        Metric("published_version", "Newest version of the weights."),
+        Metric("engines", "Engines that are notified of new versions."),
+        Metric("engine_version", "Version that an engine confirmed last; -1 if no version is known.", "engine"),
         Metric("engine_lag_versions", "Published versions that an engine has not confirmed.", "engine"),
-        Metric("engine_lag_seconds", "Age of the first of those versions; 0 without any.", "engine"),
+        Metric("engine_lag_seconds", "Age of the oldest of those versions; 0 if there are none.", "engine"),
     ),
 }
-"""All metrics, by their source."""
+"""All metrics, by the name of the source that has their values."""
 METRICS: Final = {metric.name: metric for metrics in _TABLE.values() for metric in metrics}
 
 
@@ -141,9 +139,9 @@ class Distribution:
     """The observations of a histogram.
 
     Attributes:
-        bounds: Ascending, without the last bucket, which has no bound.
-        counts: The number of observations in each bucket.
-        total: The sum of all observations.
+        bounds: Upper bound of each bucket but the last, ascending.
+        counts: Number of observations in each bucket.
+        total: Sum of all observations.
     """
 
     bounds: tuple[float, ...]
@@ -152,12 +150,12 @@ class Distribution:
 
 
 class Reading(NamedTuple):
-    """One value at present.
+    """The current value of one series of a metric.
 
     Attributes:
         name: Name of the metric.
-        value: ``None`` announces a metric that has no value yet.
-        labels: Values of its labels, in the order of the metric's names.
+        value: Current value; ``None`` for a metric that has no series yet.
+        labels: Values of the labels, in the order of the metric's label names.
     """
 
     name: str
@@ -166,16 +164,16 @@ class Reading(NamedTuple):
 
 
 Source: TypeAlias = Callable[[], Iterable[Reading]]
-"""Called on any thread by a scrape; holds no lock for long and waits for nothing."""
+"""Function that returns the current values of some metrics. A scrape calls it on any thread; it must not block."""
 
 
 class MetricValues:
-    """The values of all metrics of one source, by labels. Any thread may read them.
+    """The values of all metrics of one source, by labels. Any thread may read the values.
 
     Args:
-        source: A key of the table.
-        mutex: Guards values that several threads add to. Reentrant: a signal handler may add while its thread is
-            adding. Not for a child that forks while another thread adds.
+        source: Name of the source in the table of metrics.
+        mutex: Reentrant lock, if several threads add to the values; a signal handler may interrupt an addition with
+            another one. A child that was forked during an addition must not add.
     """
 
     def __init__(self, source: str, mutex: AbstractContextManager[object] | None = None) -> None:
@@ -186,7 +184,7 @@ class MetricValues:
             self._values[metric.name] = {labels: _zeros(metric) for labels in shown}
 
     def add(self, name: str, *labels: str, by: float = 1) -> None:
-        """Add ``by`` to a counter, or the observation ``by`` to a histogram."""
+        """Add ``by`` to a counter, or add an observation of ``by`` to a histogram."""
         metric = METRICS[name]
         with self._mutex:
             numbers = self._numbers(metric, labels)
@@ -195,12 +193,12 @@ class MetricValues:
             numbers[-1] += by
 
     def set(self, name: str, *labels: str, to: float) -> None:
-        """Set a gauge."""
+        """Set the value of a gauge."""
         with self._mutex:
             self._numbers(METRICS[name], labels)[-1] = to
 
     def readings(self) -> Iterator[Reading]:
-        """See `Source`."""
+        """Return the current values; a `Source`."""
         for name, series in self._values.items():
             if not series:
                 yield Reading(name, None)
@@ -220,45 +218,45 @@ class MetricValues:
 
 
 def _zeros(metric: Metric) -> list[float]:
-    """Return a 0 for each bucket of a histogram, and for the sum."""
+    """Return a 0 for each bucket of a histogram, and one for the sum or the value."""
     return [0] * (len(metric.bounds) + bool(metric.bounds) + 1)
 
 
 class Metrics:
-    """Collects the sources of one transport's `ProcessStatus`. Any thread may use it."""
+    """Reads the current values of all sources of one process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()  # a finalizer may end a source at any moment
+        self._mutex = threading.RLock()  # reentrant, because a finalizer may remove a source at any moment
         self._sources: list[Source] = []
-        self._followed: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self._counted: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._failed: set[Source] = set()
         self._records = MetricValues("records", threading.RLock())
         self.collect(self._records.readings)
 
     def collect(self, source: Source) -> Callable[[], None]:
-        """Have each scrape read ``source``.
+        """Add a source that each scrape reads.
 
-        This object owns the source, so a source must not own anything that may be dropped before: refer to the values
-        alone, or weakly (`weakly`). The source bounds its labels.
+        This object references the source strongly. So the source must reference an object with a shorter lifetime
+        weakly (`weakly`). The source must limit the number of label values.
 
         Returns:
-            A function that ends it.
+            A function that removes the source.
         """
         with self._mutex:
             self._sources.append(source)
-        return lambda: self._forget(source)
+        return lambda: self._remove(source)
 
     def follow(self, recorder: Recorder) -> None:
         """Count the records of ``recorder`` from now on. Idempotent."""
         with self._mutex:
-            if recorder in self._followed:
+            if recorder in self._counted:
                 return
-            self._followed.add(recorder)
-        # A recorder may outlive this object, and must not collect listeners of closed transports.
+            self._counted.add(recorder)
+        # A recorder may outlive this object, and must not accumulate listeners of closed transports.
         weakref.finalize(self, recorder.subscribe(partial(_count, self._records))).atexit = False
 
     def readings(self) -> list[Reading]:
-        """Return all values, merged if metric and labels are the same, in the order of the names."""
+        """Return the values of all sources, sorted by name; merges values that have the same name and labels."""
         with self._mutex:
             sources = tuple(self._sources)
         found: dict[tuple[str, tuple[str, ...]], Reading] = {}
@@ -270,32 +268,32 @@ class Metrics:
                     found[key] = _merged(found[key], reading) if key in found else reading
             except Exception:
                 failed.add(source)
-                if source not in self._failed:  # once, and not every second
-                    logger.exception("the metrics of %s could not be read", getattr(source, "__qualname__", source))
+                if source not in self._failed:  # logs a failure once, and not at each scrape
+                    logger.exception("cannot read the metrics of %s", getattr(source, "__qualname__", source))
         self._failed = failed
         readings = sorted(found.values(), key=lambda reading: (reading.name, reading.labels))
         return [*readings, Reading("unreadable_sources", len(failed))]
 
-    def _forget(self, source: Source) -> None:
+    def _remove(self, source: Source) -> None:
         with self._mutex:
             if source in self._sources:
                 self._sources.remove(source)
 
 
 def _count(values: MetricValues, record: Record) -> None:
-    """Add one finished record; a listener of a `Recorder`."""
+    """Add the values of a finished record; a listener of a `Recorder`."""
     kind, add = record.kind, values.add
     add("operation_seconds", kind, record.outcome, by=record.length_s)
     for phase in record.phases:
         add("operation_phase_seconds_total", kind, phase.name, by=phase.length_s)
     for retry in record.retries:
-        cause = retry.cause.partition(":")[0]  # the type of the error; peers may have worded anything else
+        cause = retry.cause.partition(":")[0]  # the type of the error; a peer may have written anything in its place
         add("retries_total", kind, cause if _CAUSE.fullmatch(cause) else OTHER)
     for transfer in record.transfers:
         add("transfer_bytes_total", kind, transfer.role, by=transfer.num_bytes)
         add("transfer_seconds_total", kind, transfer.role, by=transfer.length_s)
     if record.outcome == "ok":
-        if record.num_bytes:  # saves and publishes have none
+        if record.num_bytes:
             add("operation_bytes_total", kind, by=record.num_bytes)
         values.set("operation_last_success_timestamp_seconds", kind, to=record.begun_unix_s + record.length_s)
         if record.step is not None:
@@ -303,7 +301,7 @@ def _count(values: MetricValues, record: Record) -> None:
 
 
 def weakly(method: Callable[[], Iterable[Reading]]) -> Source:
-    """Make a source of a method that does not own its object, and reads nothing once the object is freed."""
+    """Return a source that calls ``method`` but references its object weakly; it is empty once the object is freed."""
     reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
 
     def read() -> Iterator[Reading]:
@@ -317,10 +315,10 @@ def weakly(method: Callable[[], Iterable[Reading]]) -> Source:
 
 @cache
 def build_readings(replica: str) -> tuple[Reading, ...]:
-    """See `Source`. A source tree on the path has no file that names its version.
+    """Return the value of ``build_info``, with an empty version if the package is not installed.
 
     Args:
-        replica: The replica's name in the transport's settings.
+        replica: Name of the replica in the transport's settings.
     """
     try:
         return (Reading("build_info", 1, (version("ft-transport"), replica)),)
@@ -329,7 +327,7 @@ def build_readings(replica: str) -> tuple[Reading, ...]:
 
 
 def _merged(first: Reading, second: Reading) -> Reading:
-    """Return one reading for two sources of the same series: the sum of counters, or the later gauge."""
+    """Merge the readings of two sources of the same series: return the sum for counters, the second for gauges."""
     match first.value, second.value:
         case Distribution() as one, Distribution() as other:
             counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
@@ -341,7 +339,7 @@ def _merged(first: Reading, second: Reading) -> Reading:
 
 
 def accepted(header: str) -> str:
-    """Return the form that a request's ``Accept`` asks for: `OPENMETRICS` or `TEXT`. Pure."""
+    """Return the format that a request's ``Accept`` header asks for: `OPENMETRICS` or `TEXT`."""
     for each in header.split(","):
         kind, *parameters = (part.strip() for part in each.split(";"))
         versions = [part for part in parameters if part.startswith("version=")]
@@ -351,16 +349,16 @@ def accepted(header: str) -> str:
 
 
 def encode_metrics(metrics: Metrics, form: str) -> tuple[bytes, str]:
-    """Encode all present values for Prometheus.
+    """Encode all current values for Prometheus.
 
-    The first scrape imports ``prometheus_client``: a process without scrapes does not need it.
+    The first call imports ``prometheus_client``, so that a process without scrapes does not import it.
 
     Args:
-        metrics: The metrics of one transport; the global registry of ``prometheus_client`` stays unused.
-        form: `OPENMETRICS` or `TEXT`.
+        metrics: The metrics of one process; the global registry of ``prometheus_client`` is not used.
+        form: Format: `OPENMETRICS` or `TEXT`.
 
     Returns:
-        The text, and its content type.
+        The encoded text and its content type.
     """
     from prometheus_client.exposition import choose_encoder  # noqa: PLC0415
 
@@ -385,7 +383,7 @@ def _family(readings: list[Reading]) -> Any:
     shown = set()
     for reading in readings:
         labels = tuple(escape_peer_text(each, max_characters=200) for each in reading.labels)
-        if labels in shown:  # cut off after the same beginning; a scrape with both would be refused as a whole
+        if labels in shown:  # equal after the cut; Prometheus would refuse a whole scrape with a duplicate
             continue
         shown.add(labels)
         match reading.value:

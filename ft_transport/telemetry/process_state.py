@@ -1,7 +1,7 @@
-"""The state of a process, as `ProcessStatus.state` returns and ``/state`` sends it: a JSON object.
+"""The format of ``/state``: a JSON object with the state of a process, as `ProcessStatus.state` returns it.
 
-Its keys are the attributes of `ProcessState`; ``version`` grows when one of them gets another meaning. Readers ignore
-unknown keys and accept missing ones: a process of an older version sends fewer.
+The keys of the object are the attributes of `ProcessState`. ``version`` increases when the meaning of a key changes.
+Readers ignore unknown keys and accept missing keys, because a process of another version sends other keys.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from ft_transport.errors import PeerProtocolError
+from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.telemetry.record import Number, Phase, Record
 
 VERSION: Final = 1
@@ -23,11 +24,12 @@ _MAX_PARTS: Final = 20
 _MAX_TEXT: Final = 400
 
 Activity: TypeAlias = Literal["training", "healing", "waiting", "idle"]
-"""``training``: takes part in the present step. ``healing``: receives the state first. ``waiting``: for a quorum, or
-for other replicas. ``idle``: has not begun, or has no quorum."""
+"""``training``: the replica takes part in the current step. ``healing``: the replica receives the state first.
+``waiting``: the replica waits for a quorum or for other replicas. ``idle``: training has not begun, or the replica has
+no quorum."""
 
 Change: TypeAlias = Literal["left", "joined", "healed"]
-"""``left`` and ``joined``: another replica. ``healed``: the replica that reports the change."""
+"""``left`` and ``joined``: another replica left or joined. ``healed``: the replica that reports the change healed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,9 @@ class SnapshotStatus:
     """A snapshot that the transport serves.
 
     Attributes:
-        step: The committed step of the state.
-        num_bytes: Its size.
-        num_readers: Requests that read it now.
+        step: Committed step of the state.
+        num_bytes: Size of the snapshot.
+        num_readers: Number of requests that read the snapshot now.
     """
 
     step: Number
@@ -47,17 +49,17 @@ class SnapshotStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStatus:
-    """A transfer between two processes, running or just ended.
+    """A running or recently ended transfer between this process and another process.
 
     Attributes:
-        peer: The address of the other process, as the system or the job names it.
-        replica: The name that the other process gives itself; may be empty.
-        role: The sender is a ``source``, a ``relay``, or on the ``same_host``, where the receiver reads its memory.
+        peer: Address of the other process, as the kernel or the job names it.
+        replica: Replica name that the other process has sent; empty if it sent none.
+        role: ``source`` or ``relay`` for the sender; ``same_host`` if the receiver reads the sender's memory.
         step: Step of the state; ``None`` if it is unknown.
-        num_bytes: Bytes so far.
-        length_s: Since the first request, or until the last one ended, in seconds.
-        bytes_per_s: Over the last second or so; at the first look over the whole transfer.
-        is_running: Whether a request is under way.
+        num_bytes: Bytes that were transferred so far.
+        length_s: Seconds from the first request until now, or until the end of the last request.
+        bytes_per_s: Throughput over about the last second, or over the whole transfer in the first report.
+        is_running: Whether a request is in progress.
     """
 
     peer: str
@@ -75,12 +77,12 @@ class TransportStatus:
     """The snapshots and transfers of a transport.
 
     Attributes:
-        server: Random id, drawn when the server started.
-        replica: The name of the replica.
-        address: The URL for peers.
-        snapshots: Its served snapshots, oldest first.
-        sends: Transfers to receivers.
-        receives: Transfers to this process, by peer.
+        server: Random id of the server, new at each start.
+        replica: Name of the replica.
+        address: URL of the server for peers.
+        snapshots: Snapshots that the server offers, oldest first.
+        sends: Transfers from this process to receivers.
+        receives: Transfers from peers to this process.
     """
 
     server: str = ""
@@ -96,9 +98,9 @@ class MemberStatus:
     """A member of the last quorum.
 
     Attributes:
-        replica_id: Its id.
-        step: Its committed step when it requested the quorum; -1 for none.
-        addresses: The address at which each of its ranks serves its state.
+        replica_id: Id of the member.
+        step: Committed step of the member when it requested the quorum; -1 without a committed step.
+        addresses: URLs at which the member's ranks serve their states, by rank.
     """
 
     replica_id: str
@@ -108,12 +110,12 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HolderStatus:
-    """A holder of the lock over the state.
+    """A section of code that holds the state lock.
 
     Attributes:
-        kind: ``read`` or ``write``.
-        what: The purpose.
-        age_s: Time since it took the lock, in seconds.
+        kind: Kind of the lock: ``read`` or ``write``.
+        what: Purpose of the section.
+        age_s: Time since the section acquired the lock, in seconds.
     """
 
     kind: str
@@ -123,13 +125,13 @@ class HolderStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockStatus:
-    """The lock over the state.
+    """The state lock of a manager.
 
     Attributes:
-        holders: The oldest first.
-        num_waits: How often a thread had to wait for it.
-        waited_s: The sum of those waits, in seconds.
-        longest_wait_s: The longest wait, in seconds.
+        holders: Sections that hold the lock, oldest first.
+        num_waits: Number of times that a thread had to wait for the lock.
+        waited_s: Sum of those waits, in seconds.
+        longest_wait_s: Longest wait, in seconds.
     """
 
     holders: tuple[HolderStatus, ...] = ()
@@ -140,15 +142,15 @@ class LockStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStatus:
-    """An attempted step.
+    """An attempted step. Each step begins at its step boundary (before ``forward``).
 
     Attributes:
-        step: The committed step that it began with.
-        length_s: From its boundary to its commit, or to its refusal, in seconds.
-        period_s: From its boundary to the next one, in seconds; 0 before that.
+        step: Committed step of the state when the attempt began.
+        length_s: Seconds from the step boundary to the commit or refusal.
+        period_s: Seconds from the step boundary to the next step boundary; 0 before the next step boundary.
         is_committed: Whether the step was committed.
         num_participants: Number of replicas that took part.
-        cause: Why the step was not committed; else empty.
+        cause: Why the step was not committed; empty for a committed step.
     """
 
     step: Number
@@ -164,25 +166,26 @@ class ManagerStatus:
     """The state of a manager.
 
     Attributes:
-        replica_id: Unique to this start of the replica; empty without a quorum.
+        replica_id: Id of this start of the replica; empty before the first quorum.
         group_rank: Rank of this process in its replica.
-        activity: Its present activity.
+        activity: Current activity of the replica.
         activity_s: Duration of the activity so far, in seconds; 0 if it is unknown.
-        step: The committed step of the state.
+        step: Committed step of the state.
         batches: Number of batches in that state, over all replicas.
-        partial: Why the state is a mix of steps; else empty.
+        partial: Why the state is a mix of steps; empty if the state is that of one step.
         quorum: Name of the last quorum's process group.
         members: Members of the last quorum.
-        num_participants: Number of members that contribute.
-        lighthouse: Its address.
-        is_lighthouse_lost: Whether the Lighthouse could not be reached since the last quorum; known on rank 0 only.
-        lock: The lock over the state.
-        steps: The last steps, the newest at the end.
-        num_committed: Number of steps committed since the start.
-        num_refused: Number of attempted steps that were not.
-        rules: The settings that all replicas share; empty before the first quorum, and on other ranks than the first.
-        structure: Digests of the structure of the replica's state, by part; as ``rules``.
-        store_address: The address of the store where the replica describes its state; as ``rules``.
+        num_participants: Number of members that contribute gradients.
+        lighthouse: Address of the Lighthouse.
+        is_lighthouse_lost: Whether the Lighthouse has been out of reach since the last quorum; always false on ranks
+            other than 0.
+        lock: The state lock.
+        steps: The last attempted steps, the newest at the end.
+        num_committed: Number of steps that were committed since the start.
+        num_refused: Number of steps that were attempted and not committed since the start.
+        rules: Settings that all replicas must share; empty before the first quorum, and on ranks other than 0.
+        structure: Digests of the structure of the replica's state, by part; empty when ``rules`` is.
+        store_address: Address of the store in which the replica describes its state; empty when ``rules`` is.
     """
 
     replica_id: str = ""
@@ -208,15 +211,16 @@ class ManagerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """A change of membership, as one replica saw it.
+    """A change of membership, as one replica observed it.
 
     Attributes:
-        unix_s: When, in seconds since 1970.
-        kind: The kind of change.
-        replica_id: The replica that left, joined or healed.
-        step: The committed step of the quorum that found the change.
-        length_s: How long no step was committed before a departure was found, or how long a heal took; else 0.
-        text: The change in words, without the replica.
+        unix_s: Time of the observation, in seconds since 1970.
+        kind: Kind of the change.
+        replica_id: Id of the replica that left, joined or healed.
+        step: Committed step of the quorum that showed the change.
+        length_s: For ``left``, seconds without a commit before the departure was detected. For ``healed``, duration of
+            the heal in seconds. Otherwise 0.
+        text: Description of the change, without the name of the replica.
     """
 
     unix_s: float
@@ -229,13 +233,13 @@ class MembershipChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorStatus:
-    """An error.
+    """A recent error of the process.
 
     Attributes:
-        unix_s: When, in seconds since 1970.
-        about: A peer, or a replica and its step.
-        text: The message.
-        count: Number of times in a row.
+        unix_s: Time of the error, in seconds since 1970.
+        about: The peer, or the replica and its step, that the error concerns.
+        text: Message of the error.
+        count: Number of times that the error occurred in a row.
     """
 
     unix_s: float
@@ -246,15 +250,15 @@ class ErrorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """The state of a process; see the module.
+    """The state of a process, as ``/state`` sends it.
 
     Attributes:
-        version: Version of this form.
-        unix_s: The clock of the process.
-        transport: The state of its transport.
-        manager: The state of its manager, if it has one.
-        records: The records that ended last, the newest at the end.
-        running: Records that have not ended, with the outcome ``running``.
+        version: Version of this format.
+        unix_s: Time of the process's clock, in seconds since 1970.
+        transport: State of the transport.
+        manager: State of the manager; ``None`` if the process has no manager.
+        records: Records of the operations that ended last, the newest at the end.
+        running: Records of running operations, with the outcome ``running``.
         errors: The last errors, the newest at the end.
         changes: The last changes of membership, the newest at the end.
     """
@@ -273,19 +277,22 @@ _state_decoder: Final = msgspec.json.Decoder(ProcessState)
 
 
 def decode_state(body: bytes | bytearray) -> ProcessState:
-    """Decode the answer of ``/state``.
+    """Decode the body of a response to ``/state``.
 
     Raises:
-        PeerProtocolError: The answer has another form.
+        PeerProtocolError: The body does not have the format of this module.
     """
     try:
         return _state_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected the state of a process, got something else: {error}") from error
 
 
 def shortened(record: Record) -> Record:
-    """Return a record of bounded size: its first phases and transfers, its last retries, and starts of long texts."""
+    """Return a record of bounded size, with only the first phases and transfers, the last retries, and cut texts.
+
+    One phase, ``others``, replaces the phases that are left out.
+    """
     phases = record.phases
     if len(phases) > _MAX_PHASES:
         rest = phases[_MAX_PHASES:]

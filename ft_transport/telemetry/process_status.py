@@ -1,7 +1,6 @@
-"""The state of a process, as ``/state`` shows it: parts that are read only on request.
+"""Builds the state of a process for ``/state``, from parts that are read only when a client requests the state.
 
-Nothing is counted twice for it, and a step costs nothing without requests: each part reads values that its owner has
-anyway.
+A training step does no work for ``/state``: each part reads values that its owner stores for its own use.
 """
 
 from __future__ import annotations
@@ -23,53 +22,53 @@ logger = logging.getLogger(__name__)
 
 _MAX_TEXT: Final = 400
 _WINDOW_S: Final = 0.8
-"""More frequent requests get the rate since an earlier look."""
-_MAX_KEPT: Final = 4096
+"""Shortest time over which `Rates` computes a rate, where possible."""
+_MAX_VALUES: Final = 4096
 
 Part = Callable[[], object]
-"""Returns a value for JSON. Called on any thread; takes no lock for long and waits for nothing."""
+"""Returns a value that can be encoded as JSON. Any thread may call it; it must not block."""
 
 
 class LastErrors:
-    """The last errors of a process; the log has all of them. Any thread may use it, also a signal handler."""
+    """The last errors of a process; the log has all errors. Any thread or signal handler may use it."""
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()
-        self._kept: deque[ErrorStatus] = deque(maxlen=30)
+        self._errors: deque[ErrorStatus] = deque(maxlen=30)
 
     def note(self, about: str, text: str) -> None:
-        """Add an error, or count the same one again.
+        """Add an error, or increase the count of the last error if it is the same.
 
         Args:
-            about: A peer's address, or a replica.
-            text: The error, in words of ours.
+            about: The peer's address, or the replica, that the error concerns.
+            text: Message of the error.
         """
         error = ErrorStatus(unix_s=now_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
         with self._mutex:
-            last = self._kept[-1] if self._kept else None
+            last = self._errors[-1] if self._errors else None
             if last is not None and (last.about, last.text) == (error.about, error.text):
-                self._kept[-1] = replace(error, count=last.count + 1)
+                self._errors[-1] = replace(error, count=last.count + 1)
             else:
-                self._kept.append(error)
+                self._errors.append(error)
 
     def recent(self) -> tuple[ErrorStatus, ...]:
         """Return the last errors, the newest at the end."""
         with self._mutex:
-            return tuple(self._kept)
+            return tuple(self._errors)
 
 
 class ProcessStatus:
-    """The parts of one process's state, by name. Any thread may use it.
+    """The parts of a process's state, by name, and the process's metrics. Thread-safe.
 
-    It begins with the version, the clock, the errors and the records.
+    The first parts are the version, the clock, the errors and the records; other packages add parts with `set_part`.
 
     Args:
-        recorder: Has the last records.
+        recorder: Records the operations of the process.
 
     Attributes:
-        recorder: See the argument.
-        metrics: The metrics of the process, with those of the recorder.
-        errors: The last errors.
+        recorder: The recorder.
+        metrics: Metrics of the process, including those of the recorder.
+        errors: The last errors of the process.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -82,68 +81,70 @@ class ProcessStatus:
         self.set_recorders([recorder])
 
     def set_part(self, name: str, part: Part) -> None:
-        """Set the part that is read for ``name``, in place of an earlier one.
+        """Set the function that returns the part ``name`` of the state; replaces an earlier function of that name.
 
-        This object owns the part for good: a part that reads an object which may be dropped before refers to it weakly.
+        This object references the function until the process status is dropped. So a function that reads an object with
+        a shorter lifetime must reference that object weakly.
         """
         with self._mutex:
             self._parts[name] = part
 
     def set_recorders(self, recorders: Sequence[Recorder]) -> None:
-        """Set the recorders whose records, running and ended ones, are parts of the state."""
+        """Set the recorders from which the state's last and running records are read."""
         self.set_part("records", partial(_records, tuple(recorders)))
         self.set_part("running", partial(_running, tuple(recorders)))
 
     def state(self) -> dict[str, object]:
-        """Return all parts, by name; a part that fails is ``None``, and logged."""
+        """Return all parts of the state, by name. A part whose function raises is logged and returned as ``None``."""
         with self._mutex:
             parts = dict(self._parts)
-        return {name: _asked(name, part) for name, part in parts.items()}
+        return {name: _read(name, part) for name, part in parts.items()}
 
 
 @dataclass(slots=True)
-class _Looks:
+class _Samples:
     earlier: tuple[float, int]
     latest: tuple[float, int]
 
 
 class Rates:
-    """Remembers the last looks at values that grow. Any thread may use it.
+    """Computes recent rates of growing byte counts from samples at each request. Thread-safe.
 
-    Several clients may ask at different moments: each gets a rate over at least `_WINDOW_S`, if that much has passed.
+    Several clients may send requests at different times. Each client receives a rate over at least `_WINDOW_S`, if the
+    first sample is that old.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._looks: dict[Hashable, _Looks] = {}
+        self._samples: dict[Hashable, _Samples] = {}
 
     def of(self, key: Hashable, num_bytes: int, *, began_s: float, now_s: float) -> float:
-        """Return the recent rate in bytes per second.
+        """Return the recent rate of one count, in bytes per second.
 
         Args:
-            key: Identifies the value.
-            num_bytes: Its present size; a smaller number than before restarts it.
-            began_s: When it began with 0, by any clock.
-            now_s: Now, by the same.
+            key: Identifies the count.
+            num_bytes: Current count. If it is smaller than before, the rate starts from ``began_s`` again.
+            began_s: Time at which the count was 0, in seconds of any clock.
+            now_s: Current time by the same clock.
         """
         with self._mutex:
-            looks = self._looks.pop(key, None)
-            if looks is None or num_bytes < looks.latest[1]:
-                looks = _Looks((began_s, 0), (began_s, 0))
-            if now_s - looks.latest[0] >= _WINDOW_S:
-                looks.earlier, looks.latest = looks.latest, (now_s, num_bytes)
-            self._looks[key] = looks  # the newest at the end
-            if len(self._looks) > _MAX_KEPT:
-                del self._looks[next(iter(self._looks))]
-            length_s = now_s - looks.earlier[0]
-            return (num_bytes - looks.earlier[1]) / length_s if length_s > 0 else 0.0
+            samples = self._samples.pop(key, None)
+            if samples is None or num_bytes < samples.latest[1]:
+                samples = _Samples((began_s, 0), (began_s, 0))
+            if now_s - samples.latest[0] >= _WINDOW_S:
+                samples.earlier, samples.latest = samples.latest, (now_s, num_bytes)
+            self._samples[key] = samples  # moves the key to the end
+            if len(self._samples) > _MAX_VALUES:
+                del self._samples[next(iter(self._samples))]
+            length_s = now_s - samples.earlier[0]
+            return (num_bytes - samples.earlier[1]) / length_s if length_s > 0 else 0.0
 
 
-def _asked(name: str, part: Part) -> object:
+def _read(name: str, part: Part) -> object:
     try:
         return part()
     except Exception:
-        logger.exception("the part %s of this process's state could not be read", name)
+        logger.exception("cannot read the part %s of this process's state; /state reports it as null", name)
         return None
 
 

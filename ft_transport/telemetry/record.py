@@ -1,15 +1,20 @@
-"""The record of one heal, fetch, save, load or publish: its phases, its peers and its failures.
+"""The record of one heal, fetch, save, load or publish, and its forms: a line of JSON, spans, and a trace.
 
-A record is written when its operation ends. As JSON it is one object on one line, whose keys are the attributes below;
-readers ignore unknown keys.
+A record is complete when its operation ends. As JSON, a record is one object on one line, whose keys are the attributes
+of `Record`; readers ignore unknown keys.
+
+The spans are those of OpenTelemetry and ``torch.profiler``; the trace is for Perfetto's viewer. This module imports
+neither OpenTelemetry nor torch: a process that uses one of them has already imported it.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -23,18 +28,19 @@ Role: TypeAlias = Literal["source", "relay", "same_host", "engine", "storage"]
 KINDS: Final = get_args(Kind)
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
-"""Larger numbers have more digits than a float can represent, and no counter reaches them."""
+"""A number that fits into 64 bits; a larger number in a peer's JSON is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A phase of the recording thread. The phases of a record follow each other without gaps.
+    """A phase of an operation, on the thread that records it. The phases of a record follow each other without gaps.
 
     Attributes:
-        name: ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``, ``verify``, ``load``, ``compare``,
-            ``rendezvous``, ``first_step`` for a heal; docs/recoveries.md explains each. A name may occur several times.
-        start_s: Seconds from the beginning of the record.
-        length_s: In seconds.
+        name: Name of the phase. Those of a heal are ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``,
+            ``verify``, ``load``, ``compare``, ``rendezvous`` and ``first_step``; docs/recoveries.md explains them. Two
+            phases of a record may have the same name.
+        start_s: Seconds from the beginning of the record to the beginning of the phase.
+        length_s: Duration of the phase, in seconds.
     """
 
     name: str
@@ -44,17 +50,17 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The traffic between this process and one other place.
+    """The data that one operation moved between this process and one peer or file.
 
     Attributes:
         peer: ``host:port`` of a source or relay as configured or announced, the URL of an engine, or the path of a
             file.
-        role: The peer's role for this process.
+        role: Role of the peer in this operation; ``storage`` for a file.
         num_bytes: Bytes that were received, sent or written.
-        length_s: From its first request to the end of its last, in seconds.
-        local_address: This end of its connections; empty without connections.
-        peer_address: The address that the peer's name resolved to.
-        interface: The network interface that has ``local_address``; empty if the system does not report it.
+        length_s: Seconds from the first request to the end of the last request.
+        local_address: Local address of the connections; empty without connections.
+        peer_address: IP address and port of the peer; empty without connections.
+        interface: Network interface with ``local_address``; empty if the interface is unknown.
         num_connections: Number of connections that were opened.
     """
 
@@ -69,18 +75,18 @@ class Transfer:
 
     @property
     def bytes_per_s(self) -> float:
-        """Average over ``length_s``; 0 if nothing was measured."""
+        """Average throughput over ``length_s``; 0 if ``length_s`` is 0."""
         return self.num_bytes / self.length_s if self.length_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """A failure after which the operation was retried, here or elsewhere.
+    """A failure after which the operation continued with another attempt, at the same peer or at another one.
 
     Attributes:
-        at_s: Seconds from the beginning of the record.
-        cause: The error, its type before its message.
-        peer: The peer that failed; empty if none was involved.
+        at_s: Seconds from the beginning of the record to the failure.
+        cause: Type and message of the error, as ``Type: message``.
+        peer: The peer that failed; empty if no peer was involved.
     """
 
     at_s: float
@@ -90,22 +96,24 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The record of one operation; see the module.
+    """The record of one operation: its phases, its transfers and its failures.
 
     Attributes:
-        kind: The operation.
-        begun_unix_s: When it began, in seconds since 1970.
-        length_s: Its duration by the monotonic clock, in seconds.
-        outcome: How it ended; ``abandoned`` if another operation replaced it, ``running`` if it has not ended.
-        replica: Name that this replica gives itself.
+        kind: Kind of the operation.
+        begun_unix_s: Time at which the operation began, in seconds since 1970.
+        length_s: Duration of the operation by the monotonic clock, in seconds.
+        outcome: Result of the operation; ``abandoned`` if another operation replaced this one, ``running`` before the
+            end.
+        replica: Name of this replica in its own settings.
         group_rank: Rank of this process in its replica.
-        step: The step that it ended at; ``None`` if it reached none. For a publish, the version.
+        step: Step of the state that the operation moved, or version of a publish; ``None`` if the operation failed
+            before the step was known.
         num_bytes: Size of the whole state, checkpoint or version.
-        error: Why it failed; empty if it did not.
-        phases: In order, without gaps.
-        transfers: By peer.
-        retries: In order.
-        notes: Other facts that help to explain it, by name, in plain text.
+        error: Type and message of the error that ended the operation; empty without an error.
+        phases: Phases in order, without gaps.
+        transfers: One transfer for each peer and role.
+        retries: Failures after which the operation continued, in order.
+        notes: Further facts in plain text, by name.
     """
 
     kind: Kind
@@ -123,7 +131,7 @@ class Record:
     notes: dict[str, str] = field(default_factory=dict)
 
     def phase_lengths(self) -> dict[str, float]:
-        """Return the seconds of each phase, summed by name, in the order of first occurrence."""
+        """Return the total seconds by phase name, in the order in which the names first occur."""
         lengths: dict[str, float] = {}
         for phase in self.phases:
             lengths[phase.name] = lengths.get(phase.name, 0.0) + phase.length_s
@@ -134,15 +142,15 @@ _record_decoder: Final = msgspec.json.Decoder(Record)
 
 
 def now_unix_s() -> float:
-    """Return the clock of this host, in seconds since 1970."""
+    """Return this host's time, in seconds since 1970."""
     return datetime.now(timezone.utc).timestamp()
 
 
 def encode_json(value: object) -> bytes:
-    """Encode a record, or another value that quotes peers and paths, as JSON in one line.
+    """Encode a record, or another value that contains headers or paths, as one line of JSON.
 
-    A header or a path with bytes that are no UTF-8 has lone surrogates (PEP 383), which JSON cannot represent: a
-    question mark replaces each of them.
+    A header or path whose bytes are not UTF-8 contains lone surrogates (PEP 383), which JSON cannot represent. This
+    function replaces each of them with a question mark.
     """
     try:
         return msgspec.json.encode(value)
@@ -152,12 +160,128 @@ def encode_json(value: object) -> bytes:
 
 
 def decode_record(line: bytes | str) -> Record:
-    """Decode the line of a record, as `encode_json` makes it.
+    """Decode a record from a line that `encode_json` has encoded.
 
     Raises:
-        RecordError: The line is no record.
+        RecordError: The line does not contain a record.
     """
     try:
         return _record_decoder.decode(line)
     except DECODE_ERRORS as error:
         raise RecordError(f"expected a record in JSON, got something else: {error}") from error
+
+
+_TRANSFERS: Final = 1000
+"""Offset from a rank's line in the trace to the line of the rank's transfers."""
+
+
+def send_spans(record: Record) -> None:
+    """Send the spans of a record to this process's OpenTelemetry tracer, if OpenTelemetry is imported."""
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return
+    tracer = trace.get_tracer("ft_transport")
+    begun_s, end_s = record.begun_unix_s, record.begun_unix_s + record.length_s
+    whole = tracer.start_span(f"ft_transport.{record.kind}", start_time=_ns(begun_s), attributes=_attributes(record))
+    within = trace.set_span_in_context(whole)
+    for phase in record.phases:
+        start_s = begun_s + phase.start_s
+        child = tracer.start_span(f"ft_transport.{record.kind}.{phase.name}", context=within, start_time=_ns(start_s))
+        child.end(_ns(start_s + phase.length_s))
+    for retry in record.retries:
+        whole.add_event("retry", {"cause": retry.cause, "peer": retry.peer}, timestamp=_ns(begun_s + retry.at_s))
+    for transfer in record.transfers:
+        # OpenTelemetry accepts only plain values as attributes of an event.
+        values = {"peer": transfer.peer, "role": transfer.role, "interface": transfer.interface}
+        whole.add_event(
+            "transfer",
+            {**values, "bytes": transfer.num_bytes, "bytes_per_s": transfer.bytes_per_s},
+            timestamp=_ns(end_s),
+        )
+    if record.outcome == "failed":
+        whole.set_status(trace.StatusCode.ERROR, record.error)
+    whole.end(_ns(end_s))
+
+
+def _attributes(record: Record) -> dict[str, str | int]:
+    values: dict[str, str | int] = {
+        "ft_transport.replica": record.replica,
+        "ft_transport.group_rank": record.group_rank,
+        "ft_transport.outcome": record.outcome,
+        "ft_transport.bytes": record.num_bytes,
+    }
+    return values if record.step is None else {**values, "ft_transport.step": record.step}
+
+
+def _ns(unix_s: float) -> int:
+    return round(unix_s * 1_000_000_000)
+
+
+class ProfiledPhase:
+    """The span of the current phase in ``torch.profiler``, if a profiler runs. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._span: Any = None
+
+    def begin(self, kind: str, phase: str) -> None:
+        """End the previous span, and begin a span named ``ft_transport::<kind>::<phase>``."""
+        self.end()
+        profiler: Any = sys.modules.get("torch.autograd.profiler")
+        if profiler is not None and profiler._is_profiler_enabled:
+            span = profiler.record_function(f"ft_transport::{kind}::{phase}")
+            span.__enter__()
+            self._span = span
+
+    def end(self) -> None:
+        """End the span, if there is one."""
+        span, self._span = self._span, None
+        if span is not None:
+            span.__exit__(None, None, None)
+
+
+def encode_trace(records: Sequence[Record]) -> bytes:
+    """Return a trace for Perfetto's viewer, in JSON, that begins with the first record.
+
+    Each replica is a process and each rank a line. Differences between the clocks of the hosts are not corrected.
+    """
+    begin_s = min((record.begun_unix_s for record in records), default=0.0)
+    replicas = {name: number for number, name in enumerate(sorted({record.replica for record in records}), 1)}
+    events = [event for name, number in replicas.items() for event in _names(name, number, records)]
+    for record in records:
+        events += _events(record, replicas[record.replica], record.begun_unix_s - begin_s)
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _names(replica: str, process: int, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": replica or "without a name"}}
+    for rank in sorted({record.group_rank for record in records if record.replica == replica}):
+        for line, name in ((rank, f"rank {rank}"), (rank + _TRANSFERS, f"rank {rank}, transfers")):
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": line, "args": {"name": name}}
+
+
+def _events(record: Record, process: int, start_s: float) -> Iterator[dict[str, Any]]:
+    whole = {"step": record.step, "bytes": record.num_bytes, "outcome": record.outcome, "error": record.error}
+    where = {"pid": process, "tid": record.group_rank, "cat": record.kind}
+    yield _complete(record.kind, start_s, record.length_s, where, {**whole, **record.notes})
+    for phase in record.phases:
+        yield _complete(phase.name, start_s + phase.start_s, phase.length_s, where, {})
+    transfer_s = next((phase.start_s for phase in record.phases if phase.name == "transfer"), 0.0)
+    for transfer in record.transfers:
+        line = {**where, "tid": record.group_rank + _TRANSFERS}
+        arguments = {**msgspec.to_builtins(transfer), "bytes_per_s": transfer.bytes_per_s}
+        yield _complete(f"{transfer.role} {transfer.peer}", start_s + transfer_s, transfer.length_s, line, arguments)
+    for retry in record.retries:
+        yield {
+            "ph": "i",
+            "s": "t",
+            "name": retry.cause,
+            "ts": (start_s + retry.at_s) * 1e6,
+            **where,
+            "args": {"peer": retry.peer},
+        }
+
+
+def _complete(
+    name: str, start_s: float, length_s: float, where: dict[str, Any], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": start_s * 1e6, "dur": length_s * 1e6, **where, "args": arguments}

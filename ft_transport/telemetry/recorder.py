@@ -1,7 +1,8 @@
-"""Makes records of running operations, keeps the last ones, and passes each on to its subscribers.
+"""Records running operations, stores the last records, and calls subscribers with each new record.
 
-Fetching code does not know whether it is part of a heal. It opens a recording; in a thread (or context) that already
-has an open recording, it gets a part of that one: its phases, transfers and retries become those of the heal.
+Code that fetches a state does not know whether the fetch is part of a heal. If its thread (or context) already has an
+open recording, such as that of a heal, `Recorder.begin` returns a part of that recording: the phases, transfers and
+retries of the fetch become those of the heal.
 """
 
 from __future__ import annotations
@@ -20,61 +21,72 @@ from typing import Final
 
 from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.process_state import shortened
-from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_json, now_unix_s
-from ft_transport.telemetry.spans import ProfiledPhase, send_spans
+from ft_transport.telemetry.record import (
+    Kind,
+    Outcome,
+    Phase,
+    ProfiledPhase,
+    Record,
+    Retry,
+    Transfer,
+    encode_json,
+    now_unix_s,
+    send_spans,
+)
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT: Final = 100
 RECORDS_VARIABLE: Final = "FT_TRANSPORT_RECORDS"
 
 Listener = Callable[[Record], None]
 
 _MAX_PHASES: Final = 1000
 _MAX_RETRIES: Final = 1000
-# Weakly: an exception of a signal handler can cut off the call that opened or ends a recording, and the next record of
-# the thread must not become a part of a recording that never ends.
+# A weak reference: if a signal handler raises while a recording is opened or ended, that recording never ends, and the
+# thread's next recording must not become a part of it.
 _open: ContextVar[weakref.ref[Recording] | None] = ContextVar("ft_transport_recording", default=None)
 
 
 def current() -> Recording | None:
-    """Return the open recording of this thread, or context."""
+    """Return the open recording of this thread (or context); ``None`` without one."""
     ref = _open.get()
     recording = ref() if ref is not None else None
     return None if recording is None or recording._has_ended else recording
 
 
 def phase(name: str) -> None:
-    """Begin a phase of this thread's recording, if one is open."""
+    """Begin a phase of this thread's recording, if the thread has an open recording."""
     recording = current()
     if recording is not None:
         recording.phase(name)
 
 
 class Recorder:
-    """Keeps the last records of one replica's process. Any thread may use it.
+    """Records the operations of a process, and stores the last records. Thread-safe.
 
     Args:
-        path: A file to which each record is appended as a JSON line; ``None`` takes the file that the environment names
-            in ``FT_TRANSPORT_RECORDS``, if any. A file that cannot be written causes one warning and no error.
-        num_kept: Number of records in memory.
-        clock: Monotonic seconds.
+        path: File to which each record is appended as a line of JSON; ``None`` for the file that the environment
+            variable ``FT_TRANSPORT_RECORDS`` names, if it is set. If a write fails, the recorder logs one warning and
+            writes no more records to the file.
+        num_stored: Maximum number of records in memory.
+        clock: Returns monotonic time, in seconds.
     """
 
     def __init__(
         self,
         *,
         path: str | os.PathLike[str] | None = None,
-        num_kept: int = NUM_KEPT,
+        num_stored: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         named = path if path is not None else os.environ.get(RECORDS_VARIABLE, "")
         self._path = Path(named) if named else None
         self._clock = clock
-        self._lock = threading.RLock()  # a signal handler may end what it has interrupted
-        self._kept: deque[Record] = deque(maxlen=num_kept)
+        # Reentrant, because a signal handler may end the operation whose recording it has interrupted.
+        self._lock = threading.RLock()
+        self._records: deque[Record] = deque(maxlen=num_stored)
         self._listeners: list[Listener] = []
-        # Weakly: a recording that was dropped along with its manager makes no cycle.
+        # Weak references, so that a recording and its recorder make no reference cycle.
         self._running: dict[int, weakref.ref[Recording]] = {}
 
     def begin(
@@ -83,14 +95,15 @@ class Recorder:
         """Open a recording, or a part of this thread's open recording.
 
         Args:
-            kind: The operation; ignored for a part.
-            replica: Name that this replica gives itself.
+            kind: Kind of the operation; ignored for a part.
+            replica: Name of this replica in its own settings.
             group_rank: Rank of this process in its replica.
-            phase: The first phase. Empty names it after the kind; a part continues the phase of the whole.
-            began_s: When it began, by the clock, if that was before this call.
+            phase: Name of the first phase. If empty, a recording names the phase after ``kind``, and a part continues
+                the current phase.
+            began_s: Time by the recorder's clock at which the operation began; ``None`` for now.
 
         Returns:
-            The recording, to be ended in the same thread, as a context manager or by `Recording.end`.
+            The recording. End it on the same thread, as a context manager or with `Recording.end`.
         """
         whole = current()
         return Recording(
@@ -110,18 +123,18 @@ class Recorder:
         )
 
     def recent(self) -> tuple[Record, ...]:
-        """Return the records that ended last, the newest at the end."""
+        """Return the last records, the newest at the end."""
         with self._lock:
-            return tuple(self._kept)
+            return tuple(self._records)
 
     def running(self) -> tuple[Record, ...]:
-        """Return the open recordings so far, the oldest first."""
+        """Return a record of each open recording so far, the oldest first."""
         with self._lock:
             recordings = [recording for ref in self._running.values() if (recording := ref()) is not None]
         return tuple(running for recording in recordings if (running := recording.so_far()) is not None)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` called with each record, in the thread that ended it.
+        """Call ``listener`` with each new record, on the thread that ends the recording.
 
         Returns:
             A function that ends the subscription.
@@ -135,17 +148,16 @@ class Recorder:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
-    def _begun(self, recording: Recording) -> None:
+    def _add_running(self, recording: Recording) -> None:
         key = id(recording)
         with self._lock:
             self._running = {each: ref for each, ref in self._running.items() if ref() is not None}
             self._running[key] = weakref.ref(recording)
 
-    def _keep(self, record: Record, recording: Recording) -> None:
+    def _store(self, record: Record, recording: Recording) -> None:
         with self._lock:
             self._running.pop(id(recording), None)
-        with self._lock:
-            self._kept.append(record)
+            self._records.append(record)
             listeners = tuple(self._listeners)
             path = self._path
         if path is not None:
@@ -154,16 +166,16 @@ class Recorder:
             except OSError as error:
                 with self._lock:
                     self._path = None
-                logger.warning("records are no longer written to %s: %s", path, error)
+                logger.warning("cannot write to the file of records, %s: %s; no more records are written", path, error)
         for listener in (send_spans, *listeners):
             try:
                 listener(record)
             except Exception:
-                logger.exception("a listener of records failed")
+                logger.exception("a subscriber of records raised an error for a record of kind %s", record.kind)
 
 
 class Recording:
-    """A record in the making. One thread begins its phases; any thread may add the rest."""
+    """The record of a running operation. One thread begins the phases; any thread may call the other methods."""
 
     def __init__(
         self,
@@ -183,7 +195,7 @@ class Recording:
         self._began_s = now_s if began_s is None else began_s
         if self._began_s < now_s:
             self._beginning = replace(beginning, begun_unix_s=beginning.begun_unix_s - (now_s - self._began_s))
-        self._lock = threading.RLock()  # a signal handler may end what it has interrupted
+        self._lock = threading.RLock()  # reentrant, like the recorder's lock
         self._phases: list[Phase] = []
         self._phase = phase or beginning.kind
         self._phase_began_s = self._began_s
@@ -194,21 +206,21 @@ class Recording:
         self._num_bytes = 0
         self._has_ended = False
         self._profiled = ProfiledPhase()
-        self._followed: Callable[[], Sequence[Transfer]] | None = None
+        self._running_transfers: Callable[[], Sequence[Transfer]] | None = None
         if whole is None:
             _open.set(weakref.ref(self))
             self._profiled.begin(beginning.kind, self._phase)
-            recorder._begun(self)
+            recorder._add_running(self)
         elif phase:
             whole.phase(phase)
 
     @property
     def is_part(self) -> bool:
-        """Whether this recording belongs to a record that was begun before."""
+        """Whether this recording is a part of another recording, which was opened before."""
         return self._whole is not None
 
     def phase(self, name: str) -> None:
-        """End the current phase, and begin another one. A part's phases are those of the whole."""
+        """End the current phase and begin another phase, of the whole recording if this is a part."""
         whole = self._whole or self
         with whole._lock:
             if name != whole._phase and not whole._has_ended:
@@ -217,64 +229,66 @@ class Recording:
                 whole._profiled.begin(whole._beginning.kind, name)
 
     def leave(self) -> None:
-        """Detach from this thread: its next recording is a record of its own."""
+        """Detach this recording from its thread: the thread's next recording does not become a part of it."""
         ref = _open.get()
         if ref is not None and ref() is self:
             _open.set(None)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Add the traffic with one peer; sums up transfers of the same peer and role."""
+        """Add the data that was moved from or to one peer. Sums transfers that have the same peer and role."""
         whole = self._whole or self
         with whole._lock:
             _add(whole._transfers, transfer)
 
     def follow(self, transfers: Callable[[], Sequence[Transfer]] | None) -> None:
-        """Set the function that returns running transfers, until ``None`` says that they were added by `transfer`.
+        """Set the function that returns running transfers, for `so_far`.
 
         Args:
-            transfers: Called by any thread, on request.
+            transfers: Function that any thread may call; ``None`` once the transfers have ended and the caller adds
+                them with `transfer`.
         """
-        (self._whole or self)._followed = transfers
+        (self._whole or self)._running_transfers = transfers
 
     def so_far(self) -> Record | None:
-        """Return the record so far, shortened; ``None`` if it has ended."""
-        followed = self._followed
-        going_on = followed() if followed is not None else ()
+        """Return a shortened record of the operation so far; ``None`` if the recording has ended."""
+        running_transfers = self._running_transfers
+        running = running_transfers() if running_transfers is not None else ()
         with self._lock:
             if self._has_ended:
                 return None
             now_s = self._clock()
             transfers = dict(self._transfers)
-            for transfer in going_on:
+            for transfer in running:
                 _add(transfers, transfer)
-            record = self._record("running", now_s, phases=(*self._phases, self._present(now_s)), transfers=transfers)
+            phases = (*self._phases, self._current_phase(now_s))
+            record = self._record("running", now_s, phases=phases, transfers=transfers)
         return shortened(record)
 
     def retry(self, cause: BaseException | str, *, peer: str = "") -> None:
-        """Add a failure after which the operation is retried."""
+        """Add a failure after which the operation continues with another attempt."""
         whole, text = self._whole or self, cause if isinstance(cause, str) else _describe(cause)
         with whole._lock:
             if len(whole._retries) < _MAX_RETRIES:
                 whole._retries.append(Retry(at_s=whole._clock() - whole._began_s, cause=text, peer=peer))
 
     def note(self, **notes: str) -> None:
-        """Add facts that help to explain the record."""
+        """Add further facts to the record, by name."""
         whole = self._whole or self
         with whole._lock:
             whole._notes.update(notes)
 
     def describe(self, *, step: int | None = None, num_bytes: int | None = None) -> None:
-        """Set the final step and the size of the whole, as soon as they are known."""
+        """Set the step and the size of the state, as soon as the operation determines them."""
         whole = self._whole or self
         with whole._lock:
             whole._step = whole._step if step is None else step
             whole._num_bytes = whole._num_bytes if num_bytes is None else num_bytes
 
     def end(self, outcome: Outcome = "ok", *, error: BaseException | str = "") -> Record | None:
-        """End the recording, once; later calls and the ends of parts do nothing.
+        """End the recording. Has no effect on a part, or after the first call.
 
         Returns:
-            The record, unless nothing was done.
+            The record; ``None`` if the call had no effect.
         """
         if self._whole is not None:
             return None
@@ -288,7 +302,7 @@ class Recording:
             text = error if isinstance(error, str) else _describe(error)
             record = self._record(outcome, now_s, phases=tuple(self._phases), transfers=self._transfers, error=text)
         self.leave()
-        self._recorder._keep(record, self)
+        self._recorder._store(record, self)
         return record
 
     def __enter__(self) -> Recording:
@@ -319,13 +333,13 @@ class Recording:
             notes=dict(self._notes),
         )
 
-    def _present(self, now_s: float) -> Phase:
+    def _current_phase(self, now_s: float) -> Phase:
         start_s = self._phase_began_s - self._began_s
         return Phase(name=self._phase, start_s=start_s, length_s=now_s - self._phase_began_s)
 
     def _end_phase(self, now_s: float) -> None:
         if len(self._phases) < _MAX_PHASES:
-            self._phases.append(self._present(now_s))
+            self._phases.append(self._current_phase(now_s))
             self._phase_began_s = now_s
 
 
@@ -335,19 +349,19 @@ def _describe(error: BaseException) -> str:
 
 def _add(transfers: dict[tuple[str, str], Transfer], more: Transfer) -> None:
     key = (more.peer, more.role)
-    known = transfers.get(key)
-    if known is not None:
+    earlier = transfers.get(key)
+    if earlier is not None:
         more = replace(
             more,
-            num_bytes=known.num_bytes + more.num_bytes,
-            length_s=known.length_s + more.length_s,
-            num_connections=known.num_connections + more.num_connections,
+            num_bytes=earlier.num_bytes + more.num_bytes,
+            length_s=earlier.length_s + more.length_s,
+            num_connections=earlier.num_connections + more.num_connections,
         )
     transfers[key] = more
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append one line with one write, so that processes that share a file do not mix their lines."""
+    """Append a line to a file with one write, so that lines of several processes stay whole."""
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, line)

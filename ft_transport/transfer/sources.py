@@ -239,7 +239,7 @@ def asking(
                     futures.append(pool.submit(ask, connection))
                     futures[-1].add_done_callback(answered.put)
             except ThreadRefusedError as error:
-                raise TransportError(f"expected a further thread ({pool.name}): {error}") from error
+                raise TransportError(f"expected the system to start another thread ({pool.name}): {error}") from error
             yield futures, answered
         finally:
             for connection, each in itertools.zip_longest(connections, futures):

@@ -99,4 +99,4 @@ def test_a_part_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFix
         told = json.loads(served.ask("/state").body)
 
     assert (told["broken"], told["whole"]) == (None, {"step": 7})
-    assert "the part broken of this process's state could not be read" in caplog.text
+    assert "cannot read the part broken of this process's state" in caplog.text

@@ -113,7 +113,7 @@ class TestMetrics:
         metrics.collect(MetricValues("peers").readings)
         for _ in range(3):
             assert told(metrics) == {("recoveries_total",): 0, ("step",): 1, ("unreadable_sources",): 1}
-        assert caplog.text.count("could not be read") == 1
+        assert caplog.text.count("cannot read the metrics") == 1
 
     def test_what_is_not_told_any_more_is_gone(self) -> None:
         metrics = Metrics()

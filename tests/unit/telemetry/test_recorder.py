@@ -107,7 +107,7 @@ def test_a_handler_that_raises_anywhere_in_a_recording_leaves_none_open() -> Non
 
 def test_records_are_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_TRANSPORT_RECORDS", str(tmp_path / "records.jsonl"))
-    recorder = Recorder(num_kept=1)
+    recorder = Recorder(num_stored=1)
     for _ in range(3):
         recorder.begin("load").end()
     lines = (tmp_path / "records.jsonl").read_bytes().splitlines()
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path: Path, caplog:
 def test_a_fifo_is_no_file_of_records_and_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.mkfifo(tmp_path / "records")
     Recorder(path=tmp_path / "records").begin("load").end()
-    assert "no longer written" in caplog.text
+    assert "no more records are written" in caplog.text
 
 
 def test_what_is_interrupted_in_a_recording_may_end_it() -> None:
@@ -161,4 +161,4 @@ def test_listeners_hear_each_record_and_one_that_fails_hurts_nobody(caplog: pyte
     end()
     recorder.begin("load").end()
     assert len(heard) == 1
-    assert "a listener of records failed" in caplog.text
+    assert "a subscriber of records raised an error" in caplog.text
