@@ -64,7 +64,7 @@ def outcomes_of(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
         pytest.param("new", 2, _SAVING | {"rename"}, marks=pytest.mark.long),
         ("new, deleting the old", 2, _SAVING | _DELETING),
         ("replacing", 1, _SAVING | {"exchange"} | _DELETING),
-        ("replacing without exchange", 1, _SAVING | _DELETING),
+        pytest.param("replacing without exchange", 1, _SAVING | _DELETING, marks=pytest.mark.long),
     ],
 )
 def test_a_trainer_killed_at_any_step_leaves_the_old_or_the_new_whole(
