@@ -1,6 +1,6 @@
-"""The address that a server binds, and the address that it advertises.
+"""Chooses the address on which a server listens, and the address that it advertises to peers.
 
-The advertised address is checked, as far as this host can tell, and logged once.
+The server logs its advertised address once, and warns if the address, as far as this host can check, leads elsewhere.
 """
 
 from __future__ import annotations
@@ -31,31 +31,36 @@ _MAX_INTERFACES: Final = 512
 _IFREQ: Final = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
 """``struct ifreq`` with an IPv4 address (man 7 netdevice)."""
 ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
-"""Environment variable with the host name, address or network interface that peers should use."""
+"""Environment variable: the host name, address or network interface that a server advertises to peers."""
 LISTEN_BACKLOG: Final = 4096
-"""A client that finds it full retries after a second; a connection waiting in the kernel costs next to nothing."""
+"""Connections that the kernel queues until the server accepts them. If the queue is full, a client retries after a
+second, which is worse than the negligible cost of a queued connection.
+"""
 _LOOPBACKS: Final = ("127.0.0.1", "::1")
 _REMEDY: Final = "set FT_TRANSPORT_TOKEN to the same secret on every host"
-_OPEN_REMEDY: Final = "or let anyone in with TransportSettings.allow_anyone=True or FT_TRANSPORT_ALLOW_ANYONE=1"
+_OPEN_REMEDY: Final = "or allow any client with TransportSettings.allow_anyone=True or FT_TRANSPORT_ALLOW_ANYONE=1"
 
 
 def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyone: bool = False) -> str | None:
-    """Return the address to bind: only the loopback if peers cannot be authenticated.
+    """Return the address on which to listen: only the loopback if the server does not authenticate its peers.
 
     Args:
-        host: The setting; ``None`` for every address.
-        is_guarded: Whether peers have to prove the job token.
-        may_open: Whether ``allow_anyone`` is a setting here.
-        allow_anyone: Whether unauthenticated clients are allowed.
+        host: The configured address; ``None`` for all addresses.
+        is_guarded: Whether the server authenticates its peers.
+        may_open: Whether this server has the setting ``allow_anyone``.
+        allow_anyone: Whether a server without authentication may listen beyond the loopback.
+
+    Returns:
+        The address; ``None`` for all addresses.
 
     Raises:
-        ConfigurationError: The address is not on the loopback, and unauthenticated clients could connect to it.
+        ConfigurationError: Clients on other hosts could connect to ``host`` without authentication.
     """
     if is_guarded or (may_open and allow_anyone):
         return host
     remedy = f"{_REMEDY}, {_OPEN_REMEDY}" if may_open else _REMEDY
     if host is None:
-        _say_that_it_is_local(remedy)
+        _warn_of_loopback(remedy)
         return next((each for each in _LOOPBACKS if can_bind(each)), _LOOPBACKS[0])
     if not is_loopback(host):
         raise ConfigurationError(
@@ -71,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Resolve an address, with or without brackets, or a name; return an empty list if that fails."""
+    """Return the addresses of a host name or of an address, with or without brackets; ``[]`` if it does not resolve."""
     with contextlib.suppress(ValueError):
         return [ipaddress.ip_address(host.strip("[]"))]
     try:
@@ -82,10 +87,10 @@ def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 @functools.cache
-def _say_that_it_is_local(remedy: str) -> None:
+def _warn_of_loopback(remedy: str) -> None:
     """Warn once per process that the server listens only on the loopback."""
     logger.warning(
-        "there is no job token, so this process listens on the loopback alone; for peers on other hosts %s", remedy
+        "there is no job token, so this process listens on the loopback alone; for peers on other hosts, %s", remedy
     )
 
 
@@ -100,14 +105,14 @@ def can_bind(address: str) -> bool:
 
 
 def listen(host: str | None, port: int) -> socket.socket:
-    """Return a listening TCP socket.
+    """Return a TCP socket that listens on an address.
 
     Args:
-        host: Address to bind; ``None`` for every address of both families, or IPv4 alone where IPv6 is off.
-        port: Port; 0 for any free one.
+        host: The address; ``None`` for all addresses, IPv4 and IPv6 (IPv4 alone on hosts without IPv6).
+        port: The port; 0 for any free port.
 
     Raises:
-        ConfigurationError: The address cannot be bound.
+        ConfigurationError: The process cannot listen on this address and port.
     """
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"expected a port from 0 to 65535, got port {port}")
@@ -119,7 +124,7 @@ def listen(host: str | None, port: int) -> socket.socket:
                         ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG
                     )
                 except OSError:
-                    # Compiled in but switched off on this host (ipv6.disable=1, containers).
+                    # Python supports IPv6, but this host has it disabled (ipv6.disable=1, containers).
                     pass
             return socket.create_server(("0.0.0.0", port), backlog=LISTEN_BACKLOG)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -129,13 +134,15 @@ def listen(host: str | None, port: int) -> socket.socket:
 
 
 def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
-    """Return the host that peers should use, in the form for a URL (IPv6 in brackets).
+    """Return the host to advertise to peers, as written in a URL (IPv6 in brackets).
 
-    The first of these: the setting, the environment variable ``FT_TRANSPORT_ADVERTISE``, the bound address unless it is
-    a wildcard, this host's name if it resolves, the loopback address. A setting may be the name of a network interface.
+    Args:
+        setting: A host name, an address or a network interface. Default: the value of the environment variable
+            ``FT_TRANSPORT_ADVERTISE``; or else ``bound``; or else this host's name if it resolves; or else 127.0.0.1.
+        bound: The address on which the server listens; ``None`` or a wildcard for all addresses.
 
     Raises:
-        ConfigurationError: The setting is neither an address, nor a name that resolves, nor an interface with an
+        ConfigurationError: The setting is neither an address, nor a name that resolves, nor a network interface with an
             address.
     """
     chosen = setting or os.environ.get(ADVERTISE_VARIABLE) or (None if _is_wildcard(bound) else bound)
@@ -151,7 +158,7 @@ def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
             return chosen
         raise ConfigurationError(
             f"expected a host, an address or one of the interfaces {sorted(name for _, name in socket.if_nameindex())} "
-            f"to advertise, and {chosen!r} is none that resolves"
+            f"to advertise, got {chosen!r}, which does not resolve"
         ) from None
     return f"[{address}]" if address.version == 6 else str(address)
 
@@ -160,7 +167,7 @@ def interface_address(name: str) -> str:
     """Return the IPv4 address of a network interface, or its first global IPv6 address in brackets.
 
     Raises:
-        ConfigurationError: The interface has none, or the platform does not report it.
+        ConfigurationError: The interface has no address, or the platform does not report its addresses.
     """
     found = [
         each
@@ -173,7 +180,7 @@ def interface_address(name: str) -> str:
 
 
 def _is_wildcard(host: str | None) -> bool:
-    """Whether ``host`` is not an address that a peer could connect to."""
+    """Whether ``host`` stands for all addresses of this host, so that no peer can connect to it."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -189,19 +196,19 @@ def advertised_url(
     reached_at: Sequence[str],
     is_encrypted: bool = False,
 ) -> str:
-    """Return the URL that peers should use; log where it leads.
+    """Return the URL that a server advertises to peers, and log the addresses to which it resolves.
 
     Args:
-        setting: See ``advertised_host``.
-        bound: The address that the server listens on; ``None`` for all.
-        port: Its port.
-        is_guarded: Whether peers have to prove the job token; then they reject a server at an address that the server
-            does not know as its own.
-        reached_at: ``host:port`` of translated addresses.
-        is_encrypted: Whether the server speaks TLS.
+        setting: The host to advertise; see ``advertised_host`` for the default.
+        bound: The address on which the server listens; ``None`` for all addresses.
+        port: The port on which the server listens.
+        is_guarded: Whether peers have to prove the job token. Such a peer rejects a server that it has reached at an
+            address that the server does not recognize as its own.
+        reached_at: Each ``host:port`` at which peers reach the server through address translation.
+        is_encrypted: Whether the server uses TLS.
 
     Raises:
-        ConfigurationError: The address cannot lead to this server.
+        ConfigurationError: The URL cannot lead to this server.
     """
     url = f"{'https' if is_encrypted else 'http'}://{advertised_host(setting, bound=bound)}:{port}"
     peer = PeerAddress.from_url(url)
@@ -212,8 +219,7 @@ def advertised_url(
     if is_listening_locally and not is_local and not reached_at:
         raise ConfigurationError(
             f"expected a loopback address to advertise, because the server listens on {bound} alone, got "
-            f"{peer.host!r}; "
-            "where a proxy passes connections on, name its address in TransportSettings.reached_at"
+            f"{peer.host!r}; if a proxy forwards connections, name its address in TransportSettings.reached_at"
         )
     by_address = interfaces()
     own = [each for each in found if each.is_loopback or can_bind(str(each))]
@@ -221,12 +227,12 @@ def advertised_url(
         if is_guarded and is_address(peer.host):
             raise ConfigurationError(
                 f"expected to advertise an address of this host, got {peer.host}, which is none of "
-                f"{sorted({str(each) for each in by_address})}; where it is translated on the way, name {peer} in "
+                f"{sorted({str(each) for each in by_address})}; if the network translates this address, name {peer} in "
                 f"TransportSettings.reached_at as well, else {remedy}"
             )
         logger.warning(
-            "peers are told %s, which stands for %s here, no address of this host; where it is translated on the way, "
-            "name it in TransportSettings.reached_at, else %s",
+            "this server advertises %s, which resolves to %s here, no address of this host; if the network translates "
+            "this address, name it in TransportSettings.reached_at, else %s",
             peer,
             [str(each) for each in found],
             remedy,
@@ -235,25 +241,26 @@ def advertised_url(
     others = sorted({name for address, name in by_address.items() if not address.is_loopback})
     if is_local and not is_listening_locally and not is_chosen and others:
         logger.warning(
-            "peers are told %s, which stands for %s here: those on other hosts will ask themselves instead; %s, one of "
-            "%s",
+            "this server advertises %s, which resolves to %s here: peers on other hosts will connect to themselves "
+            "instead; %s, one of %s",
             peer,
             [str(each) for each in found],
             remedy,
             others,
         )
-    logger.info("peers are told %s: %s", url, ", ".join(_described(each, by_address) for each in found) or "unknown")
+    shown = ", ".join(_described(each, by_address) for each in found) or "unknown"
+    logger.info("this server advertises %s: %s", url, shown)
     return url
 
 
 def interfaces() -> dict[IPAddress, str]:
-    """Return the addresses of this host's network interfaces that the platform reports, with their names."""
+    """Return the addresses of this host's network interfaces, each with the name of its interface."""
     found: dict[IPAddress, str] = {}
     if sys.platform != "linux":
         return found
     buffer = array.array("B", bytes(_MAX_INTERFACES * _IFREQ.size))
     address, length = buffer.buffer_info()
-    # Each fetch calls this, so a fork would sometimes find the socket open.
+    # Each fetch calls this function. Without `making_socket`, a forked child could inherit the open socket.
     with making_socket, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("@iP", length, address))

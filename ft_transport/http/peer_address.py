@@ -17,14 +17,14 @@ from ft_transport.runtime.signal_safe import SafeFuture, SafeThread, ThreadRefus
 
 _TICK_S: Final = 0.1
 _UNKNOWN: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
-"""Errors of a resolver for a name that does not exist, as opposed to a failed query."""
+"""The resolver's errors for a name that does not exist; after other errors, a later query may succeed."""
 AddressInfo: TypeAlias = tuple[Any, ...]
 """One result of ``socket.getaddrinfo``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
-    """Host and port of a server, and whether it speaks TLS; prints as ``host:port``."""
+    """Host and port of a server, and whether the server uses TLS. ``str()`` gives ``host:port``."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class PeerAddress:
         """Return the address of the server in a URL.
 
         Raises:
-            ConfigurationError: ``url`` has not the form ``http://host:port`` or ``https://host:port``.
+            ConfigurationError: ``url`` does not have the form ``http://host:port`` or ``https://host:port``.
         """
         if not isinstance(url, str):
             raise ConfigurationError(f"expected the URL of a peer, got {url!r}")
@@ -56,20 +56,20 @@ class PeerAddress:
 
 
 def peer_addresses(urls: Sequence[str]) -> list[PeerAddress]:
-    """Return the addresses of the servers in the URLs of one or more sources.
+    """Return the addresses of the servers in one or more URLs.
 
     Raises:
-        ConfigurationError: ``urls`` is empty, or one of them is malformed.
+        ConfigurationError: ``urls`` is empty, or contains a malformed URL.
     """
     if not isinstance(urls, Sequence):
         raise ConfigurationError(f"expected the URL of a peer, got {urls!r}")
     if isinstance(urls, str) or not urls:
-        raise ConfigurationError(f"expected the addresses of one or more sources, got {urls!r}")
+        raise ConfigurationError(f"expected the URLs of one or more sources, got {urls!r}")
     return [PeerAddress.from_url(url) for url in urls]
 
 
 def socket_address(address: Any) -> str:
-    """Return a socket's address as both ends see it, in canonical form: ``host:port``."""
+    """Return a socket's address in canonical form: ``host:port``, without a zone or an IPv6 mapping."""
     host, port = address[:2]
     parsed = ipaddress.ip_address(str(host).partition("%")[0])
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
@@ -81,23 +81,23 @@ _under_way: dict[PeerAddress, SafeFuture[list[AddressInfo]]] = {}
 
 
 def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bool]) -> list[AddressInfo]:
-    """Resolve a peer's host name.
+    """Resolve a peer's host name within a deadline.
 
-    The look-up of a name runs on a thread, because the system's function has no deadline.
+    The look-up runs on a thread of its own, because the system's function has no deadline.
 
     Args:
-        peer: The peer.
-        timeout_s: Longest wait for an answer, in seconds.
-        is_given_up: Called ten times a second; returns whether the request was given up.
+        peer: The peer whose host name to resolve.
+        timeout_s: Longest wait for the resolver, in seconds.
+        is_given_up: Returns whether the caller no longer needs the result. Called ten times a second.
 
     Raises:
-        PeerUnreachableError: No answer came in time, the request was given up, the name is malformed, or the system has
-            no further thread.
+        PeerUnreachableError: The resolver did not answer in time, the caller gave up, the name is malformed, or the
+            process could not start a thread.
         UnknownHostError: The name does not exist.
         OSError: The resolver failed.
     """
     if is_address(peer.host):
-        return _ask(peer)
+        return _resolve(peer)
     found = _look_up_on_thread(peer)
     give_up_s = time.monotonic() + timeout_s
     while not found.done():
@@ -105,28 +105,30 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
             raise PeerUnreachableError("the request was given up", peer=str(peer))
         remaining_s = give_up_s - time.monotonic()
         if remaining_s <= 0:
-            raise PeerUnreachableError(f"the address of {peer.host!r} was not found in time", peer=str(peer))
+            raise PeerUnreachableError(
+                f"expected {peer.host!r} to resolve within {timeout_s:.3g} s, it did not", peer=str(peer)
+            )
         found.wait(min(_TICK_S, remaining_s))
     return found.result()
 
 
-def _ask(peer: PeerAddress) -> list[AddressInfo]:
+def _resolve(peer: PeerAddress) -> list[AddressInfo]:
     try:
-        # For a str Python first imports the codec of international names: 1 to 2 ms of a process's first fetch.
+        # As bytes, because for a str Python imports a codec: 1 to 2 ms of a process's first fetch.
         host = peer.host.encode() if is_address(peer.host) else peer.host
         return list(socket.getaddrinfo(host, peer.port, type=socket.SOCK_STREAM))
     except socket.gaierror as error:
         if error.errno not in _UNKNOWN:
             raise
         raise UnknownHostError(
-            f"expected a host that can be found, nobody knows {peer.host!r}: {error.strerror}", peer=str(peer)
+            f"expected a host name that resolves, got {peer.host!r}: {error.strerror}", peer=str(peer)
         ) from error
     except UnicodeError as error:
-        raise PeerUnreachableError(f"expected a host name: {error}", peer=str(peer)) from error
+        raise PeerUnreachableError(f"expected a valid host name, got {peer.host!r}: {error}", peer=str(peer)) from error
 
 
 def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
-    """Return the peer's running look-up, or start one: hanging look-ups must not pile up."""
+    """Return the running look-up of this peer, or start one, so that hanging look-ups do not accumulate."""
     with _lock:
         under_way = _under_way.get(peer)
         if under_way is not None:
@@ -135,7 +137,7 @@ def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
 
         def run() -> None:
             try:
-                addresses = _ask(peer)
+                addresses = _resolve(peer)
             except BaseException as error:
                 outcome = functools.partial(found.set_exception, error)
             else:
@@ -155,7 +157,7 @@ def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
 
 
 def is_address(host: str) -> bool:
-    """Whether ``host`` is an IP address, with or without a zone."""
+    """Whether ``host`` is an IP address, with or without an IPv6 zone."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,7 +1,12 @@
-"""Passes the data that this process is receiving on to other receivers: each chunk as soon as it is verified.
+"""Opens and closes relays, which send the data that this process receives to other receivers.
 
-The bytes are sent from the destination memory, without a copy. Nothing here ensures that they stay unchanged: receivers
-compare them with digests from a source, and ask another peer if they have changed.
+A relay sends each chunk as soon as the chunk is verified, directly from the destination memory. Nothing here ensures
+that this memory stays unchanged: a receiver compares each chunk with the digest from a source, and requests a changed
+chunk from another peer.
+
+All relays close before their memory changes: at the next fetch, at a write section (`StateServer.materialize`) and at
+the shutdown (`Relays.close_all`). One relay closes if its fetch fails or its memory is freed (`Relay.close`), if a
+newer relay of the same content opens (`Relays.open`), or if it is complete and gets no request for 10 s.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import contextlib
 import heapq
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final, TypeAlias
 
@@ -21,29 +26,29 @@ from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.routes import chunks_of
 
 Views: TypeAlias = Callable[[int, int], Sequence[memoryview]]
-"""Returns views that cover bytes ``[start, end)`` of the data once, in order; the function keeps the memory alive.
-Called by any thread.
+"""Returns views that cover bytes ``[start, end)`` of the data once and in order. Called by any thread. The function
+keeps the memory alive.
 """
 
 _IDLE_S: Final = 10.0
-"""How long a complete relay stays open for other receivers without a request."""
+"""How long a complete relay stays open without a request."""
 _TICK_S: Final = 1.0
 
 
 class Relay:
-    """One content that this process receives and passes on. Thread-safe.
+    """Sends one state to other receivers while this process receives that state. Thread-safe.
 
     Args:
-        content: Id of the content.
-        step: The committed step of the content.
-        chunks: Division of the content into chunks.
+        content: Id of the state's content.
+        step: The committed step of the state.
+        chunks: Division of the data into chunks.
         views: Returns views of the destination memory.
-        missing: Chunks that have yet to land; all others are there.
+        missing: Indices of the chunks that this process has yet to receive; it has all other chunks.
 
     Attributes:
-        content: Id of the content.
-        step: The committed step of the content.
-        chunks: Division of the content into chunks.
+        content: Id of the state's content.
+        step: The committed step of the state.
+        chunks: Division of the data into chunks.
         close_s: When a complete relay closes unless a receiver requests it before, in monotonic seconds.
     """
 
@@ -58,35 +63,35 @@ class Relay:
         self._mutex = threading.Lock()
         self._followers: tuple[Follower, ...] = ()
         self._furthest = 0
-        self.landed_but_for(missing)
+        self.landed_except(missing)
 
     @property
     def is_closed(self) -> bool:
-        """Whether no more chunks are sent."""
+        """Whether the relay sends no more chunks."""
         return self._views is None
 
     @property
     def furthest(self) -> int:
-        """The largest number of chunks that any receiver, as far as known here, has received."""
+        """The largest number of chunks that one receiver is known to have received, this process included."""
         return max(self._has_landed.count(1) - self._num_there, self._furthest)
 
     def report_progress(self, num_landed: int) -> None:
-        """Note that another receiver has received ``num_landed`` chunks. Called by any thread."""
+        """Record that another receiver has received ``num_landed`` chunks. Called by any thread."""
         self._furthest = max(self._furthest, min(num_landed, self.chunks.num_chunks))
 
     def has(self, chunk: int) -> bool:
-        """Whether the chunk has landed and is verified."""
+        """Whether this process has received and verified the chunk."""
         return bool(self._has_landed[chunk])
 
     def landed(self, chunk: int) -> None:
-        """Note that a chunk has landed and is verified. Called by any thread."""
+        """Record that a chunk was received and verified. Called by any thread."""
         self._has_landed[chunk] = 1
-        # A follower that is added meanwhile looks for landed chunks once it is in the tuple.
+        # A follower that is added meanwhile checks for landed chunks itself, after it was added to the tuple.
         for follower in self._followers:
             follower.landed(chunk)
 
-    def landed_but_for(self, missing: Collection[int]) -> None:
-        """Note that all chunks but ``missing`` are there and verified, before any was received."""
+    def landed_except(self, missing: Collection[int]) -> None:
+        """Record that this process has all chunks but ``missing``, verified. Called before the first `landed`."""
         has_landed = bytearray(b"\x01" * self.chunks.num_chunks)
         for chunk in missing:
             has_landed[chunk] = 0
@@ -96,11 +101,12 @@ class Relay:
             follower.look()
 
     def follow(self, chunks: Iterable[int], on_first: Callable[[], None]) -> Follower:
-        """Return a follower of these chunks, closed by the caller; it reports present ones first, in this order.
+        """Return a follower that reports chunks as they land; the caller closes the follower.
 
         Args:
-            chunks: The chunks to follow.
-            on_first: Called by any thread when the first chunk has landed, or when the relay closes.
+            chunks: Indices of the chunks to report. Of the landed chunks, the follower first reports the one that comes
+                first in this order.
+            on_first: Called once, by any thread, when the first chunk has landed or the relay closes.
         """
         follower = Follower(self, chunks, on_first)
         with self._mutex:
@@ -116,38 +122,38 @@ class Relay:
             self._followers = tuple(each for each in self._followers if each is not follower)
 
     def touch(self) -> None:
-        """Note a request: a complete relay stays open for another while."""
+        """Record a request, so that a complete relay stays open for another `_IDLE_S`."""
         if self.close_s != float("inf"):
             self.close_s = time.monotonic() + _IDLE_S
 
     def complete(self) -> None:
-        """Note that all chunks are there; the relay stays open for a while."""
+        """Record that the fetch has all chunks; the relay closes after `_IDLE_S` without a request."""
         self.close_s = time.monotonic() + _IDLE_S
 
     def close(self) -> None:
-        """Stop sending, except bytes already in flight. May be called twice, and returns at once."""
+        """Stop sending, except for bytes in flight. Returns at once; may be called twice."""
         self._views = None
         for follower in self._followers:
             follower.relay_closed()
 
     def views(self) -> Views:
-        """Return the function that returns views of the data.
+        """Return the function that returns views of the destination memory.
 
         Raises:
             PeerNotReadyError: The relay is closed.
         """
         views = self._views
         if views is None:
-            raise PeerNotReadyError("expected chunks to pass on, they are not passed on any more", retry_after_s=0.0)
+            raise PeerNotReadyError("expected an open relay, this relay is closed", retry_after_s=0.0)
         return views
 
 
 class Follower:
-    """Reports the chunks of one response as they land. Any thread may report chunks; one thread reads them.
+    """Tells one response which of its chunks have landed. One thread calls `next`; any thread calls the rest.
 
     Attributes:
-        relay: The relay of the chunks.
-        chunks: All requested chunks; of the landed ones, the earliest in this order goes first.
+        relay: The relay that sends the response.
+        chunks: Indices of all requested chunks, in the order in which landed chunks are sent.
     """
 
     def __init__(self, relay: Relay, chunks: Iterable[int], on_first: Callable[[], None]) -> None:
@@ -165,26 +171,26 @@ class Follower:
         return not self._ready.empty()
 
     def landed(self, chunk: int) -> None:
-        """Note that the chunk has landed. Called by any thread."""
+        """Report a landed chunk to the response. Called by any thread."""
         try:
             self._wanted.remove(chunk)
         except KeyError:
-            # The chunk was not requested, or another thread has reported it.
+            # The response does not include the chunk, or another thread has reported it.
             return
         self._report(chunk)
 
     def look(self) -> None:
-        """Check for landed chunks that were not reported."""
+        """Report the landed chunks that were not reported yet."""
         for chunk in self.chunks:
             if chunk in self._wanted and self.relay.has(chunk):
                 self.landed(chunk)
 
     def relay_closed(self) -> None:
-        """Report the end of the relay to the reader of this follower."""
+        """Wake the response, because the relay has closed."""
         self._report(None)
 
     def next(self, within_s: float) -> int | None:
-        """Return the first landed chunk; ``None`` if none lands within ``within_s``, or the relay closes."""
+        """Return the next landed chunk; ``None`` if no chunk lands within ``within_s`` seconds, or the relay closes."""
         with contextlib.suppress(Empty):
             if not self._in_turn and within_s > 0:
                 self._take(self._ready.get(timeout=within_s))
@@ -194,14 +200,14 @@ class Follower:
             return None
         chunk = self.chunks[heapq.heappop(self._in_turn)]
         if not self.relay.has(chunk):
-            # The chunk was damaged, and is being fetched again.
+            # The chunk was damaged, and this process fetches it again.
             self._wanted.add(chunk)
             self.look()
             return None
         return chunk
 
     def close(self) -> None:
-        """Close this subscription. Idempotent."""
+        """Stop reporting. May be called twice."""
         self.relay.unfollow(self)
 
     def _take(self, chunk: int | None) -> None:
@@ -226,8 +232,8 @@ class Relays:
         self._loop = loop
         self._mutex = threading.Lock()
         self._by_content: dict[ContentId, Relay] = {}
-        self._waiting: dict[ContentId, list[asyncio.Future[None]]] = {}
-        """Futures of requests that wait for a relay of a content."""
+        self._opened = asyncio.Event()
+        """Set, and replaced by a new event, whenever a relay opens."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -235,7 +241,7 @@ class Relays:
         """Number of open relays."""
         return len(self._by_content)
 
-    def begin(self, relay: Relay) -> None:
+    def open(self, relay: Relay) -> None:
         """Open a relay, and close an earlier relay of the same content."""
         with self._mutex:
             earlier = self._by_content.pop(relay.content, None)
@@ -243,10 +249,10 @@ class Relays:
         if earlier is not None:
             earlier.close()
         with contextlib.suppress(RuntimeError):  # A shutdown closed the loop.
-            self._loop.call_soon_threadsafe(self._begun, relay.content)
+            self._loop.call_soon_threadsafe(self._on_open)
 
     def close_all(self) -> None:
-        """Close all relays. Costs nothing if there are none."""
+        """Close all relays."""
         if not self._by_content:
             return
         with self._mutex:
@@ -256,16 +262,17 @@ class Relays:
             relay.close()
 
     async def follow(self, content: ContentId, ranges: Sequence[tuple[int, int]], *, wait_s: float) -> Follower:
-        """Wait until the first of the requested chunks has landed; return a follower, which the caller closes.
+        """Wait until one of the requested chunks has landed; return a follower, which the caller closes.
 
         Args:
-            content: The content of the chunks.
-            ranges: Half-open byte ranges of whole chunks; of the landed ones, the earliest in this order goes first.
+            content: Id of the requested content.
+            ranges: Half-open byte ranges, each of whole chunks. Of the landed chunks, the relay first sends the one
+                that comes first in this order.
             wait_s: Longest wait, in seconds.
 
         Raises:
-            PeerNotReadyError: None has landed in time.
-            ConfigurationError: The ranges are not of whole chunks.
+            PeerNotReadyError: No requested chunk has landed in time.
+            ConfigurationError: A range is not one of whole chunks.
         """
         until_s = self._loop.time() + wait_s
         while True:
@@ -278,52 +285,42 @@ class Relays:
                 follower = await self._follow(relay, chunks, until_s)
                 if follower is not None:
                     return follower
-                what = "none of these chunks is here"
+                what = "none of the requested chunks has landed"
             else:
-                what = "nothing of this content is received here"
-                with self._opening_of(content) as opened:
-                    await asyncio.wait({opened}, timeout=max(0.0, until_s - self._loop.time()))
-                    is_open = opened.done()
-                if is_open:
+                what = "this process receives no such content"
+                if await self._is_set(self._opened, until_s):
                     continue
             if self._loop.time() >= until_s:
-                raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
+                raise PeerNotReadyError(f"expected chunks to relay, {what}", retry_after_s=0.0)
 
     async def _follow(self, relay: Relay, chunks: Sequence[int], until_s: float) -> Follower | None:
-        """Return a follower once it has a chunk; ``None`` if none lands in time, or the relay closes."""
-        ready: asyncio.Future[None] = self._loop.create_future()
+        """Return a follower as soon as a chunk has landed; ``None`` if no chunk lands in time, or the relay closes."""
+        ready = asyncio.Event()
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # A shutdown closed the loop.
-                self._loop.call_soon_threadsafe(_set_done, ready)
+                self._loop.call_soon_threadsafe(ready.set)
 
         follower = relay.follow(chunks, wake)
         is_wanted = False
         try:
             if not follower.is_ready:
-                await asyncio.wait({ready}, timeout=max(0.0, until_s - self._loop.time()))
+                await self._is_set(ready, until_s)
             is_wanted = follower.is_ready and not relay.is_closed
         finally:
             if not is_wanted:
                 follower.close()
         return follower if is_wanted else None
 
-    @contextlib.contextmanager
-    def _opening_of(self, content: ContentId) -> Iterator[asyncio.Future[None]]:
-        """Yield a future that completes when a relay of the content opens."""
-        opened = self._loop.create_future()
-        waiting = self._waiting.setdefault(content, [])
-        waiting.append(opened)
-        try:
-            yield opened
-        finally:
-            waiting.remove(opened)
-            if not waiting and self._waiting.get(content) is waiting:
-                del self._waiting[content]
+    async def _is_set(self, event: asyncio.Event, until_s: float) -> bool:
+        """Wait for the event until a time of the event loop's clock; return whether it was set."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(event.wait(), max(0.0, until_s - self._loop.time()))
+        return event.is_set()
 
-    def _begun(self, content: ContentId) -> None:
-        for opened in self._waiting.get(content, ()):
-            _set_done(opened)
+    def _on_open(self) -> None:
+        self._opened.set()
+        self._opened = asyncio.Event()
         self._close_idle()
 
     def _close_idle(self) -> None:
@@ -337,8 +334,3 @@ class Relays:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(_TICK_S, self._close_idle) if self._by_content else None
-
-
-def _set_done(opened: asyncio.Future[None]) -> None:
-    if not opened.done():
-        opened.set_result(None)

@@ -241,7 +241,7 @@ class StateClient(Generic[T]):
             phase("transfer")
             left = self._copy(agreed, plan, part, restore, settings)
             if receivers is not None:
-                receivers.relay.landed_but_for(left)
+                receivers.relay.landed_except(left)
             fetch_data(
                 agreed.files, plan.manifest, restore, settings, chunks=left, receivers=receivers, on_landed=part.note
             )
@@ -362,7 +362,7 @@ def _pass_on(
     assert agreed.content is not None, "several have agreed on it"
     manifest = agreed.manifest
     relay = Relay(agreed.content, step=manifest.step, chunks=manifest.chunks, views=restore.present, missing=missing)
-    relays.begin(relay)
+    relays.open(relay)
     return Receivers(peers=peers.receivers, own=peers.own, relay=relay)
 
 

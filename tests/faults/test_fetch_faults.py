@@ -258,7 +258,9 @@ def test_a_host_that_nobody_knows_is_given_up_and_one_that_could_not_be_asked_fo
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with transport(1) as receiver:
-        with pytest.raises(UnknownHostError, match=r"nobody knows 'trainer-7'.*peer trainer-7:80") as caught:
+        with pytest.raises(
+            UnknownHostError, match=r"a host name that resolves, got 'trainer-7'.*peer trainer-7:80"
+        ) as caught:
             receiver.fetch("http://trainer-7/checkpoint/", timeout=timedelta(seconds=60))
         assert not caught.value.retryable
         reason[0] = socket.EAI_AGAIN

@@ -294,7 +294,7 @@ def test_a_state_that_is_replaced_meanwhile_is_received_anew_or_not_at_all() -> 
 def test_no_sources_are_no_sources() -> None:
     with transport() as receiver:
         for sources in ([], "http://127.0.0.1:1/checkpoint/"):
-            with pytest.raises(ConfigurationError, match="addresses of one or more sources"):
+            with pytest.raises(ConfigurationError, match="URLs of one or more sources"):
                 receiver.fetch_sharded(sources, 1, into={})
 
 

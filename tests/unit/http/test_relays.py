@@ -118,7 +118,7 @@ def test_of_the_chunks_that_are_there_the_one_that_was_asked_for_first_goes_firs
 def test_a_chunk_that_is_taken_back_is_sent_when_it_has_landed_again() -> None:
     relay = _relay([])
     follower = relay.follow([0, 1], _nothing)
-    relay.landed_but_for([0])
+    relay.landed_except([0])
     assert [follower.next(0.0), follower.next(0.0), follower.next(0.0)] == [None, 1, None]
     relay.landed(0)
     assert follower.next(0.0) == 0
@@ -247,7 +247,7 @@ def _on_loop(run: Callable[[Relays], Awaitable[None]]) -> None:
 def test_a_request_is_held_until_any_of_its_chunks_lands() -> None:
     async def run(relays: Relays) -> None:
         relay = _relay([0, 1, 2, 3, 4])
-        relays.begin(relay)
+        relays.open(relay)
         first, second = asyncio.create_task(_found(relays, 0, 3)), asyncio.create_task(_found(relays, 3, 5))
         await asyncio.sleep(0)
         await asyncio.to_thread(relay.landed, 4)
@@ -265,7 +265,7 @@ def test_a_request_waits_for_a_content_that_is_yet_to_begin() -> None:
     async def run(relays: Relays) -> None:
         waiting = asyncio.create_task(_found(relays, 0, 2))
         await asyncio.sleep(0)
-        await asyncio.to_thread(relays.begin, _relay([1]))
+        await asyncio.to_thread(relays.open, _relay([1]))
         assert await waiting == 0
 
     _on_loop(run)
@@ -273,27 +273,26 @@ def test_a_request_waits_for_a_content_that_is_yet_to_begin() -> None:
 
 def test_a_request_goes_on_with_who_receives_the_content_again() -> None:
     async def run(relays: Relays) -> None:
-        relays.begin(_relay([0, 1]))
+        relays.open(_relay([0, 1]))
         waiting = asyncio.create_task(_found(relays, 0, 2))
         await asyncio.sleep(0)
         relays.close_all()
-        await asyncio.to_thread(relays.begin, _relay([0]))
+        await asyncio.to_thread(relays.open, _relay([0]))
         assert await waiting == 1
 
     _on_loop(run)
 
 
-@pytest.mark.parametrize(("begins", "what"), [(True, "none of these"), (False, "nothing of this content")])
+@pytest.mark.parametrize(("begins", "what"), [(True, "none of the requested"), (False, "receives no such content")])
 def test_what_does_not_come_in_time_is_told(begins: bool, what: str) -> None:
     async def run(relays: Relays) -> None:
         relay = _relay([0])
         if begins:
-            relays.begin(relay)
+            relays.open(relay)
         began_s = time.monotonic()
         with pytest.raises(PeerNotReadyError, match=what):
             await _found(relays, 0, 1, wait_s=0.05)
         assert time.monotonic() - began_s >= 0.05
-        assert not relays._waiting
         assert not relay._followers
 
     _on_loop(run)
@@ -301,7 +300,7 @@ def test_what_does_not_come_in_time_is_told(begins: bool, what: str) -> None:
 
 def test_a_range_of_parts_of_chunks_is_refused() -> None:
     async def run(relays: Relays) -> None:
-        relays.begin(_relay([]))
+        relays.open(_relay([]))
         with pytest.raises(ConfigurationError, match="whole chunks"):
             await relays.follow(_CONTENT, [(1, _CHUNK_BYTES)], wait_s=0.0)
 

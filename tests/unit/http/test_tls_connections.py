@@ -68,7 +68,7 @@ def test_the_wire_shows_nothing_in_any_route(issued: Issued, route: str, is_encr
         served.server.deltas.keep(4, DATA)
         relayed = bytearray(DATA)
         chunks = ChunkTable(data_bytes=len(DATA), chunk_bytes=1 << 18)
-        served.server.relays.begin(
+        served.server.relays.open(
             Relay(CONTENT, step=5, chunks=chunks, views=lambda start, end: [memoryview(relayed)[start:end]], missing=())
         )
         answers = []

@@ -45,7 +45,7 @@ def test_one_that_the_others_have_not_named_is_a_receiver_too() -> None:
 @pytest.mark.parametrize(
     ("sources", "relays", "message"),
     [
-        ([], (), r"the addresses of one or more sources, got \[\]"),
+        ([], (), r"the URLs of one or more sources, got \[\]"),
         (None, (), "the URL of a peer, got None"),
         ([1], (), "the URL of a peer, got 1"),
         (FIRST, SECOND, "a sequence of addresses as relays, got 'http://second"),

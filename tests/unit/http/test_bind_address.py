@@ -1,7 +1,8 @@
-"""Where a server listens without a token, and whether the address that peers are told leads there."""
+"""Where a server listens, which address it advertises, and whether that address leads to the server."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -17,7 +18,7 @@ from transport_settings import settings_of
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
 from ft_transport.http import bind_address
-from ft_transport.http.bind_address import ADVERTISE_VARIABLE, interfaces
+from ft_transport.http.bind_address import ADVERTISE_VARIABLE, advertised_host, interface_address, interfaces, listen
 from ft_transport.settings import ANYONE_VARIABLE
 
 SOON = timedelta(seconds=20)
@@ -28,7 +29,7 @@ ELSEWHERE = "198.51.100.7"  # RFC 5737: nobody's
 def _no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADVERTISE_VARIABLE, raising=False)
     monkeypatch.delenv(ANYONE_VARIABLE, raising=False)
-    bind_address._say_that_it_is_local.cache_clear()
+    bind_address._warn_of_loopback.cache_clear()
 
 
 @contextmanager
@@ -54,9 +55,11 @@ needs_outer_address = pytest.mark.skipif(not outer_addresses(), reason="this mac
 needs_ipv6 = pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6")
 
 
-def accepts(host: str, transport: HTTPTransport[Any]) -> bool:
+def accepts(host: str, served: int | HTTPTransport[Any]) -> bool:
+    """Whether the port, or the transport, accepts a connection at this address."""
+    port = served if isinstance(served, int) else urlsplit(served.metadata()).port or 0
     try:
-        with closing(socket.create_connection((host, urlsplit(transport.metadata()).port or 0), timeout=2)):
+        with closing(socket.create_connection((host, port), timeout=2)):
             return True
     except OSError:
         return False
@@ -162,7 +165,7 @@ class TestWhatIsLogged:
         with caplog.at_level(logging.INFO, "ft_transport"), serving(host="127.0.0.1") as transport:
             url = transport.metadata().removesuffix("/checkpoint/")
         told = [each.getMessage() for each in caplog.records if url in each.getMessage()]
-        assert told == [f"peers are told {url}: 127.0.0.1 (IPv4, lo)"]
+        assert told == [f"this server advertises {url}: 127.0.0.1 (IPv4, lo)"]
 
     @needs_ipv6
     def test_a_fetch_says_from_where_and_how_fast(
@@ -206,10 +209,6 @@ class TestFamilies:
             for host in ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "localhost"):
                 assert transport.fetch(f"http://{host}:{port}/checkpoint/", 1).state == {"a": 1}
 
-    def test_ipv4_alone(self) -> None:
-        with serving(host="127.0.0.1", token="secret") as transport:
-            assert transport.fetch(transport.metadata(), 1).state == {"a": 1}
-
     @needs_outer_address
     def test_an_interface_is_told_by_name(self) -> None:
         name = next(name for address, name in interfaces().items() if str(address) == outer_addresses()[0])
@@ -229,3 +228,104 @@ def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
         return [info for address in addresses for info in real(address, *args, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@contextmanager
+def listening(host: str | None) -> Iterator[socket.socket]:
+    with closing(listen(host, 0)) as sock:
+        yield sock
+
+
+def refuse_ipv6(address: tuple[Any, ...], *, family: int = socket.AF_INET, **options: Any) -> socket.socket:
+    if family == socket.AF_INET6:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+    return _real_create_server(address, family=family, **options)
+
+
+_real_create_server = socket.create_server
+
+
+@pytest.mark.parametrize("how", ["not compiled in", "switched off"])
+def test_without_ipv6_it_serves_ipv4(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "not compiled in":
+        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    else:
+        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+        monkeypatch.setattr(socket, "create_server", refuse_ipv6)
+    with listening(None) as sock:
+        assert sock.family == socket.AF_INET
+        assert accepts("127.0.0.1", sock.getsockname()[1])
+
+
+def test_one_address_serves_that_one_only() -> None:
+    with listening("127.0.0.1") as sock:
+        assert accepts("127.0.0.1", sock.getsockname()[1])
+        assert not accepts("127.0.0.2", sock.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("192.0.2.1", 0), ("no.such.host.invalid", 0), ("127.0.0.1", 70000), ("a" * 300, 0)]
+)
+def test_what_cannot_be_bound_is_a_wrong_setting(host: str, port: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"port {port}"):
+        listen(host, port)
+
+
+def test_a_taken_port_is_named() -> None:
+    with listening("127.0.0.1") as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1 port {port}.*in use"):
+            listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("lo", "127.0.0.1"),
+        ("10.1.2.3", "10.1.2.3"),
+        ("fe80::1", "[fe80::1]"),
+        ("[2001:db8::1]", "[2001:db8::1]"),
+        ("localhost", "localhost"),
+    ],
+)
+def test_a_setting_is_an_address_a_name_or_an_interface(
+    monkeypatch: pytest.MonkeyPatch, setting: str, told: str
+) -> None:
+    assert advertised_host(setting) == told
+    monkeypatch.setenv(ADVERTISE_VARIABLE, setting)
+    assert advertised_host(None) == told
+    assert advertised_host("192.0.2.7") == "192.0.2.7"  # the setting goes first
+    assert advertised_host(None, bound="192.0.2.7") == told
+
+
+@pytest.mark.parametrize("unknown", ["no-such-interface0", "no.such.host.invalid", "a" * 300, "300.1.1.1"])
+def test_an_unknown_one_is_refused_with_what_there_is(unknown: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"'lo'"):
+        advertised_host(unknown)
+
+
+def test_an_interface_without_an_address_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'none0'"):
+        interface_address("none0")
+
+
+@pytest.mark.parametrize(
+    ("bound", "told"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", None), ("::", None), (None, None)]
+)
+def test_by_default_it_is_the_address_bound_unless_that_stands_for_all(
+    monkeypatch: pytest.MonkeyPatch, bound: str | None, told: str | None
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert advertised_host(None, bound=bound) == (told or "localhost")
+
+
+def test_a_host_name_that_does_not_resolve_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
+    assert advertised_host(None) == "127.0.0.1"
+
+
+def test_a_wrong_setting_leaves_no_thread_and_no_socket() -> None:
+    with pytest.raises(ConfigurationError):
+        HTTPTransport(settings=TransportSettings(advertise="no-such-interface0"))
+    with listening("127.0.0.1") as sock, pytest.raises(ConfigurationError):
+        HTTPTransport(settings=TransportSettings(host="127.0.0.1", port=sock.getsockname()[1]))
