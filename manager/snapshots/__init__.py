@@ -1,4 +1,5 @@
-"""Snapshots of a replica: when to take one, copies at the step boundary, and shared memory.
+"""Snapshots of a replica's state: when to take one, what a step boundary copies, and what is shared until it changes.
 
-The managers call it at each step boundary, the transport for each request. It has no access to quorums.
+The managers call this package at each step boundary. The transport calls it for each request. It never imports
+``manager.quorum``.
 """

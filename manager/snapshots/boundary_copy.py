@@ -1,14 +1,22 @@
-"""Copies at every step boundary what would otherwise be lost, so that a later request can still snapshot the boundary.
+"""Copies, at each step boundary (before ``forward``), the part of the state that a later snapshot could not read.
 
-With an asynchronous quorum a replica learns during ``forward`` that a newcomer needs the state of the boundary before
-it. Parameters and optimizer states wait for the optimizer; all else may have changed by then. A plan, made once, lists
-the tensors that something besides an attached optimizer may change: buffers as a rule, and few. A boundary copies
-these, notes the values in parameter groups, and calls the functions whose results are unknown. Everything else is
-checked only when a request comes: a tensor that then turns out to be neither guarded nor copied refuses the snapshot.
+With an asynchronous quorum, a replica learns during ``forward`` that a newcomer needs the state of the boundary. By
+then ``forward`` may have changed buffers. So `BoundaryCopier.copy` runs at every boundary:
 
-So a boundary costs the same whatever the number of parameters, but for 0.1 to 0.5 µs a parameter for its version
-(`manager.state.optimizer_states.VersionWatch`). If steps replace the tensors of optimizer states, a boundary also takes
-references to them: 0.2 µs a parameter.
+- It copies the tensors of modules that something besides an attached optimizer may change: as a rule, a few buffers.
+- It copies the values in the parameter groups of attached optimizers, such as learning rates.
+- It calls state functions whose results are unknown, and copies those results.
+- It copies no guarded tensor. *Guarded* are the parameters and states of attached optimizers, and the tensors of
+  entries that were registered as stable: only an optimizer's step or a write section changes them, and both wait for
+  the snapshot.
+
+`manager.snapshots.state_parts` lists the tensors to copy, once for many boundaries. If a request arrives, the state is
+compared with that list: a tensor that is neither guarded nor copied makes the snapshot fail. If a request is open when
+the boundary begins, one of the ``capture`` methods describes the present state instead.
+
+So the cost of a boundary hardly depends on the number of parameters. It reads the version of each parameter (0.1 to
+0.5 µs, `manager.state.optimizer_states.VersionWatch`). If steps replace the tensors of optimizer states, it also
+stores a reference to each (0.2 µs).
 """
 
 from __future__ import annotations
@@ -27,13 +35,11 @@ from ft_transport import SnapshotError, StateMovedError
 from ft_transport.state.snapshot import Taking
 from manager.snapshots.state_parts import (
     BoundaryPlan,
-    Budget,
     CalledPart,
     ModulePart,
     NotCopyableError,
     OptimizerPart,
     ReplacedTensors,
-    frozen,
     names_of,
     renormalised_memory,
 )
@@ -58,25 +64,28 @@ logger = logging.getLogger(__name__)
 _MAX_HELD_BYTES: Final = 16 << 20
 """Maximum bytes copied for a snapshot that is otherwise served from live memory."""
 _MOST_COPIED_SHARE: Final = 0.25
-"""Maximum copied fraction of the lasting bytes: if steps change more, a copy in the background costs the boundary
-less."""
+"""Maximum bytes to copy at a boundary, as a fraction of the bytes served from live memory.
+
+If more bytes have to be copied, a copy in the background delays the boundary less."""
 _NUM_LEARNING_STEPS: Final = 3
-"""Steps of a plan after which the parameters that ``forward`` changes are known, before any request."""
+"""Number of steps, after a new plan, in which the copier looks for parameters that ``forward`` changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoundaryCopy:
-    """The copies and notes of one boundary. One thread at a time owns it: first the trainer's, then the snapshot's.
+    """The copied part of the state at one boundary.
+
+    The training thread makes this object, and then passes it to the thread that takes the snapshot.
 
     Attributes:
-        copier: The copier that made it.
-        plan: The plan that the boundary followed.
+        copier: The copier that made this object.
+        plan: The list of what to copy at this boundary.
         optimizers: The attached optimizers.
         copies: Copies of the tensors that something besides the optimizers may change.
-        values: Values of parameter groups, and results of the called functions, by key.
-        references: The tensors of optimizer states that steps replace, by key.
+        values: Copied values of parameter groups, and copied results of state functions, by key of the entry.
+        references: Tensors of optimizer states that steps replace instead of changing them, by key of the entry.
         counters: The manager's own part of the state.
-        check: Raises if a tensor that was not copied has changed since, outside of an optimizer's step.
+        check: Raises ``StateMovedError`` if a tensor without a copy has changed outside of an optimizer's step.
     """
 
     copier: BoundaryCopier
@@ -89,21 +98,23 @@ class BoundaryCopy:
     check: Callable[[], None]
 
     def state(self) -> dict[str, object]:
-        """Return the replica's state at the boundary. Called once; the read section of the boundary is still open.
+        """Return the replica's state at the boundary.
+
+        Call this once, while the boundary's read section is open.
 
         Raises:
-            SnapshotError: A tensor has been replaced since, or changed without the optimizer.
+            SnapshotError: Since the boundary, a tensor was replaced, or changed outside of an optimizer's step.
         """
         try:
             user = self._user_part()
         except NotCopyableError as error:
             self.copier.forget()
-            raise SnapshotError(f"expected the state of the step boundary, and {error}") from None
+            raise SnapshotError(f"expected the state as it was at the step boundary, but {error}") from None
         self.check()
         return {USER_KEY: user, MANAGER_KEY: own_part(self.counters, self.copier.registry)}
 
     def recycle(self) -> None:
-        """Give the buffers to the next boundary."""
+        """Let the next boundary reuse the memory of the copies."""
         self.plan.spare = self.copies
 
     def _user_part(self) -> dict[str, object]:
@@ -118,14 +129,17 @@ class BoundaryCopy:
                     copied = {slot.name for slot in part.slots}
                     for slot in part.slots:
                         if slot.name not in state:
-                            raise NotCopyableError(f"{key}.{slot.name} is missing")
+                            raise NotCopyableError(f"{key}.{slot.name} is missing from the module's state now")
                         state[slot.name] = next(copies)
                     self._check_known(key, [tensor for name, tensor in state.items() if name not in copied])
                 case OptimizerPart():
                     state = part.entry.state_dict()
                     groups: Any = self.values[key]
                     if len(state["param_groups"]) != len(groups):
-                        raise NotCopyableError(f"the parameter groups of {key!r} have changed")
+                        raise NotCopyableError(
+                            f"the optimizer {key!r} had {len(groups)} parameter groups and has "
+                            f"{len(state['param_groups'])} now"
+                        )
                     for group, values in zip(state["param_groups"], groups, strict=True):
                         indices = group["params"]
                         group.clear()
@@ -141,29 +155,31 @@ class BoundaryCopy:
             for tensor in tensors_in(user[part.entry.key]):
                 memory = memory_at(tensor)
                 if memory in self.plan.guarded and memory not in present:
-                    raise NotCopyableError(f"a tensor of {part.entry.key!r} is no longer an attached optimizer's")
+                    raise NotCopyableError(f"a tensor of {part.entry.key!r} no longer belongs to an attached optimizer")
         return user
 
     def _check_known(self, key: str, live: object, references: Sequence[torch.Tensor] = ()) -> None:
         known = set(map(id, references))
         for tensor in tensors_in(live):
             if id(tensor) not in known and memory_at(tensor) not in self.plan.guarded:
-                # The next boundary expects steps that replace tensors.
+                # From the next boundary on, the copier expects steps to replace tensors of this part.
                 self.copier.replaced.found(key)
                 raise NotCopyableError(
-                    f"{key!r} has a tensor {list(tensor.shape)} that it did not have at the boundary"
+                    f"{key!r} has a tensor of shape {list(tensor.shape)} that it did not have at the boundary"
                 )
 
 
 class BoundaryCopier:
-    """Knows which memory of a replica's state is guarded, and copies the rest. Owned by the training thread.
+    """Determines which memory of a replica's state is guarded, and copies the rest at each step boundary.
+
+    Only the training thread may call the methods, except `capture_copy`.
 
     Args:
         state: The replica's state.
 
     Attributes:
         registry: The replica's state functions.
-        replaced: Knows the parts whose tensors steps replace.
+        replaced: Records which parts have tensors that steps replace.
     """
 
     def __init__(self, state: ReplicaState) -> None:
@@ -176,17 +192,17 @@ class BoundaryCopier:
         self.replaced = ReplacedTensors()
 
     def guarded(self, optimizers: Iterable[Optimizer]) -> set[Memory]:
-        """Return the memory that waits for the optimizers' steps, without what is known to change otherwise."""
+        """Return the optimizers' memory, without the tensors that ``forward`` or a hook is known to change."""
         return memory_of_optimizers(optimizers) - self._unguarded()
 
     def stable(self, state: object) -> set[Memory]:
-        """Return the memory of a replica's state that only write sections change."""
+        """Return the memory of a replica's stable entries, which only write sections change."""
         whole = cast("Mapping[str, Mapping[str, object]]", state)
         parts = [whole[USER_KEY][entry.key] for entry in self.registry.entries("replicated") if entry.is_stable]
         return memory_of(parts) - self._unguarded() if parts else set()
 
     def values(self, state: object) -> dict[str, object]:
-        """Return the values of parameter groups and schedulers in a state, by key; they are replicated, too."""
+        """Return the values of parameter groups and schedulers in a replica's state, by key of the entry."""
         whole = cast("Mapping[str, Mapping[str, Any]]", state)[USER_KEY]
         found: dict[str, object] = {}
         for entry in self.registry.entries("replicated"):
@@ -200,7 +216,7 @@ class BoundaryCopier:
     def watch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Return a function that raises ``StateMovedError`` if one of the tensors has changed since this call.
 
-        From then on, boundaries copy the tensors that have changed.
+        If a tensor has changed, the later boundaries copy that tensor.
         """
         watch = VersionWatch(tensors)
 
@@ -211,22 +227,22 @@ class BoundaryCopier:
                 self.forget()
                 names = names_of(self.registry.holders(nn.Module), moved)
                 raise StateMovedError(
-                    "expected tensors that only an optimizer's step or a write section changes, and "
+                    "expected tensors that only an optimizer's step or a write section changes, but "
                     f"{names} changed in place since the step boundary (a forward with max_norm, a "
-                    "clipping hook?); from now on they are copied at the boundary"
+                    "clipping hook?); later boundaries copy these tensors"
                 )
 
         return check
 
     def forget(self) -> None:
-        """Make a new plan at the next boundary."""
+        """Discard the plan; the next boundary makes a new one."""
         self._plan = None
 
     def copy(self) -> BoundaryCopy | None:
-        """Copy everything that the optimizers' steps do not guard. The caller holds the read lock.
+        """Copy the tensors and values that are not guarded. The caller holds the read lock.
 
         Returns:
-            The copies, from which a snapshot can still be taken; ``None`` if too much would have to be copied.
+            The copies, from which a snapshot of this boundary can be taken later; ``None`` if they would be too large.
 
         Raises:
             RegistryError: A state function failed.
@@ -243,15 +259,13 @@ class BoundaryCopier:
         if plan.refusal:
             return None
         try:
-            # A copy of the plan's list would touch every tensor once more.
-            watched: list[torch.Tensor] = []
-            noted = (part for part in plan.parts if not isinstance(part, ModulePart))
-            values = {part.entry.key: self._note(part, plan, watched) for part in noted}
+            values, watched = plan.copied_values(self.registry, self._moving)
             references = self.replaced.references(plan.parts)
             copies = plan.copied()
         except NotCopyableError as error:
             plan.refuse(str(error))
             return None
+        # Without further tensors, the plan's own list: a copy of the list would touch every tensor once more.
         check = self.watch([*plan.watched, *watched] if watched else plan.watched)
         if self._num_steps_to_learn > 0:
             self._num_steps_to_learn -= 1
@@ -268,11 +282,14 @@ class BoundaryCopier:
         )
 
     def expect_changes(self) -> None:
-        """Stop watching for changes by ``forward``: a write section changes the state from here on."""
+        """Stop looking for changes by ``forward`` in this step: a write section is about to change the state."""
         self._check_after_forward = None
 
     def learn_changes(self) -> None:
-        """Find what ``forward`` has changed since the boundary, in a few steps; called before the optimizers step."""
+        """In the first steps of a plan, detect the tensors that ``forward`` has changed since the boundary.
+
+        Call this before an optimizer steps.
+        """
         check, self._check_after_forward = self._check_after_forward, None
         if check is not None:
             try:
@@ -281,11 +298,11 @@ class BoundaryCopier:
                 logger.info("%s", error)
 
     def capture(self, *, may_defer: bool, may_share: bool) -> Taking:
-        """Capture the present state.
+        """Describe how a snapshot takes the present state.
 
         Args:
-            may_defer: Whether memory that optimizers guard may be copied later, under the caller's section.
-            may_share: Whether stable tensors may be served from live memory; only with ``may_defer``.
+            may_defer: Whether a thread may copy the optimizers' memory later, under the caller's read section.
+            may_share: Whether stable tensors may be served from live memory; ignored without ``may_defer``.
         """
         live, optimizers = self._state.content(), self._state.optimizers()
         if not may_defer:
@@ -303,11 +320,15 @@ class BoundaryCopier:
         )
 
     def capture_in_place(self) -> Taking:
-        """Capture the present state to serve it from live memory; other parts are copied."""
+        """Describe a snapshot of the present state that serves guarded tensors from live memory and copies the rest."""
         live, optimizers = self._state.content(), self._state.optimizers()
         stable = self.stable(live)
         guarded = self.guarded(optimizers) | stable
-        check = self.watch(_versioned_tensors(live, optimizers, guarded))
+        parameters = parameters_of(optimizers)
+        # Watches the parameters themselves rather than the state's views of them.
+        own = memory_of(parameters)
+        others = (each for each in tensors_in(live) if memory_at(each) not in own)
+        check = self.watch([each for each in (*parameters, *others) if memory_at(each) in guarded])
         return Taking(
             step=self._state.step,
             state=live,
@@ -319,9 +340,12 @@ class BoundaryCopier:
         )
 
     def capture_stable(self) -> Taking | None:
-        """Capture the present state to serve the tensors that outlast steps from live memory; ``None`` without any.
+        """Describe a snapshot of the present state that serves stable tensors from live memory and copies the rest.
 
-        Steps change little else, which is copied. An arena for the whole state would have to be made resident.
+        The rest is small as a rule. A copy of the whole state would need an arena of the state's size.
+
+        Returns:
+            The description; ``None`` if the state has no stable tensors.
         """
         live = self._state.content()
         stable = self.stable(live)
@@ -342,7 +366,7 @@ class BoundaryCopier:
         )
 
     def capture_copy(self, step: int, copied: BoundaryCopy) -> Taking:
-        """Capture a copied boundary. On any thread."""
+        """Describe a snapshot of a boundary that `copy` has copied. Any thread may call this."""
         live = copied.state()
         return Taking(
             step=step,
@@ -357,7 +381,7 @@ class BoundaryCopier:
         return self._moving | renormalised_memory(self.registry.holders(nn.Module).values())
 
     def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
-        """Return the cheap inputs of a plan; other changes are found when the state is taken."""
+        """Return the inputs of a plan that are cheap to compare. A snapshot detects other changes of the inputs."""
         found: list[object] = [self.registry.num_changes]
         for optimizer in optimizers:
             found += (id(optimizer), len(optimizer.state))
@@ -366,34 +390,8 @@ class BoundaryCopier:
                 found += (id(params), len(params), id(params[0]) if params else 0)
         return tuple(found)
 
-    def _note(self, part: OptimizerPart | CalledPart, plan: BoundaryPlan, watched: list[torch.Tensor]) -> object:
-        budget = Budget()
-        if isinstance(part, OptimizerPart):
-            return [
-                {name: frozen(value, plan.guarded, budget) for name, value in group.items() if name != "params"}
-                for group in part.optimizer.param_groups
-            ]
-        value = self.registry.call(part.entry)
-        guarded: Set[Memory] = plan.guarded
-        if part.entry.is_stable:
-            stable = list(tensors_in(value))
-            watched += stable
-            guarded = guarded | (memory_of(stable) - self._moving)
-        return frozen(value, guarded, budget)
-
-
-def _versioned_tensors(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
-    """Return the guarded tensors that count their changes: the optimizers' own parameters, and stable tensors."""
-    parameters = parameters_of(optimizers)
-    own = {memory_at(parameter) for parameter in parameters}
-    return [
-        tensor
-        for tensor in (*parameters, *(each for each in tensors_in(state) if memory_at(each) not in own))
-        if memory_at(tensor) in guarded
-    ]
-
 
 def _lasting(stable: Set[Memory], optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], bool]:
-    """Return a check that a tensor is large, stable, and shares no memory with tensors that optimizer steps change."""
+    """Return a predicate: whether a tensor is large, is stable, and shares no storage with the optimizers' tensors."""
     is_stable, stepped = belongs_to(stable), storages_of_optimizers(optimizers)
     return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

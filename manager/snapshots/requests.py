@@ -1,4 +1,4 @@
-"""The open requests for snapshots, and the jobs that answer them."""
+"""Open requests for snapshots, snapshots in progress, and what a scheduler does at the first boundaries."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BOUNDARY_TIMEOUT: Final = timedelta(milliseconds=100)
-"""How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
+"""Longest wait of a step boundary for another thread's write section. Then a request waits for the next boundary."""
 _PREFAULTED_AT_BOUNDARIES: Final = (2, 4)
-"""First and last attempt. By then one step has been taken as a rule, so that the optimizers have made their states."""
+"""First and last boundary at which memory is prefaulted. By the first, optimizers have usually made their states."""
 _MAX_WANTED_STEPS: Final = 16
-"""Maximum future steps that receivers may request; further ones are forgotten, the latest first."""
+"""Maximum number of future steps that receivers may request. If there are more, the latest steps are dropped."""
 
 
 @dataclass(slots=True)
 class SnapshotRequests:
-    """The requests that no snapshot has met yet. Not thread-safe: the scheduler's mutex protects it.
+    """The requests for which no snapshot has been published. Not thread-safe: the scheduler's mutex protects this.
 
-    A request is stored as the number that it was given, until more snapshots than that have been published: so one that
-    fails or comes too early does not drop it.
+    A request without a step is stored as a number: how many published snapshots are too old for it. The request stays
+    open until more snapshots have been published, so a failed snapshot does not drop the request.
 
     Attributes:
         step: The committed step of the state; ``None`` before the first boundary.
-        epoch: Counts possible changes of the state: the same step number can stand for two states.
-        published_epoch: The epoch of the newest snapshot.
-        is_to_share: Whether a snapshot should be served from live memory.
+        epoch: Number of times that the state may have changed. Two states may have the same step, but not the same
+            epoch.
+        published_epoch: Epoch of the newest published snapshot.
+        is_to_share: Whether the next snapshot is to be served from live memory.
     """
 
     step: int | None = None
@@ -58,11 +59,14 @@ class SnapshotRequests:
     _wanted_steps: list[int] = field(default_factory=list)
 
     def add_step(self, step: int, job: SnapshotJob | None) -> bool:
-        """Add a request for a snapshot of exactly this step, taken at its boundary; return false if it is past.
+        """Request a snapshot of exactly this step, to be taken at its boundary.
 
         Args:
             step: The step.
-            job: The snapshot that is under way.
+            job: The snapshot in progress, if any.
+
+        Returns:
+            False if the boundary of this step is past.
         """
         if self.step is not None and step < self.step and (job is None or step != job.step):
             return False
@@ -71,36 +75,37 @@ class SnapshotRequests:
         return True
 
     def add(self, job: SnapshotJob | None, num_published: Callable[[], int]) -> int:
-        """Add a request for a snapshot of the present state or a later one.
+        """Request a snapshot of the present state or a later one.
 
         Args:
-            job: The snapshot that is under way.
+            job: The snapshot in progress, if any.
             num_published: Returns the number of published snapshots.
 
         Returns:
-            The number of snapshots, published or under way, that are too old.
+            The number of snapshots, published or in progress, that are too old for this request.
         """
-        # The numbers of a job hold whether or not it has been published at this very moment.
+        # The numbers in a job are right even if its snapshot is published at this moment.
         after = num_published() if job is None else job.num_before + (job.epoch != self.epoch)
         self.add_after(after)
         return after
 
     def add_after(self, num_published: int) -> None:
-        """Add a request for a snapshot after the first ``num_published``."""
+        """Request any snapshot that is published after the first ``num_published``."""
         self._wanted_after = max(self._wanted_after, num_published)
 
     def begin_boundary(self, step: int) -> None:
-        """Note that the state shows ``step`` from here on."""
+        """Record that the state shows ``step`` from now on."""
         self.step = step
         self.epoch += 1
 
     def take_boundary(self, num_published: int, *, is_sync: bool) -> bool:
-        """Return whether a snapshot of the present boundary is wanted; drop requests that only earlier ones could meet.
+        """Return whether to take a snapshot at the present boundary; drop the requests that are met or past.
 
         Args:
             num_published: Number of published snapshots.
-            is_sync: Whether tensors that seldom change have just changed. From the first time on, a request without a
-                step waits for such a moment, unless it is to be shared: at any other, the next change may be near.
+            is_sync: Whether a synchronization has just changed tensors that seldom change. After the first
+                synchronization, a request without a step waits for the next one: at other boundaries, the tensors may
+                be about to change. A request for a shared snapshot does not wait.
         """
         assert self.step is not None, "the boundary has begun"
         self._has_syncs = self._has_syncs or is_sync
@@ -114,14 +119,15 @@ class SnapshotRequests:
         return is_wanted and (is_urgent or self.is_to_share)
 
     def is_open(self, num_before: int) -> bool:
-        """Return whether a request waits for the snapshot that follows ``num_before`` others."""
+        """Return whether a request is open for the snapshot that is published after ``num_before`` others."""
         return self._wanted_after >= num_before
 
     def forget(self, num_before: int | None = None) -> None:
-        """Drop all requests, because the snapshot failed for good.
+        """Drop the requests without a step, because a snapshot failed in a way that will recur.
 
         Args:
-            num_before: Number of snapshots before the failed one. Requests that were promised a later one stay open.
+            num_before: Number of snapshots published before the failed one. A request for a later snapshot than the
+                failed one stays open.
         """
         if num_before is None or self._wanted_after <= num_before:
             self._wanted_after = -1
@@ -129,15 +135,16 @@ class SnapshotRequests:
 
 @dataclass(slots=True, eq=False)
 class SnapshotJob:
-    """One snapshot, from its beginning on the training thread until it is published or has failed.
+    """A snapshot in progress, from its start on the training thread until it is published or has failed.
 
     Attributes:
         step: The committed step of the state.
-        epoch: The step boundary at which it was begun.
-        num_before: Number of snapshots published before it.
-        leased: Gets a lease of the snapshot on the thread that publishes it, before another snapshot can replace it;
-            set under the scheduler's mutex.
-        future: Done when the snapshot is. It cannot be cancelled: a snapshot that holds the lock has to be completed.
+        epoch: The epoch of the state (see `SnapshotRequests`).
+        num_before: Number of snapshots published before this one.
+        leased: Receives a lease of the snapshot from the thread that publishes it, before another snapshot can replace
+            this one. Written under the scheduler's mutex.
+        future: Completes when the snapshot is published or has failed. It cannot be cancelled: a snapshot that holds
+            the lock must be completed.
     """
 
     step: int
@@ -150,15 +157,15 @@ class SnapshotJob:
         self.future.set_running_or_notify_cancel()
 
     def await_end(self, timeout: timedelta, lock: StateLock, *, next_step: int) -> None:
-        """Wait until it is published or has failed, before the snapshot of another step is begun.
+        """Wait until this snapshot is published or has failed, so that the next one can begin.
 
         Args:
             timeout: The longest wait.
-            lock: The lock that it holds, for the error.
-            next_step: The other step.
+            lock: The state's lock, whose holders the error names.
+            next_step: Step of the next snapshot, for the error.
 
         Raises:
-            LockTimeoutError: It was not finished in time.
+            LockTimeoutError: The snapshot was not finished in time.
         """
         try:
             self.future.exception(timeout.total_seconds())
@@ -172,7 +179,13 @@ class SnapshotJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBoundary:
-    """A state from which a snapshot can still be taken, and the read section that protects it."""
+    """The state of the present boundary, held until the optimizer steps so that a snapshot can still be taken of it.
+
+    Attributes:
+        job: The snapshot, if a request arrives.
+        state: Copies of the boundary, or a description of the tensors to copy.
+        section: The read section that prevents changes of the rest of the state.
+    """
 
     job: SnapshotJob
     state: HeldState | BoundaryCopy
@@ -180,11 +193,14 @@ class HeldBoundary:
 
 
 def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | None) -> None:
-    """Copy the rest, open the lock, and only then do what needs no lock. Never on the main thread.
+    """Copy the rest of a snapshot's tensors, release the read section, and publish the snapshot.
+
+    Do not call this on the main thread, where a signal handler may interrupt it.
 
     Args:
-        unfinished: The snapshot; this takes it out, so that the thread which handed it over does not abandon it.
-        section: The read section that guards the state until it is copied; ``None`` if nothing is copied.
+        unfinished: A list with the snapshot. This function empties the list; if an error occurs on the thread that
+            began the snapshot, the empty list shows that thread not to abandon the snapshot.
+        section: The read section that guards the state until it is copied; ``None`` if nothing is left to copy.
     """
     in_progress = unfinished.pop()
     try:
@@ -196,9 +212,9 @@ def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | No
 
 
 class FailureLog:
-    """Logs each reason why a snapshot could not be taken once, although it recurs at every step.
+    """Logs why snapshots could not be taken, without a warning or traceback at every step for the same reason.
 
-    One scheduler owns it. Its methods but `taken` are called while the error is handled.
+    A scheduler calls `not_taken` and `held_not_taken` while it handles the error, in an ``except`` block.
     """
 
     def __init__(self) -> None:
@@ -206,53 +222,51 @@ class FailureLog:
         self._last_failure = ""
 
     def not_taken(self, step: int, error: Exception) -> bool:
-        """Log why no snapshot was begun at a boundary at which one was wanted.
+        """Log why no snapshot was begun at a boundary, although a request was open.
 
         Args:
             step: The committed step.
             error: The reason.
 
         Returns:
-            Whether it may work at the next boundary.
+            Whether a snapshot may succeed at the next boundary.
         """
         if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
-            # Once, and not at every step while a slow receiver occupies the places.
+            # One warning, and not one at every step while slow receivers read all the snapshots that may exist.
             level = logging.DEBUG if self._is_postponed else logging.WARNING
-            logger.log(level, "step %d: no snapshot yet for those who asked for one: %s", step, error)
+            logger.log(level, "step %d: the requested snapshot has to wait for a later step: %s", step, error)
             self._is_postponed = True
             return True
-        # The same failure may come at every step: one traceback is enough.
+        # The same failure may recur at every step: one traceback is enough.
         is_new = str(error) != self._last_failure
         self._last_failure = str(error)
-        logger.error(
-            "step %d: no snapshot could be taken for those who asked for one: %s", step, error, exc_info=is_new
-        )
+        logger.error("step %d: the requested snapshot could not be taken: %s", step, error, exc_info=is_new)
         return False
 
     def held_not_taken(self, step: int, error: BaseException) -> None:
-        """Log why no snapshot of a held state was begun."""
+        """Log why no snapshot of a held state was begun, although a request was open."""
         level = logging.DEBUG if self._is_postponed else logging.WARNING
-        logger.log(level, "step %d: no snapshot for those who asked for one: %s", step, error)
+        logger.log(level, "step %d: the requested snapshot of the held state could not be taken: %s", step, error)
         self._is_postponed = bool(getattr(error, "retryable", False))
 
     def taken(self) -> None:
-        """Note that a snapshot was begun at a boundary."""
+        """Record that a snapshot was begun, so that the next failure is logged as a warning."""
         self._is_postponed = False
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a snapshot of this state fails at every boundary: because of a leaf or a state function."""
+    """Return whether the error will recur at every boundary: it is due to a leaf's type or to a state function."""
     return isinstance(error, (UnsupportedLeafError, RegistryError))
 
 
 class FirstSteps:
-    """Calls the state functions once, outside of the lock, and prefaults memory for snapshots, at the first boundaries.
+    """Prepares snapshots at the first boundaries: calls the state functions once, and prefaults memory.
 
-    Owned by the training thread.
+    Only the training thread may use this object.
 
     Args:
-        state: The state.
-        transport: Makes memory for snapshots ready.
+        state: The replica's state.
+        transport: Prefaults the memory.
         prefault: Whether to prefault memory.
     """
 
@@ -264,10 +278,10 @@ class FirstSteps:
         self._num_boundaries = 0
 
     def call_state(self) -> None:
-        """Call the state functions for the first time, outside of every section.
+        """Call the state functions for the first time, outside of every section of the lock.
 
-        DCP's ``get_optimizer_state_dict`` makes the states of an optimizer that has none, by a step of it, which would
-        wait inside a read section for that section's own end.
+        DCP's ``get_optimizer_state_dict`` steps an optimizer that has no states, to create them. Inside a read section,
+        that step would wait for the section itself to end.
 
         Raises:
             RegistryError: A state function runs a collective.
@@ -279,13 +293,13 @@ class FirstSteps:
         except Exception as error:
             self._is_called = True
             if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # On every rank alike, and at the start, when the user can fix it.
+                raise  # Every rank raises this, and at the start of training, when the user can fix it.
             logger.debug("the state functions failed at their first call: %s", error)
-        # Not if a handler ended the call: the next one would be made inside a section.
+        # Skipped if a signal handler raised during the call: then the next boundary makes the first call.
         self._is_called = True
 
     def prefault(self) -> None:
-        """Make memory for snapshots of this state ready after the first step; called at each boundary.
+        """Prefault memory for snapshots of this state, once, after the first step. Call this at each boundary.
 
         Raises:
             RegistryError: A state function runs a collective.
@@ -300,21 +314,24 @@ class FirstSteps:
             self._is_prefaulted = True
         except Exception as error:
             if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # It comes this late only if the first call ran otherwise.
-            # If the failure lasts, requests for snapshots report it.
+                raise  # The first call, in `call_state`, ran no collective.
+            # If the cause persists, the next snapshot fails with the same error.
             level = logging.DEBUG if self._num_boundaries > first else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prefaulted: %s", error)
 
 
 def weak_request(method: Callable[[int | None], int | None]) -> Callable[[int | None], int | None]:
-    """Return ``SnapshotScheduler.request`` for a server, which must not keep the state alive."""
+    """Return a function that calls ``SnapshotScheduler.request`` as long as the scheduler exists.
+
+    The server stores this function, and must not keep the scheduler and its state alive.
+    """
     reference = weakref.WeakMethod(method)
 
     def request(step: int | None) -> int | None:
         alive = reference()
         if alive is not None:
             return alive(step)
-        # The server is about to be shut down. Until then it serves what it has.
+        # The server will be shut down soon. Until then, it serves the snapshots that it has.
         return 0 if step is None else None
 
     return request

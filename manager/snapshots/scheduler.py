@@ -1,8 +1,9 @@
-"""Snapshots at step boundaries: when they begin, what is copied at once, and what in the background.
+"""Takes snapshots at step boundaries (before ``forward``), if receivers have requested any.
 
-At the boundary only the training thread runs, so the state is that of one committed step. Everything that ``forward``
-or the user's loop may change afterwards is copied there. A background thread clones large tensors that only an attached
-optimizer changes, beside forward and backward, under a read section for which the optimizer's pre-step hook waits.
+At a boundary only the training thread runs, so the state is that of one committed step. The training thread copies
+what ``forward`` or the training loop may change afterwards. A background thread copies the large tensors that only an
+attached optimizer changes, during forward and backward. It holds a read section of the state lock meanwhile, and the
+optimizer's pre-step hook waits for that section.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotScheduler(StateObserver):
-    """Takes snapshots of one replica's state, and materializes shared memory before it changes.
+    """Takes snapshots of one replica's state, and copies ("materializes") shared memory before it changes.
 
-    Any thread may call ``request``, ``settle`` and ``shows_present_state``; the training thread calls the rest.
+    Only the training thread may call methods other than ``request``, ``settle`` and ``shows_present_state``.
 
     Args:
-        state: The state.
-        transport: Serves the snapshots, and requests them here.
+        state: The replica's state.
+        transport: Serves the snapshots, and passes the receivers' requests to `request`.
         prefault: Whether to prefault memory for snapshots before the first request.
 
     Attributes:
-        copier: Identifies memory that only optimizers and write sections change.
+        copier: Determines which memory only optimizers and write sections change, and copies the rest.
 
     Raises:
-        TransportError: The transport serves another state.
+        ConfigurationError: The transport serves another state already.
     """
 
     def __init__(self, state: ReplicaState, transport: HTTPTransport[Any], *, prefault: bool = False) -> None:
@@ -76,19 +77,19 @@ class SnapshotScheduler(StateObserver):
         self._is_closed = False
         self._is_serving = False
         self._failures = FailureLog()
-        self._pool = SafeExecutor(1, "ft-transport-snapshot")  # one thread: it completes one snapshot after the other
+        self._pool = SafeExecutor(1, "ft-transport-snapshot")  # one thread, so one snapshot at a time
         transport.serve_fresh(weak_request(self.request))
         state.add_observer(self)
 
     def request(self, step: int | None = None, *, share: bool = False) -> int | None:
-        """Request a snapshot of the present committed step or a later one; return at once.
+        """Request a snapshot, without waiting for it.
 
         Args:
-            step: Requests a snapshot of exactly this step, taken at its boundary.
-            share: Serves it from live memory, because usually nothing changes the state before it has been read.
+            step: Step of the snapshot, taken at the boundary of this step; ``None`` for the present or any later step.
+            share: Whether to serve the snapshot from live memory: receivers usually read it before the state changes.
 
         Returns:
-            The number of snapshots that are too old; any later one will do. ``None`` if ``step`` is past.
+            How many published snapshots are too old: any later one meets the request. ``None`` if ``step`` is past.
         """
         with self._mutex:
             requests, held = self._requests, self._held
@@ -103,16 +104,15 @@ class SnapshotScheduler(StateObserver):
             return after
 
     def boundary(self, *, hold: bool = False, is_sync: bool = False) -> bool:
-        """Begin a snapshot of the state's committed step if a request is open; log failures, to stop no training.
+        """Begin a snapshot of the committed step if a request is open. A failure is logged, and training continues.
 
         Args:
-            hold: If no request is open, hold the state until `settle`, which can still begin a snapshot of it;
+            hold: Whether to hold the state if no request is open: `settle` can still begin a snapshot of it, and
                 optimizers wait until then.
-            is_sync: Whether a synchronization has just changed tensors that seldom change (see
-                `SnapshotRequests.take_boundary`).
+            is_sync: See `SnapshotRequests.take_boundary`.
 
         Returns:
-            Whether a snapshot of this step is under way or can still be taken.
+            Whether a snapshot of this step is in progress or can still be taken.
 
         Raises:
             RegistryError: A state function runs a collective.
@@ -158,9 +158,10 @@ class SnapshotScheduler(StateObserver):
 
     @contextmanager
     def serving(self, timeout: timedelta) -> Iterator[None]:
-        """Begin a snapshot inside at the first request: the training thread waits there, and changes nothing.
+        """Return a context in which the first request begins a snapshot at once. It raises the errors of `boundary`.
 
-        ``timeout`` limits the wait for a snapshot that is under way at the end; errors are those of `boundary`.
+        The training thread must not change the state inside. The end of the context waits for a snapshot in progress,
+        up to ``timeout``.
         """
         self._is_serving = True
         try:
@@ -177,19 +178,19 @@ class SnapshotScheduler(StateObserver):
             with self._mutex:
                 self._forget_if_interrupted()
                 job = self._job
-            if job is not None:  # The next boundary refuses a snapshot while one is under way.
+            if job is not None:  # While a snapshot is in progress, the next boundary could not begin one.
                 job.future.wait(timeout.total_seconds())
-            # A later request gets the state of the next boundary, which may be another state.
+            # Requests from now on need a snapshot of the next boundary: the state may change before it.
             self.replaced()
 
     def shows_present_state(self) -> bool:
-        """Whether a snapshot of the last step boundary is served, or under way."""
+        """Return whether a snapshot of the last step boundary is published or in progress."""
         with self._mutex:
             is_under_way = self._job is not None and self._held is None and self._job.epoch == self._requests.epoch
             return is_under_way or self._requests.published_epoch == self._requests.epoch
 
     def settle(self) -> bool:
-        """Begin the snapshot of the held state if a request is open, or release the state; return whether it began."""
+        """Stop holding the state: begin a snapshot of it if a request is open. Return whether a snapshot began."""
         held: HeldBoundary | None = None
         try:
             with self._mutex:
@@ -206,7 +207,7 @@ class SnapshotScheduler(StateObserver):
         with self._mutex:
             is_wanted = self._requests.is_open(held.job.num_before) and not self._is_closed
             is_to_share = self._requests.is_to_share
-            # The optimizer may not wait for the next receiver.
+            # Whether to share the next snapshot depends on the next requests only.
             self._requests.is_to_share = False
         if not is_wanted:
             self._end(held.job)
@@ -217,19 +218,17 @@ class SnapshotScheduler(StateObserver):
             return False
         unfinished: list[SnapshotInProgress] = []
         try:
-            if isinstance(held.state, HeldState):
-                state: HeldState | None = held.state
-            else:
-                state = self._server.hold(self.copier.capture_copy(held.job.step, held.state))
-            assert state is not None, "everything in a copied boundary is deferrable"
+            copied = held.state if isinstance(held.state, BoundaryCopy) else None
+            state = self._server.hold(self.copier.capture_copy(held.job.step, copied)) if copied else held.state
+            assert isinstance(state, HeldState), "all tensors of a copied boundary may be copied later"
             share = is_to_share and state.is_shareable
             unfinished.append(self._server.take(state, share=share))
             if share:
-                # From here on, a writer materializes the shared memory first.
+                # The lock is not needed: a writer copies the shared memory before it changes that memory.
                 held.section.release()
             self._pool.submit(self._complete, held.job, unfinished, None if share else held.section)
         except BaseException as error:
-            # A signal handler may raise when the pool's thread has the work already.
+            # The list is empty if a signal handler raised when the pool's thread already had the snapshot.
             with suppress(IndexError):
                 unfinished.pop().abandon()
             if held.section.is_open:
@@ -242,11 +241,11 @@ class SnapshotScheduler(StateObserver):
         return True
 
     def _hold_back(self, job: SnapshotJob, *, is_wanted: bool, is_to_share: bool) -> bool:
-        """Hold the state until `settle`; return whether it is held."""
+        """Hold the state until `settle`; return whether that succeeded."""
         section: Section | None = None
         state: HeldState | BoundaryCopy | None = None
         try:
-            # Inside the caller's own write section nothing may be left for later.
+            # Inside the caller's own write section, no read section can protect the state until later.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"state of step {job.step}", BOUNDARY_TIMEOUT, detached=True)
                 if not is_wanted:
@@ -271,13 +270,13 @@ class SnapshotScheduler(StateObserver):
     def take(
         self, step: int | None = None, *, may_share: bool = True, leased: SafeFuture[SnapshotLease] | None = None
     ) -> Future[None]:
-        """Begin a snapshot in any case: see `StateManager.snapshot`, and `BoundaryCopier.capture` for ``may_share``."""
+        """Begin a snapshot even if no request is open; see `StateManager.snapshot` and `BoundaryCopier.capture`."""
         self._state.require_step(step)
         step, timeout = self._state.step, self._state.timeout
         self._first_steps.call_state()
         with self._mutex:
             if self._is_closed:
-                raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
+                raise ManagerError("expected a running manager to take a snapshot, but this one has been shut down")
             self._requests.begin_boundary(step)
             self._forget_if_interrupted()
             before = self._job
@@ -289,54 +288,54 @@ class SnapshotScheduler(StateObserver):
         return job.future
 
     def take_leased(self, leased: SafeFuture[SnapshotLease]) -> Future[None]:
-        """Take a copy, of which ``leased`` gets a lease; use the held state if it is held already."""
+        """Begin a snapshot that is not served from live memory, and put a lease of it into ``leased``."""
         step = self._state.step
         with self._mutex:
             held = self._held
             if held is not None and held.job.step == step:
                 held.job.leased = leased
-                # A request to share it gets the copy as well.
+                # Receivers that requested a shared snapshot read this copy instead.
                 self._requests.is_to_share = False
                 self._requests.add_after(held.job.num_before)
         self.settle()
         if held is not None and held.job.step == step and not self._is_closed:
-            # The quorum thread may have begun a snapshot first, and not be done with it yet.
+            # The quorum thread may have begun this snapshot first, and it may still be in progress.
             begun = held.job.future
             if not begun.done() or begun.exception() is None:
                 return begun
         return self.take(may_share=False, leased=leased)
 
     def before_change(self, is_optimizer_step: bool) -> None:
-        """Materialize shared memory before it changes."""
+        """Copy memory that snapshots share, before the calling thread changes that memory."""
         if not is_optimizer_step:
             self.copier.expect_changes()
             self._server.materialize()
             return
         self.copier.learn_changes()
-        # Called only if memory is shared: the tensors may be others at every step.
+        # A function, which is called only if memory is shared: each step may have other tensors.
         self._server.materialize(self._changing_storages)
 
     def replaced(self) -> None:
-        """Note that no snapshot so far, whatever its step, shows the present state."""
+        """Record that the state was replaced: no snapshot shows it yet, not even one of the same step."""
         with self._mutex:
             self._requests.epoch += 1
 
     def close(self) -> None:
-        """Complete running snapshots and end the thread; begin no further one."""
+        """Complete the snapshots in progress, refuse further ones, and end the background thread."""
         with self._mutex:
             self._is_closed = True
         self.settle()
         self._pool.shutdown(wait=True)
 
     def _changing_storages(self) -> set[int]:
-        """Return the storages that the stepping optimizer changes; those of all optimizers, if none is named."""
+        """Return the storages of the stepping optimizer, or of all optimizers if none is known to step."""
         stepping = self._lock.stepping()
         return storages_of_optimizers([stepping] if isinstance(stepping, Optimizer) else self._state.optimizers())
 
     def _forget_if_interrupted(self) -> None:
-        """Allow a new snapshot if a handler raised while one was begun. Under the mutex, on the training thread.
+        """Clear a job whose start a signal handler interrupted. Called under the mutex, on the training thread.
 
-        The pool has one thread: a job that is still in ``_job`` when `_forget` runs was never handed to the pool.
+        `_forget` runs after all jobs of the pool's one thread, so a job still in ``_job`` then was never submitted.
         """
         job = self._job
         if job is not None and self._held is None and not self._is_closed:
@@ -344,12 +343,12 @@ class SnapshotScheduler(StateObserver):
 
     def _forget(self, job: SnapshotJob) -> None:
         with self._mutex:
-            # Another thread may be about to hand it over.
+            # Another thread, in `settle`, may be about to hand the job to the pool.
             if self._job is not job or self._settled is job:
                 return
             self._job = None
         with suppress(InvalidStateError):
-            job.future.set_exception(ManagerError(f"the snapshot of step {job.step} was interrupted as it began"))
+            job.future.set_exception(ManagerError(f"the snapshot of step {job.step} was interrupted while it began"))
 
     def _end(self, job: SnapshotJob) -> None:
         with self._mutex:
@@ -360,7 +359,7 @@ class SnapshotScheduler(StateObserver):
         section: Section | None = None
         unfinished: list[SnapshotInProgress] = []
         try:
-            # Inside the caller's own write section nothing may be left for later.
+            # Inside the caller's own write section, everything is copied now: no read section could protect it later.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"snapshot of step {job.step}", timeout, detached=True)
             capture = self.copier.capture(may_defer=section is not None, may_share=may_share)
@@ -375,7 +374,7 @@ class SnapshotScheduler(StateObserver):
             raise
 
     def _complete(self, job: SnapshotJob, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
-        """Complete the snapshot, on the pool's thread."""
+        """Complete and publish the snapshot, on the pool's thread."""
         try:
             copy_and_publish(unfinished, section)
             with self._mutex:
@@ -390,7 +389,7 @@ class SnapshotScheduler(StateObserver):
             self._server.snapshot_failed(job.step, error)
             with self._mutex:
                 self._job = None
-                # A request during the snapshot may have been promised a later one.
+                # A request that arrived during this snapshot may wait for the next one, and stays open.
                 if not getattr(error, "retryable", False):
                     self._requests.forget(job.num_before)
             job.future.set_exception(error)

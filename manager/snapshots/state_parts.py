@@ -1,4 +1,16 @@
-"""The parts of a replica's state: finds those that are known without calling their functions, and copies the others."""
+"""Lists which tensors of a replica's state a step boundary copies (`BoundaryPlan`), and copies them.
+
+An entry of the registry is one of three kinds of part, which a boundary treats differently:
+
+- `ModulePart`, a plain module: the boundary copies its tensors that are not guarded, up to 16 MiB.
+- `OptimizerPart`, a plain attached optimizer: the boundary copies the values of its parameter groups. Its states are
+  guarded by the optimizer's step, and are not copied.
+- `CalledPart`, any other entry: the boundary calls the state function and copies the result, but no guarded tensors.
+  More than 64 tensors or 16 MiB are too much.
+
+If a part cannot be copied, the plan is refused, and a newcomer waits for the next boundary
+(`manager.snapshots.boundary_copy` explains *guarded*, and when a boundary copies).
+"""
 
 from __future__ import annotations
 
@@ -24,25 +36,26 @@ from manager.state.optimizer_states import (
     storage_of,
     tensors_in,
 )
-from manager.state.registry import StateEntry, listed
+from manager.state.registry import StateEntry, StateRegistry, listed
 
 logger = logging.getLogger(__name__)
 
 MAX_COPIED_BYTES: Final = 16 << 20
-"""Maximum bytes copied at every boundary for a snapshot that may never be needed: about 2 ms."""
+"""Maximum bytes of one part that every boundary copies, for a snapshot that may never be needed: about 2 ms."""
 _MAX_CALLED_TENSORS: Final = 64
-"""Maximum tensors that a function may return which is called at every boundary."""
+"""Maximum number of tensors in the result of a state function that every boundary calls."""
 _NUM_LOSSES: Final = 2
+"""Boundaries at which an optimizer's first state must have lost tensors before its steps count as replacing them."""
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Slot(NamedTuple):
-    """The place where a module stores a tensor, which it may replace.
+    """The position of a tensor in a module. The module may put another tensor there.
 
     Attributes:
         name: Name of the tensor in the module's state.
-        tensors: The parameters or buffers of a submodule.
-        key: Name of the tensor in the submodule.
+        tensors: The dict of parameters or of buffers of a submodule.
+        key: Key of the tensor in ``tensors``.
     """
 
     name: str
@@ -51,17 +64,17 @@ class Slot(NamedTuple):
 
     @property
     def tensor(self) -> Any:
-        """The present tensor."""
+        """The tensor in this position now."""
         return self.tensors[self.key]
 
 
 class NotCopyableError(Exception):
-    """A boundary of this state cannot be kept; the message says why."""
+    """A boundary cannot copy this state, or a snapshot cannot use the copy; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePart:
-    """A module whose state is its parameters and buffers; those in ``slots`` are copied at the boundary."""
+    """A module whose state is its parameters and buffers; the boundary copies the tensors in ``slots``."""
 
     entry: StateEntry
     slots: Sequence[Slot]
@@ -69,7 +82,7 @@ class ModulePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPart:
-    """An attached optimizer: its states wait for its step, its parameter groups are noted."""
+    """An attached optimizer: the boundary copies the values of its parameter groups, but not its states."""
 
     entry: StateEntry
     optimizer: Optimizer
@@ -77,7 +90,7 @@ class OptimizerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledPart:
-    """A state function that is called at the boundary, because its result is unknown."""
+    """An entry whose state function the boundary calls, because its result is unknown before."""
 
     entry: StateEntry
 
@@ -86,10 +99,10 @@ Part: TypeAlias = ModulePart | OptimizerPart | CalledPart
 
 
 class ReplacedTensors:
-    """The parts of a state whose tensors steps replace, instead of changing them in place.
+    """Records the parts of a state whose tensors steps replace, instead of changing the tensors in place.
 
-    At every boundary one state of each optimizer is checked; replaced tensors elsewhere show when a boundary could not
-    be kept.
+    At every boundary, `references` checks one state of each optimizer. Snapshots report other replaced tensors to
+    `found`.
     """
 
     def __init__(self) -> None:
@@ -98,34 +111,30 @@ class ReplacedTensors:
         self._num_losses: Counter[str] = Counter()
 
     def found(self, key: str) -> None:
-        """Note that a step has replaced tensors of a part."""
+        """Record that a step has replaced tensors of the part ``key``."""
         self._keys.add(key)
 
     def is_in_module(self, parts: Sequence[Part]) -> bool:
-        """Return whether steps give parameters other memory (``parameter.data = …``).
-
-        Each boundary needs a new plan then.
-        """
+        """Return whether steps give a module's parameters other memory: if so, each boundary needs a new plan."""
         return any(isinstance(part, ModulePart) and part.entry.key in self._keys for part in parts)
 
     def references(self, parts: Sequence[Part]) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors in the states of optimizers that replace them; a reference keeps them unchanged.
+        """Return the state tensors of those optimizers whose steps replace these tensors, by key of the part.
 
-        Args:
-            parts: Parts of the state.
+        While a reference exists, a replaced tensor keeps its memory and so its value.
         """
         found: dict[str, list[torch.Tensor]] = {}
         for part in parts:
             if isinstance(part, OptimizerPart):
                 key, state = part.entry.key, part.optimizer.state
-                if key in self._keys or self._shows_loss(key, state):
+                if key in self._keys or self._has_lost_tensors(key, state):
                     found[key] = _tensors_of_states(state.values())
         return found
 
-    def _shows_loss(self, key: str, state: Mapping[Any, object]) -> bool:
-        """Return whether the first state has lost tensors twice.
+    def _has_lost_tensors(self, key: str, state: Mapping[Any, object]) -> bool:
+        """Return whether an optimizer's first state has lost tensors since the boundary before, at two boundaries.
 
-        Some steps replace them seldom, and a load does so once.
+        Once is not enough: a load also replaces the tensors.
         """
         before = self._samples.get(key, [])
         self._samples[key] = [weakref.ref(tensor) for tensor in _tensors_of_states(islice(state.values(), 1))]
@@ -148,29 +157,25 @@ def _tensors_of_states(states: Iterable[object]) -> list[torch.Tensor]:
 
 
 @dataclass(slots=True)
-class Budget:
-    """The memory and tensors that one function's state has taken at a boundary."""
+class _Budget:
+    """Counts the tensors and the copied bytes in the result of one state function, and limits both."""
 
     num_tensors: int = 0
     num_bytes: int = 0
 
-    def take(self, tensor: torch.Tensor, *, is_copied: bool) -> None:
-        """Count one tensor.
-
-        Raises:
-            NotCopyableError: The budget is exhausted.
-        """
+    def add(self, tensor: torch.Tensor, *, is_copied: bool) -> None:
+        """Count one tensor; raise ``NotCopyableError`` if the result has too many tensors or bytes to copy."""
         self.num_tensors += 1
         self.num_bytes += tensor.nbytes if is_copied else 0
         if self.num_tensors > _MAX_CALLED_TENSORS or self.num_bytes > MAX_COPIED_BYTES:
             raise NotCopyableError(
-                f"a state function returns more than {_MAX_CALLED_TENSORS} tensors, or {MAX_COPIED_BYTES} bytes that "
-                "no attached optimizer guards; register modules and optimizers themselves"
+                f"a state function returns more than {_MAX_CALLED_TENSORS} tensors, or more than {MAX_COPIED_BYTES} "
+                "bytes outside of attached optimizers; register the modules and optimizers themselves"
             )
 
 
 def _kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | Optimizer | None:
-    """Return the object behind an entry, if its state is known without calling it."""
+    """Return the module or optimizer of an entry whose state is known without a call; ``None`` for other entries."""
     holder = entry.holder
     if entry.on_training_thread or getattr(entry.state_dict, "__self__", None) is not holder:
         return None
@@ -196,7 +201,7 @@ def _is_plain_module(module: nn.Module) -> bool:
 
 
 def _slots_of(module: nn.Module) -> list[Slot]:
-    """Return the tensors in the state of a plain module (``torch.nn.Module._save_to_state_dict``)."""
+    """Return the positions of the tensors in a plain module's state, as ``Module._save_to_state_dict`` lists them."""
     return [
         Slot(f"{prefix}.{name}" if prefix else name, tensors, name)
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -207,7 +212,7 @@ def _slots_of(module: nn.Module) -> list[Slot]:
 
 
 def renormalised_memory(modules: Iterable[nn.Module]) -> set[Memory]:
-    """Return the memory of weights that torch's own modules change in ``forward``."""
+    """Return the memory of embedding weights that torch renormalizes in ``forward`` (``max_norm``)."""
     weights = [
         module.weight
         for holder in modules
@@ -218,7 +223,7 @@ def renormalised_memory(modules: Iterable[nn.Module]) -> set[Memory]:
 
 
 def names_of(modules: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> str:
-    """Name tensors by their places in registered modules, for a message."""
+    """Return the names of tensors in registered modules as one text, for a message."""
     wanted = {id(tensor) for tensor in tensors}
     names = [
         f"{key}.{name}"
@@ -227,13 +232,13 @@ def names_of(modules: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) 
         if id(tensor) in wanted
     ]
     unnamed = len(tensors) - len(names)
-    return listed(names + ([f"{unnamed} without a name"] if unnamed > 0 else []))
+    return listed(names + ([f"{unnamed} tensors without a name"] if unnamed > 0 else []))
 
 
 def _check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:
-    """Check that copies equal the state: the tensors are plain, small, and have memory of their own."""
+    """Raise ``NotCopyableError`` unless a module's tensors are small, dense, and share no memory with other tensors."""
     if sum(tensor.nbytes for tensor in tensors) > MAX_COPIED_BYTES:
-        raise NotCopyableError(f"{key!r} has more than {MAX_COPIED_BYTES} bytes that no attached optimizer guards")
+        raise NotCopyableError(f"{key!r} has more than {MAX_COPIED_BYTES} bytes outside of attached optimizers")
     copied = {memory_at(tensor) for tensor in tensors}
     storages = {storage_of(tensor) for tensor in tensors if tensor.nbytes}
     others = {memory_at(slot.tensor) for slot in _slots_of(module) if storage_of(slot.tensor) in storages}
@@ -246,35 +251,35 @@ def _check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module
         or tensor.is_conj()
         for tensor in tensors
     ):
-        raise NotCopyableError(f"{key!r} has buffers that share memory, or are not dense and row-major")
+        raise NotCopyableError(f"{key!r} has buffers that share memory, or that are not dense and row-major")
 
 
-def frozen(value: object, guarded: Set[Memory], budget: Budget) -> Any:
-    """Return a copy that nothing changes any more; guarded tensors are returned themselves."""
+def _frozen(value: object, guarded: Set[Memory], budget: _Budget) -> Any:
+    """Return a deep copy of ``value``, but with the guarded tensors themselves instead of copies of them."""
     match value:
         case torch.Tensor():
             is_guarded = memory_at(value) in guarded
-            budget.take(value, is_copied=not is_guarded)
-            # A DTensor's own clone dispatches collectively.
+            budget.add(value, is_copied=not is_guarded)
             if is_guarded:
                 return value
+            # The clone of a DTensor would run collectives.
             if hasattr(value, "_local_tensor"):
-                raise NotCopyableError("a state function returns a DTensor that no attached optimizer guards")
+                raise NotCopyableError("a state function returns a DTensor that belongs to no attached optimizer")
             return value.detach().clone().requires_grad_(value.requires_grad)
         case dict() if type(value) is dict:
-            return {key: frozen(item, guarded, budget) for key, item in value.items()}
+            return {key: _frozen(item, guarded, budget) for key, item in value.items()}
         case list() if type(value) is list:
-            return [frozen(item, guarded, budget) for item in value]
+            return [_frozen(item, guarded, budget) for item in value]
         case tuple() if type(value) is tuple:
             if all(type(item) in _ATOMS for item in value):
                 return value
-            return tuple(frozen(item, guarded, budget) for item in value)
+            return tuple(_frozen(item, guarded, budget) for item in value)
         case _ if type(value) in _ATOMS:
             return value
         case Mapping():
             result = copy.copy(value)
             for key, item in value.items():
-                result[key] = frozen(item, guarded, budget)  # type: ignore[index]
+                result[key] = _frozen(item, guarded, budget)  # type: ignore[index]
             return result
         case _:
             return copy.deepcopy(value)
@@ -282,15 +287,15 @@ def frozen(value: object, guarded: Set[Memory], budget: Budget) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class BoundaryPlan:
-    """The plan of a boundary: lists the tensors to copy, made once for many boundaries.
+    """The tensors to copy at a boundary. One plan serves many boundaries.
 
     Attributes:
-        signature: Signature of the state that the plan was made for.
+        signature: Cheap description of the registered objects. When it changes, a new plan is needed.
         parts: Parts of the state, in the order of registration.
-        guarded: Memory that waits for an optimizer's step or a write section.
-        watched: Tensors in it that count their changes.
-        refusal: Why no boundary can be kept; empty if one can.
-        spare: Buffers of the last boundary, if no snapshot took them.
+        guarded: Memory that only an optimizer's step or a write section changes.
+        watched: Tensors in guarded memory whose versions show changes by anything else.
+        refusal: Why a boundary cannot copy this state; empty if it can.
+        spare: Copies of the last boundary, to overwrite at the next one; ``None`` if a snapshot uses them.
     """
 
     signature: tuple[object, ...]
@@ -308,14 +313,14 @@ class BoundaryPlan:
         optimizers: Sequence[Optimizer],
         unguarded: Set[Memory],
     ) -> BoundaryPlan:
-        """Make a plan for the registered states; ``unguarded`` is memory that changes without an optimizer's step."""
+        """Make a plan for registered entries; ``unguarded`` is memory that also changes outside of optimizer steps."""
         plan = cls(signature=signature)
         kinds = {entry.key: _kind_of(entry, optimizers) for entry in entries}
         stable = [entry.state_dict() for entry in entries if entry.is_stable and kinds[entry.key] is not None]
         plan.guarded = frozenset((memory_of_optimizers(optimizers) | memory_of(stable)) - unguarded)
         modules = [entry.holder for entry in entries if entry.is_stable and isinstance(entry.holder, nn.Module)]
         in_modules = [slot.tensor for module in modules for slot in _slots_of(module)]
-        # A module and its optimizer list the same parameters, and each takes 0.1 to 0.5 µs at a boundary.
+        # A module and its optimizer list the same parameters. Each listed parameter costs a boundary 0.1 to 0.5 µs.
         trained = {id(each): each for each in [*parameters_of(optimizers), *in_modules]}
         plan.watched = [each for each in trained.values() if memory_at(each) in plan.guarded]
         try:
@@ -336,19 +341,47 @@ class BoundaryPlan:
                 return CalledPart(entry=entry)
 
     def refuse(self, reason: str) -> None:
-        """Copy no boundary with this plan."""
+        """Copy nothing at boundaries with this plan, for this reason."""
         self.refusal = reason
-        logger.debug("a newcomer waits for one step, because a boundary cannot be copied: %s", reason)
+        logger.debug("a newcomer has to wait for the next step, because this boundary cannot be copied: %s", reason)
+
+    def copied_values(
+        self, registry: StateRegistry, moving: Set[Memory]
+    ) -> tuple[dict[str, object], list[torch.Tensor]]:
+        """Copy the values of parameter groups, and the results of the state functions that a boundary calls.
+
+        ``moving`` is memory of stable tensors that changed outside of write sections nevertheless.
+
+        Returns:
+            The copies, by key of the entry; and the stable tensors in the functions' results.
+        """
+        copied: dict[str, object] = {}
+        watched: list[torch.Tensor] = []
+        for part in self.parts:
+            key, guarded, budget = part.entry.key, self.guarded, _Budget()
+            if isinstance(part, OptimizerPart):
+                copied[key] = [
+                    {name: _frozen(value, guarded, budget) for name, value in group.items() if name != "params"}
+                    for group in part.optimizer.param_groups
+                ]
+            elif isinstance(part, CalledPart):
+                value = registry.call(part.entry)
+                if part.entry.is_stable:
+                    stable = list(tensors_in(value))
+                    watched += stable
+                    guarded |= memory_of(stable) - moving
+                copied[key] = _frozen(value, guarded, budget)
+        return copied, watched
 
     def copied(self) -> list[torch.Tensor]:
-        """Copy the tensors that something besides the optimizers may change; reuse the last boundary's buffers."""
+        """Copy the modules' tensors that are not guarded, into the memory of the last boundary's copies if possible."""
         sources = [slot.tensor for part in self.parts if isinstance(part, ModulePart) for slot in part.slots]
         if any(source is None for source in sources):
-            raise NotCopyableError("a buffer is gone")
+            raise NotCopyableError("a module has replaced a buffer by None")
         spare, self.spare = self.spare, None
         had_gradients = torch.is_grad_enabled()
         try:
-            # Not ``torch.no_grad``: a signal handler that raises in its functions may leave gradients turned off.
+            # Not ``torch.no_grad``: if a signal handler raises inside it, gradients may stay turned off.
             torch._C._set_grad_enabled(False)
             if spare is not None and all(
                 copy_.shape == source.shape and copy_.dtype is source.dtype and copy_.device == source.device
@@ -358,7 +391,7 @@ class BoundaryPlan:
                     torch._foreach_copy_(spare, sources)
                 return spare
             made: dict[Memory | None, torch.Tensor] = {}
-            # Shared tensors stay shared.
+            # Tensors that share memory share one copy.
             return [made.setdefault(memory_at(source), source.detach().clone()) for source in sources]
         finally:
             torch._C._set_grad_enabled(had_gradients)

@@ -242,7 +242,7 @@ def test_a_failure_at_the_boundary_is_logged_and_not_raised(
     else:
         replica.transport.before_begin = _fail(error)
     replica.boundary(3)
-    assert "step 3: no snapshot could be taken" in caplog.text
+    assert "step 3: the requested snapshot could not be taken" in caplog.text
     assert "no encoding for it" in caplog.text
     assert replica.is_free()
     assert replica.transport.failures == [(3, error)]
