@@ -1,4 +1,4 @@
-"""The state of one replica and its lock: registry, optimizer guard, step ledger.
+"""The training state of one replica, and the lock around it: registered objects, optimizer hooks, step counts.
 
-All other packages of the manager import this one. It has no snapshots, peers or quorums.
+Other packages of the manager import this one. Modules here do not import snapshots, recovery or quorums.
 """

@@ -1,22 +1,22 @@
-"""The lock between the trainer, which changes the state, and the threads that copy it.
+"""The reader/writer lock between the training thread, which changes the state, and the threads that copy the state.
 
-A reader/writer lock of the library readerwriterlock separates them. This module adds deadlines whose errors name the
-holders, nesting, ownership, release from any thread, preference for writers, and safety from signal handlers.
+The library readerwriterlock decides which sections may overlap. This module adds deadlines, errors that name holders,
+nested sections, owning threads, release from any thread, preference for writers, and safety from signal handlers.
 
-A Python signal handler that raises can stop the main thread between any two calls, also inside the library, and would
-leave the library's inner locks taken for ever. Four rules prevent that:
+A Python signal handler that raises can stop the main thread between any two calls, even inside the library. The
+library's inner locks would then stay locked for ever. Four rules prevent that:
 
-1. The record lists every open section and is always right. It changes only under the mutex, by single dict operations,
-   which a handler cannot split. The mutex is C code, so no handler runs between taking it and entering the block.
-2. The library's lock decides which section may open. Threads ask it only under the mutex, and it answers without
-   waiting. ``_agrees`` is false while the library's lock and the record change. After a handler that raises it stays
-   false, and the next thread under the mutex makes a new library lock from the record. A handler may interrupt that,
-   too.
-3. The record refers to a section weakly. A handler may raise in the first instruction of a release, before any ``try``;
-   then nothing refers to the section any more, and the next call, or the next slice of a wait, closes it.
-4. A thread waits outside the mutex in short slices, so a wake-up that a handler prevents costs one slice.
+1. The record (``_record``) lists every open section and is always right. It changes only under the mutex, by single
+   dict operations, which a handler cannot interrupt. The mutex is written in C, so no handler runs between its
+   acquisition and the first line of the block.
+2. The library's lock decides which section may open. Threads use the library's lock only under the mutex, and only by
+   calls that do not wait. ``_agrees`` is false while a thread changes the library's lock and the record. If a handler
+   raises then, or during the repair, the next thread under the mutex builds a new library lock from the record.
+3. The record has only a weak reference to a section. A handler may raise in the first instruction of a release, before
+   any ``try``. Then no reference to the section remains, and the next call, or the next slice of a wait, closes it.
+4. A thread waits outside the mutex in short slices. If a handler prevents a wake-up, the thread loses one slice.
 
-A handler must not itself wait for the lock that it interrupts.
+A handler must not wait for a lock of this class that it may have interrupted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from manager.errors import Kind, LockHolder, LockNotHeldError, LockOrderError, L
 
 _logger = logging.getLogger(__name__)
 
-_SLICE_S: Final = 0.05  # long enough for idle waits, short enough that nobody notices a missed wake-up
+_SLICE_S: Final = 0.05  # costs hardly any CPU time, and is a short delay after a missed wake-up
 
 
 @dataclass(slots=True, eq=False)
 class _Hold:
-    """One acquisition of the library's lock, shared by the nested sections of a thread."""
+    """One acquisition of the library's lock, which all nested sections of a thread share."""
 
     kind: Kind
     handle: Lockable
@@ -52,7 +52,7 @@ class _Hold:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """The record's entry of a section that is open, or that a thread waits to open."""
+    """The record's entry for one section, which is open or which a thread waits to open."""
 
     section: weakref.ref[Section]
     kind: Kind
@@ -60,30 +60,30 @@ class _Entry:
     is_detached: bool
     stepping: object
     asked_s: float = 0.0
-    # Not an identifier: the system reuses identifiers of threads that ended.
-    thread: threading.Thread = field(default_factory=threading.current_thread)  # noqa: TID251 # any thread, started long ago
+    # The object and not its identifier, because the system reuses the identifiers of threads that ended.
+    thread: threading.Thread = field(default_factory=threading.current_thread)  # noqa: TID251 # any kind
     hold: _Hold | None = None  # None while the thread waits
     opened_s: float = 0.0
-    change: threading.Lock = field(default_factory=threading.Lock)  # locked: the waiting thread saw the latest change
+    change: threading.Lock = field(default_factory=threading.Lock)  # locked unless the record has changed
 
 
 @dataclass(slots=True, eq=False)
 class LockWaits:
-    """How often, and for how long, threads waited for a lock. Approximate where several waits end at once."""
+    """Number and length of the waits for a lock. Approximate, because waits that end at the same time may get lost."""
 
     num: int = 0
     total_s: float = 0.0
     longest_s: float = 0.0
 
-    def note(self, waited_s: float) -> None:
-        """Add one wait."""
+    def add(self, waited_s: float) -> None:
+        """Count one wait."""
         self.num += 1
         self.total_s += waited_s
         self.longest_s = max(self.longest_s, waited_s)
 
 
 class Section:
-    """A section of a `StateLock`. Keep a reference while it is open: the lock closes a section without references."""
+    """A section of a `StateLock`. Keep a reference to it while it is open: the lock closes a section without any."""
 
     __slots__ = ("__weakref__", "_entry", "_lock", "_timeout")
 
@@ -97,7 +97,6 @@ class Section:
         *,
         stepping: object = None,
     ) -> None:
-        """Private to `StateLock`."""
         self._lock = lock
         self._timeout = timeout
         self._entry = _Entry(weakref.ref(self), kind, what, detached, stepping)
@@ -108,14 +107,14 @@ class Section:
         return self._entry in self._lock._record
 
     def release(self) -> None:
-        """Release the section from any thread; raises `LockNotHeldError` the second time."""
+        """Close the section. Any thread may do this; `LockNotHeldError` is raised if the section is closed already."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Section:
         return self._lock._open(self)
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        # A second exception would only hide the one of the body.
+        # An exception here would hide an exception from the body of the ``with`` block.
         if not self._lock._close(self._entry) and exc is None:
             raise LockNotHeldError(kind=self._entry.kind, what=self._entry.what)
 
@@ -123,16 +122,17 @@ class Section:
 class StateLock:
     """A reader/writer lock, preferring writers, around the state of one replica.
 
-    Every wait has a deadline. A thread may open sections inside its own, except a write section inside its read
-    section. Any thread may call any method. The lock can be neither copied nor pickled. A forked child keeps the
-    sections of the thread that forked; the sections of other threads are closed in it.
+    Every wait has a deadline. A thread may open a section inside its own sections, except a write section inside its
+    read section. Any thread may call any method. The lock can be neither copied nor pickled. In a forked child, the
+    sections of the thread that forked stay open, and the sections of other threads are closed.
 
-    Methods that open a section take its purpose (``what``), for errors, and the longest wait, by default the lock's
-    ``timeout``. They raise `LockTimeoutError` if other threads hold the lock until the deadline, `LockOrderError` if
-    the section would wait for the calling thread, and ``ValueError`` for a negative timeout. Then nothing has changed.
+    Methods that open a section have two parameters in common: ``what`` is the purpose of the section, for errors;
+    ``timeout`` is the longest wait, by default that of the lock. They raise `LockTimeoutError` if other threads hold
+    the lock until the deadline, `LockOrderError` if the section would wait for the calling thread itself, and
+    ``ValueError`` for a negative timeout. After an error, the lock is as before.
 
     Attributes:
-        costs: Metrics of its waits, holds and timeouts, written under the lock's own mutex.
+        costs: Metrics of waits, holds and timeouts, written under the lock's mutex.
         contended: The waits of threads that did not get the lock at once.
     """
 
@@ -141,97 +141,97 @@ class StateLock:
 
         Args:
             timeout: Default deadline of waits.
-            before_change: Called on the writing thread as each write section opens, nested ones included. Its argument
-                says whether the section serves an optimizer's step alone. If it raises, the section closes again.
+            before_change: Called on the writing thread when a write section opens, even a nested one. The argument is
+                true if the section is for an optimizer's step only. If the call raises, the section is closed.
         """
         self._timeout_s = _seconds(timeout)
         self._before_change = before_change
         self.costs = MetricValues("lock")
         self.contended = LockWaits()
-        # Reentrant: the garbage collector may run a finalizer that releases a section during another release.
+        # Reentrant: during a release, the garbage collector may run a finalizer that releases another section.
         self._mutex = threading.RLock()
         self._record: dict[_Entry, None] = {}
-        # Only tried, never waited for. `_try_open` prefers writers by the record; RWLockFair itself prefers neither.
+        # No thread waits in it. `_try_open` prefers writers, by the record; RWLockFair itself prefers nobody.
         self._library = RWLockFair()
         self._agrees = True
-        # The section that the last `disallow` opened; the ban lasts while it is open.
+        # The section that the last `disallow` opened. Readers are barred while this section is open.
         self._disallowed: Section | None = None
         _locks.add(self)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled."""
         raise TypeError(
-            "a StateLock cannot be copied or pickled: a copy would guard nothing, as the threads that hold sections "
-            "hold those of the original; make a new StateLock for the new state"
+            "a StateLock cannot be copied or pickled: threads that hold the original would not hold the copy; make a "
+            "new StateLock for the new state"
         )
 
     def acquire_write(self, what: str, timeout: timedelta | None = None, *, stepping: object = None) -> Section:
-        """Open a write section, which no other thread's section overlaps; for a step of the optimizer ``stepping``."""
-        # Not in a variable: if a handler raises here, the section loses its last reference.
+        """Open a write section, which overlaps no other thread's section; ``stepping`` is the optimizer that steps, if any."""
+        # The section is in no variable here: if a handler raises, no reference to the section remains.
         return self._open(Section(self, "write", what, timeout, False, stepping=stepping))
 
     def acquire_read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
         """Open a read section, which overlaps no other thread's write section.
 
-        A ``detached`` section belongs to no thread: another thread releases it, and the calling thread must wait for it
-        before it writes. It cannot open inside the thread's own write section.
+        A ``detached`` section belongs to no thread. Another thread releases it, and even the calling thread must wait
+        for its end before writing. A detached section cannot open inside the calling thread's own write section.
         """
         return self._open(Section(self, "read", what, timeout, detached))
 
     def write(self, what: str, timeout: timedelta | None = None) -> Section:
-        """Return a section for one ``with`` block, which opens it as `acquire_write` does."""
+        """Return a write section for one ``with`` block. The block opens the section, like `acquire_write`."""
         return Section(self, "write", what, timeout, False)
 
     def read(self, what: str, timeout: timedelta | None = None) -> Section:
-        """Return a section for one ``with`` block, which opens it as `acquire_read` does."""
+        """Return a read section for one ``with`` block. The block opens the section, like `acquire_read`."""
         return Section(self, "read", what, timeout, False)
 
     def disallow(self) -> None:
-        """Bar readers until `allow`, by a write section of the calling thread, as torchft's Manager does.
+        """Open a write section of the calling thread that bars readers until `allow`, as torchft's Manager does.
 
-        Returns at once if a ban is in force, whichever thread began it; otherwise waits for the lock.
+        Returns at once if readers are barred already, by any thread. Otherwise waits for the lock.
         """
         if self.is_read_allowed:
             section = Section(self, "write", "disallow_state_dict_read", None, False)
             self._open(section, disallows=True)
 
     def allow(self) -> None:
-        """Let readers in again, from any thread; does nothing without a ban."""
+        """End the section of `disallow`. Any thread may do this. Does nothing if readers are not barred."""
         if self._disallowed is not None:
             self._close(self._disallowed._entry)
 
     @property
     def is_read_allowed(self) -> bool:
-        """Whether no `disallow` is in force."""
+        """Whether readers are not barred by `disallow`."""
         return self._disallowed is None or not self._disallowed.is_open
 
     def holders(self) -> tuple[LockHolder, ...]:
-        """Return every open section of every thread, the oldest first."""
+        """Return the open sections of all threads, the oldest first."""
         self._close_dropped()
         return _holders(list(self._record))
 
     def write_owned(self) -> bool:
-        """Whether the calling thread holds the lock for writing."""
+        """Return whether the calling thread has an open write section."""
         own = self._own()
         return bool(own) and own[0].hold is not None and own[0].hold.kind == "write"
 
     def stepping(self) -> object:
-        """Return the optimizer named by the calling thread's innermost write section; ``None`` if none is named."""
+        """Return the optimizer whose step the calling thread's innermost section is for; ``None`` without one."""
         return next((entry.stepping for entry in reversed(self._own()) if entry.stepping is not None), None)
 
     def mark(self) -> frozenset[object]:
-        """Return the calling thread's open sections, for `close_sections_opened_since`."""
+        """Return the calling thread's open sections, as a mark for `close_sections_opened_since`."""
         return frozenset(self._own())
 
     def close_sections_opened_since(self, mark: frozenset[object]) -> None:
-        """Close the calling thread's sections since the mark, also that of a `disallow`, but no detached ones."""
+        """Close the sections that the calling thread has opened since the mark, except detached sections."""
         for entry in self._own():
             if entry not in mark:
                 self._close(entry)
 
     def _wait_to_open(self, entry: _Entry, timeout_s: float, *, disallows: bool) -> bool:
-        """Wait until the section is open; return false if another thread has disallowed reads meanwhile."""
-        # A function of its own, like `_wake_waiting`: ``runtime.signal_safe`` explains why for loops.
+        """Wait until the section is open; return false if another thread has called `disallow` meanwhile."""
+        # A loop needs a function of its own, as in `_wake_waiting`: ``runtime.signal_safe`` says why.
         has_waited = False
         while not self._try_open(entry):
             if disallows and not self.is_read_allowed:
@@ -245,7 +245,7 @@ class StateLock:
             has_waited = True
             entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
         if has_waited:
-            self.contended.note(time.monotonic() - entry.asked_s)
+            self.contended.add(time.monotonic() - entry.asked_s)
         return True
 
     def _open(self, section: Section, *, disallows: bool = False) -> Section:
@@ -258,7 +258,7 @@ class StateLock:
                 self._close(entry)
                 return section
             if entry.kind == "write" and self._before_change is not None:
-                # torchft disallows reads around the steps of optimizers.
+                # torchft calls `disallow` around the steps of optimizers.
                 self._before_change(disallows or entry.stepping is not None)
             if disallows:
                 self._disallowed = section
@@ -284,7 +284,7 @@ class StateLock:
             if handle.acquire(blocking=False):
                 entry.opened_s = time.monotonic()
                 entry.hold = _Hold(entry.kind, handle, entry.opened_s)
-            # A finalizer may have released another section meanwhile, and replaced the library's lock.
+            # Meanwhile, a finalizer may have released another section and so replaced the library's lock.
             self._agrees = library is self._library
             if entry.hold is None:
                 return False
@@ -293,7 +293,7 @@ class StateLock:
 
     def _nest(self, entry: _Entry, own: list[_Entry]) -> None:
         hold = own[0].hold
-        assert hold is not None, "what a thread owns is open"
+        assert hold is not None, "a thread's own sections are open"
         if hold.kind == "read" and entry.kind == "write":
             raise LockOrderError(wanted=f"write ({entry.what!r})", holders=_holders(own))
         if hold.kind == "write" and entry.is_detached:
@@ -302,7 +302,7 @@ class StateLock:
         self._record[entry] = None
 
     def _close(self, entry: _Entry) -> bool:
-        """Close a section, or end the wait for it; return whether the record had it."""
+        """Close a section, or end the wait for it; return whether the record had an entry for it."""
         try:
             return self._close_once(entry)
         except BaseException:
@@ -326,7 +326,7 @@ class StateLock:
             return True
 
     def _wake_waiting(self, hold: _Hold | None) -> bool:
-        """Wake waiting threads; return whether another section shares ``hold``."""
+        """Wake all waiting threads; return whether another section shares ``hold``."""
         is_shared = False
         for other in list(self._record):
             is_shared = is_shared or other.hold is hold
@@ -340,24 +340,24 @@ class StateLock:
             for hold in {entry.hold for entry in list(self._record) if entry.hold is not None}:
                 hold.handle = _new_handle(library, hold.kind)
                 is_free = hold.handle.acquire(blocking=False)
-                assert is_free, "the record has no two holds that exclude each other"
+                assert is_free, "no two holds in the record exclude each other"
             self._agrees = library is self._library
 
     def _close_dropped(self) -> None:
         for entry in list(self._record):
             if entry.section() is None and self._close(entry):
                 what = f"a {entry.kind} section ({entry.what!r}) opened by thread {entry.thread.name!r}"
-                _logger.warning("%s was dropped without a release; it is closed now", what)
+                _logger.warning("%s was dropped without a release; the lock has closed it", what)
 
     def _own(self) -> list[_Entry]:
-        """Return the calling thread's open sections that belong to it."""
+        """Return the calling thread's open sections, without detached ones."""
         if not self._record:
             return []
         me = threading.current_thread()
         return [e for e in list(self._record) if e.thread is me and e.hold is not None and not e.is_detached]
 
     def _close_in_child(self) -> None:
-        # The thread that holds the mutex may not exist in the child.
+        # A new mutex: the thread that held the old one may not exist in the child.
         self._mutex = threading.RLock()
         self._record = dict.fromkeys(self._own())
         self._agrees = False
@@ -387,7 +387,7 @@ def _seconds(timeout: timedelta) -> float:
         raise TypeError(f"expected a datetime.timedelta as timeout, got {type(timeout).__name__} {timeout!r}")
     timeout_s = timeout.total_seconds()
     if timeout_s < 0:
-        raise ValueError(f"expected a timeout that is not negative, got {timeout}")
+        raise ValueError(f"expected a timeout of at least 0, got {timeout}")
     return timeout_s
 
 
