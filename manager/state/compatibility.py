@@ -1,4 +1,4 @@
-"""Checks that a peer's state fits this replica before its first byte, and warns if it replaces hyperparameters."""
+"""Checks, before the first byte arrives, that a peer's state fits this replica; warns of replaced hyperparameters."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def check_fit(
     keys_note: str = "",
     only_shared: bool = False,
 ) -> None:
-    """Refuse a state that the registered objects could not load exactly.
+    """Raise an error if the registered objects could not load a peer's state exactly.
 
-    Otherwise unknown keys would fail in the middle of loading, other dtypes would be rounded silently, and an optimizer
-    or scheduler of another class would lack values that it needs. Only modules, optimizers and schedulers are compared
-    in detail: a user's own functions may load other states on purpose. The order of an optimizer's parameters already
-    matches (``manager.state.parameter_order``).
+    Without this check, unknown keys would fail in the middle of loading, torch would round tensors of other dtypes
+    silently, and an optimizer or scheduler of another class would lack values. Only modules, optimizers and schedulers
+    are compared in detail, because a user's own functions may load other states on purpose. The caller has already
+    matched the order of the optimizers' parameters (``manager.state.parameter_order``).
 
     Args:
-        incoming: Describes the state that a peer is about to send.
+        incoming: Description of the state that the peer is about to send.
         registry: The objects registered here.
-        own_state: The result of ``ReplicaState.content``.
-        note: Added to messages about tensors that differ: their origin, or advice.
-        keys_note: Added to messages about keys that differ.
-        only_shared: Whether to compare only keys that both sides have, if any.
+        own_state: The result of ``ReplicaState.content`` here.
+        note: Text at the end of messages about tensors: the origin of the tensors, or advice.
+        keys_note: Text at the end of messages about keys.
+        only_shared: Whether to accept keys that only one side has, as long as one key is shared.
 
     Raises:
         RegistryError: The state does not fit; nothing has been received.
@@ -67,10 +67,10 @@ def check_fit(
                 _check_names(incoming, entry, is_free, own)
                 _check_tensors(incoming, entry, is_free, note)
             case Optimizer():
-                # A class with its own load function may accept states that torch's refuses.
+                # A class with its own load function may accept states that torch's function refuses.
                 if type(holder).load_state_dict is Optimizer.load_state_dict:
                     _check_groups(incoming, entry, own)
-                # A load replaces each state as a whole: its length may differ, and the sender's dtype applies.
+                # A load replaces each state as a whole, so the sender's lengths and dtypes are right.
                 _check_tensors(incoming, entry, lambda _name: True, note)
             case LRScheduler() if isinstance(own, Mapping):
                 _check_parts(entry, own, incoming.keys(USER_KEY, entry.key))
@@ -79,10 +79,10 @@ def check_fit(
 class ModuleGlance:
     """Detects cheaply that modules have gained or lost tensors, or that shapes of buffers have changed.
 
-    Does not detect new shapes of parameters, which optimizers reveal, nor a module that replaces another.
+    Does not detect new shapes of parameters (optimizers reveal those), nor a module that replaces another module.
 
     Args:
-        holders: Registered objects; only modules count.
+        holders: Registered objects; those that are no modules are ignored.
     """
 
     def __init__(self, holders: Iterable[object]) -> None:
@@ -92,22 +92,26 @@ class ModuleGlance:
         self._seen = self._present()
 
     def shows_change(self) -> bool:
-        """Return whether a module has changed since the construction of this object."""
+        """Return whether a module has changed since this object was made."""
         return self._present() != self._seen
 
     def _present(self) -> tuple[list[int], list[torch.Size]]:
         try:
             shapes = [buffer.shape for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
-        except RuntimeError:  # buffers of a lazy module before the first step
+        except RuntimeError:  # a lazy module's buffers have no shape before the first step
             shapes = []
         return list(map(len, self._contents)), shapes
 
 
 def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
-    """Describe each registered part, for other replicas to compare before a heal.
+    """Return a description of each registered entry, which other replicas compare with their own before a heal.
 
-    Covers exactly the parts that `check_fit` always compares: tensors of modules, and parameter groups of optimizers,
-    that load as torch's do. The text of a tensor has dtype, shape and, for a DTensor, the shape of this rank's part.
+    The description has exactly what `check_fit` always compares: the tensors of modules and the parameter groups of
+    optimizers that torch's own functions load.
+
+    Returns:
+        By key of the entry and name of the tensor or group: dtype and shape of a tensor (for a DTensor, also the shape
+        of this rank's shard), or the number of parameters of a group.
     """
     return {entry.key: _table(entry) for entry in registry.entries("replicated")}
 
@@ -117,33 +121,33 @@ def _table(entry: StateEntry) -> dict[str, str]:
     try:
         if isinstance(holder, torch.nn.Module):
             is_free, state = names_loaded_freely(holder), cast("Any", entry.state_dict())
-            # A module without shapes yet accepts those of a peer.
+            # A lazy module without shapes accepts the shapes of a peer.
             if any(map(is_lazy, state.values())):
                 return {}
             tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-            return {name: _looks(value) for name, value in tensors.items() if not is_free(name)}
+            return {name: _form(value) for name, value in tensors.items() if not is_free(name)}
         if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
             return {
                 f"param_groups.{index}": f"{len(group['params'])} parameters"
                 for index, group in enumerate(holder.param_groups)
             }
-    # Uninitialised parameters or functions that fail: a snapshot reports them.
+    # For parameters without shapes, and state functions that fail: a snapshot will report the error.
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        logger.debug("%r is not compared with the other replicas': %s", entry.key, error)
+        logger.debug("the state %r is not compared between replicas: %s", entry.key, error)
     return {}
 
 
-def _looks(tensor: torch.Tensor) -> str:
+def _form(tensor: torch.Tensor) -> str:
     local = getattr(tensor, "_local_tensor", tensor)
-    part = f" (of it {list(local.shape)})" if local is not tensor else ""
+    part = f" (shard {list(local.shape)})" if local is not tensor else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{part}"
 
 
 def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
-    """Return a function that says whether a name of the module's state belongs to a submodule with its own loading.
+    """Return a predicate on names in the module's state: whether a submodule with its own load function loads the name.
 
-    Such a submodule may accept other shapes, dtypes and names than its own: observers of quantization, banks that grow,
-    extra states. Torch's loading rounds to the module's dtype and refuses other shapes.
+    Such a submodule may accept shapes, dtypes and names that differ from its present ones: observers of quantization,
+    banks that grow, extra states. Torch's load function refuses other shapes, and rounds to the module's dtype.
     """
     if not _is_of_torch(type(module).load_state_dict):
         return lambda _name: True
@@ -160,7 +164,7 @@ def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether a load function is torch's own, which refuses other shapes (except for lazy modules)."""
+    """Return whether a load function is torch's own and refuses other shapes; those of lazy modules do not."""
     function = getattr(function, "hook", function)
     origin = getattr(getattr(function, "func", function), "__module__", None) or ""
     return origin.startswith(("torch.nn.", "torch.distributed.")) and origin != torch.nn.modules.lazy.__name__
@@ -201,8 +205,8 @@ def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collect
     missing = [name for name in own if name not in (received or ())]
     if missing:
         raise RegistryError(
-            f"expected the state of the same class under {entry.key!r}, what comes has no {listed(missing)}; nothing "
-            "was received",
+            f"expected the state of the same class under {entry.key!r}, but the peer's state lacks {listed(missing)}; "
+            "nothing was received",
             keys=(entry.key,),
         )
 
@@ -224,73 +228,74 @@ def _check_tensors(incoming: Incoming, entry: StateEntry, is_free: Callable[[str
 
 
 WITHOUT_EFFECT: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Not compared: each replica chooses its kernels, and the structure of the state covers names."""
+"""Hyperparameters that are not compared: names have a check of their own, and kernels may differ between replicas."""
 _SCHEDULED: Final = frozenset({"lr", "momentum", "betas"})
-"""Values that torch's schedulers change in a group; ``initial_lr``, which schedulers add, keeps the configured one."""
+"""Hyperparameters that torch's schedulers change. The configured learning rate remains in ``initial_lr``."""
 _MAX_VALUE: Final = 60
+"""Maximum characters of one hyperparameter in a message."""
 
 
 class ConfiguredHyperparameters:
-    """Warns if the first state that a process loads has other hyperparameters than the process's configuration.
+    """Warns if the first state that a process loads has other hyperparameters than those the process was started with.
 
-    A replica restarted with another learning rate continues with the old one, as the other replicas do. Later loads are
-    not compared: by then the loop itself has changed the values.
+    A replica that is restarted with a new learning rate goes on with the old one, because the loaded state has it.
+    Later loads are not compared: by then the training loop may have changed the values.
     """
 
     def __init__(self) -> None:
         self._own: dict[str, str] | None = None
 
     def note(self, registry: StateRegistry, attached: Sequence[Optimizer], *, has_trained: bool) -> None:
-        """Remember the present values before the first load; later calls do nothing.
+        """Store the present hyperparameters before the first load; later calls do nothing.
 
         Args:
             registry: The registered optimizers.
             attached: The attached optimizers.
-            has_trained: Whether a step was committed, so that the values may no longer be the configured ones.
+            has_trained: Whether a step was committed. If so, nothing is compared: training may have changed the values.
         """
         if self._own is None:
             self._own = {} if has_trained else dict(_hyperparameters_of(named_optimizers(registry, attached)))
 
     def warn_of_replaced(self, registry: StateRegistry, attached: Sequence[Optimizer], step: int) -> None:
-        """Log the values that the state of ``step`` has replaced; only after the first load."""
+        """After the first load, log the hyperparameters that the state of ``step`` has replaced."""
         own, self._own = self._own, {}
         if not own:
             return
         loaded = dict(_hyperparameters_of(named_optimizers(registry, attached)))
         replaced = [
-            f"{name} {told[:_MAX_VALUE]} by {loaded[name][:_MAX_VALUE]}"
-            for name, told in own.items()
-            if loaded.get(name, told) != told
+            f"{name} {text[:_MAX_VALUE]} by {loaded[name][:_MAX_VALUE]}"
+            for name, text in own.items()
+            if loaded.get(name, text) != text
         ]
         if replaced:
             logger.warning(
-                "the state of step %d replaces hyperparameters that this process was started with: %s; where no "
-                "schedule of the loop has changed them, set them on all replicas at one step, after the state is "
-                "loaded (docs/changing-a-job.md)",
+                "the state of step %d replaces hyperparameters that this process was started with: %s; if you meant "
+                "to change them, set the new values on all replicas at the same step, after the state is loaded "
+                "(docs/changing-a-job.md); if the loop's own schedule has changed them, ignore this",
                 step,
                 listed(replaced),
             )
 
 
 def plain(value: object) -> object:
-    """Return a one-element CPU tensor's value, for encoders of plain values; ``None`` for other objects."""
-    # Reading a device tensor would make the training thread wait for the device.
+    """Return the number in a one-element CPU tensor; ``None`` for other objects."""
+    # To read a tensor on a device, the training thread would have to wait for the device.
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
         return value.item()
     return None
 
 
 def leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each printable hyperparameter of a parameter group."""
+    """Yield name and ``repr`` of each compared hyperparameter of a parameter group."""
     for name, value in group.items():
-        told = plain(value) if isinstance(value, torch.Tensor) else value
-        # The text of other objects may contain their address.
-        if name not in WITHOUT_EFFECT and isinstance(told, (bool, int, float, str, tuple, list, type(None))):
-            yield name, repr(told)
+        number = plain(value) if isinstance(value, torch.Tensor) else value
+        # The ``repr`` of other objects may contain their address.
+        if name not in WITHOUT_EFFECT and isinstance(number, (bool, int, float, str, tuple, list, type(None))):
+            yield name, repr(number)
 
 
 def named_optimizers(registry: StateRegistry, attached: Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:
-    """Return the optimizers registered as replicated state, then those only attached, with names."""
+    """Return names and optimizers: first those registered as replicated state, then those that are only attached."""
     registered = registry.holders(Optimizer)
     known = set(map(id, registry.holders(Optimizer, None).values()))
     others = [(f"attached optimizer {index}", each) for index, each in enumerate(dict.fromkeys(attached))]
@@ -299,9 +304,9 @@ def named_optimizers(registry: StateRegistry, attached: Sequence[Optimizer]) -> 
 
 def _hyperparameters_of(optimizers: list[tuple[str, Optimizer]]) -> Iterator[tuple[str, str]]:
     for key, optimizer in optimizers:
-        # A wrapper may be an optimizer by its class alone.
+        # A wrapper may have the class of an optimizer, but not its attributes.
         for index, group in enumerate(getattr(optimizer, "param_groups", ())):
             scheduled = _SCHEDULED if "initial_lr" in group else ()
             yield from (
-                (f"{key}.param_groups.{index}.{name}", told) for name, told in leaves(group) if name not in scheduled
+                (f"{key}.param_groups.{index}.{name}", text) for name, text in leaves(group) if name not in scheduled
             )

@@ -1,10 +1,11 @@
-"""Keeps the order of data: the position of loaders, and the random number generators.
+"""Checks that data loaders are at the batch of the committed step, and saves random number generators.
 
-A loader's state counts the batches that it has yielded. At the boundary this number matches the committed step, unless
-the loop draws a batch first, as `for batch in loader` does with the boundary in its body: then the state is one batch
-ahead of the model in every checkpoint and in every replica that heals. Also, a load affects only iterators made after
-it; an iterator that the loop already holds continues from its old position. Both faults are silent, so `LoaderOrder`
-refuses them.
+A loader's state has the number of batches that the loader has yielded. Two mistakes in a training loop make it wrong,
+without any error, so `LoaderOrder` refuses both:
+
+- The loop draws a batch before the step boundary, as ``for batch in loader`` does with the boundary in its body. Then
+  the loader's state is one batch ahead of the model, in every checkpoint and in every replica that heals.
+- The loop uses an iterator that was made before a state was loaded. Such an iterator continues from its old position.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ADVICE: Final = (
 
 
 class Batches(Iterator[T]):
-    """The batches of a registered loader, epoch after epoch, from the position of the last load.
+    """An iterator over a registered loader's batches, epoch after epoch. It follows loaded states of the loader.
 
     Args:
         loader: The loader.
@@ -53,8 +54,8 @@ class Batches(Iterator[T]):
         self._iterator: Iterator[T] | None = None
 
     def __next__(self) -> T:
-        """Return the next batch; raises ``StopIteration`` only if a whole epoch has none."""
-        # A loader whose loaded state is the end of an epoch yields nothing at first.
+        """Return the next batch; raise ``StopIteration`` only if a whole epoch has no batch."""
+        # Twice: if the loaded state is the end of an epoch, the first iterator yields nothing.
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self._loader)
@@ -65,16 +66,16 @@ class Batches(Iterator[T]):
         raise StopIteration
 
     def is_displaced(self) -> bool:
-        """Return whether the loader has made a newer iterator, whose position its state then shows."""
+        """Return whether the loader has made a newer iterator: the loader's state then shows that one's position."""
         newest = _newest_iterator(self._loader)
         return self._iterator is not None and newest is not None and newest is not self._iterator
 
     def draws_from(self, iterator: object) -> bool:
-        """Return whether the next batch comes from this iterator."""
+        """Return whether this object takes its next batch from ``iterator``."""
         return self._iterator is iterator
 
     def rewind(self) -> Iterator[T] | None:
-        """Make a new iterator before the next batch; return the present one."""
+        """Drop and return the present iterator; the next batch makes a new one."""
         iterator, self._iterator = self._iterator, None
         return iterator
 
@@ -84,12 +85,12 @@ class _Watched(Generic[T]):
     """One registered loader.
 
     Attributes:
-        key: The key of the registered state.
+        key: The key of the registered entry.
         loader: The loader.
-        is_replicated: Whether a healing replica receives its state.
-        references: Refer to results of `LoaderOrder.batches`. A ``WeakSet`` would add 5 µs to each boundary.
-        position: The loader's position at registration or load; ``None`` after the next boundary.
-        earlier: The iterator that the loop held before the last load.
+        is_replicated: Whether a healing replica receives the loader's state.
+        references: Weak references to results of `LoaderOrder.batches`. A ``WeakSet`` would cost each boundary 5 µs.
+        position: The loader's position when it was registered or loaded; ``None`` after the next boundary.
+        earlier: The iterator that the training loop may have held before the last load.
         rewound: Iterators that a load in progress has replaced.
     """
 
@@ -106,10 +107,10 @@ class _Watched(Generic[T]):
 
 
 class LoaderOrder:
-    """Watches the loaders among what is registered. Belongs to the training thread.
+    """Watches the registered data loaders. Only the training thread may use this object.
 
     Attributes:
-        may_heal: Whether replicated loaders are loaded at any boundary, as in a quorum.
+        may_heal: Whether a boundary may load the replicated loaders, as in a quorum.
     """
 
     def __init__(self) -> None:
@@ -117,24 +118,24 @@ class LoaderOrder:
         self._watched: dict[str, _Watched[Any]] = {}
 
     def registered(self, key: str, obj: object, *, is_replicated: bool) -> None:
-        """Watch a registered object if it is iterable like a loader."""
+        """Watch a newly registered object if it may be a data loader: it is iterable and no container or module."""
         if isinstance(obj, Iterable) and not isinstance(obj, _NO_LOADERS):
             self._watched[key] = _Watched(key=key, loader=obj, is_replicated=is_replicated, position=_position(obj))
 
     def batches(self, loader: Iterable[T]) -> Batches[T]:
-        """See `StateManager.batches`."""
+        """Return an iterator over the batches of a registered loader (`StateManager.batches`)."""
         for watched in self._watched.values():
             if watched.loader is loader:
                 found: Batches[T] = Batches(loader)
                 watched.references = [weakref.ref(each) for each in (*watched.batches(), found)]
                 return found
         raise RegistryError(
-            f"expected a registered loader, got {type(loader).__name__}; call manager.register('loader', loader, ...) "
-            "before manager.batches(loader)"
+            f"expected a registered loader, got a {type(loader).__name__} that is not registered; call "
+            "manager.register('loader', loader, ...) before manager.batches(loader)"
         )
 
     def before_load(self, key: str) -> None:
-        """Remember the iterator that the loop may hold."""
+        """Before the loader ``key`` is loaded, remember the iterator that the training loop may hold."""
         watched = self._watched.get(key)
         if watched is None:
             return
@@ -144,27 +145,27 @@ class LoaderOrder:
         is_own = any(each is iterator for each in watched.rewound)
         watched.earlier = weakref.ref(iterator) if iterator is not None and not is_own else None
         if _is_of_nodes(loader):
-            # Otherwise a loader that made an iterator for its own state dict ignores the loaded state.
+            # Without this, a loader that made an iterator for its own state dict ignores the loaded state.
             loader._it, loader._iter_for_state_dict = None, False  # type: ignore[attr-defined]
 
     def after_load(self, key: str) -> None:
-        """Remember the loader's position, and end the workers of replaced iterators."""
+        """After a load of the loader ``key``, record its position and end the workers of replaced iterators."""
         watched = self._watched.get(key)
         if watched is None:
             return
         loader = watched.loader
         while watched.rewound:
-            # An exception in progress may refer to the iterator, which would keep the worker processes alive.
+            # An exception in progress may refer to the iterator, and so keep the worker processes alive.
             _end_workers(loader, watched.rewound.pop())
         if isinstance(loader, DataLoader) or _is_of_nodes(loader):
-            # The loader makes its next iterator here; the loop draws from it later.
+            # This makes the loader's next iterator, from which the training loop draws later.
             loader.state_dict()  # type: ignore[attr-defined]
         watched.position = _position(loader)
 
     def end_workers(self) -> None:
-        """End worker processes without a reading loop; loaders of torchdata keep their positions.
+        """End the worker processes of torchdata's loaders if no training loop reads from them; positions are kept.
 
-        Otherwise the workers live until the garbage collector finds the manager, and then delay it by 5 s each.
+        Otherwise the workers run until the garbage collector frees the loader, and each delays the collector by 5 s.
         """
         for watched in self._watched.values():
             loader, iterator = watched.loader, _newest_iterator(watched.loader)
@@ -179,13 +180,13 @@ class LoaderOrder:
                 _end_workers(loader, iterator)
 
     def check(self, *, is_saved: bool) -> None:
-        """Refuse a loop whose loaders are ahead of the present boundary, or behind their loaded state.
+        """Raise an error if a loader is ahead of the present step boundary, or does not follow its loaded state.
 
         Args:
-            is_saved: Whether checkpoints contain local state.
+            is_saved: Whether checkpoints contain local state, so that local loaders have to be checked, too.
 
         Raises:
-            LoaderOrderError: A loader is ahead or behind.
+            LoaderOrderError: The loop uses a loader wrongly; the message says how.
         """
         for watched in self._watched.values():
             if not (watched.is_replicated or is_saved):
@@ -200,13 +201,13 @@ class LoaderOrder:
         if earlier is not None and earlier() is not None:
             gc.collect()
         is_earlier = earlier is not None and earlier() is not None
-        # Even before the first heal: otherwise a newcomer would be the first to fail.
+        # Raised before the first heal, too, so that this mistake shows before a newcomer needs the loader.
         is_bare = self.may_heal and watched.is_replicated and not batches and _is_handed_out(watched.loader)
         if is_earlier or is_bare:
             raise LoaderOrderError(
-                f"expected iterators of the loader {watched.key!r} that follow its loaded state, and one was made "
-                f"{'before a load' if is_earlier else 'without the manager'}: it goes on from where it was when the "
-                f"state of another replica or of a checkpoint is loaded; {_ADVICE}",
+                f"expected iterators of the loader {watched.key!r} that follow its loaded state, but one was made "
+                f"{'before a load' if is_earlier else 'without the manager'}: it goes on from its old position when "
+                f"the state of another replica or of a checkpoint is loaded; {_ADVICE}",
                 key=watched.key,
             )
 
@@ -214,9 +215,9 @@ class LoaderOrder:
     def _refuse_others(watched: _Watched[Any], batches: list[Batches[Any]]) -> None:
         if any(each.is_displaced() for each in batches):
             raise LoaderOrderError(
-                f"expected no other iterator of the loader {watched.key!r} beside manager.batches(loader), and one was "
-                "made: the loader's state is that of the other one, so a resumed or healed run would draw other "
-                "batches; make a loader of its own for what reads the data besides",
+                f"expected manager.batches(loader) to be the only iterator of the loader {watched.key!r}, but another "
+                "was made: the loader's state has the position of the newest iterator, so a resumed or healed run "
+                "would draw other batches; give other readers of the data a loader of their own",
                 key=watched.key,
             )
 
@@ -225,19 +226,20 @@ class LoaderOrder:
         if before is None or _position(watched.loader) <= before:
             return
         message = (
-            f"expected no batch from the loader {watched.key!r} before the step boundary, and its state has changed "
+            f"expected no batch from the loader {watched.key!r} before the step boundary, but its state has changed "
             f"since it was registered or loaded: checkpoints and healed replicas would skip a batch; {_ADVICE}"
         )
         if isinstance(watched.loader, DataLoader) or _is_of_nodes(watched.loader):
             raise LoaderOrderError(message, key=watched.key)
-        # The object may be iterable without being a loader.
+        # Only a warning: an iterable object need not be a loader.
         logger.warning("%s", message)
 
 
 def _position(loader: object) -> Set[object]:
-    """Return a set that grows or changes with each drawn batch; an empty set if draws leave no trace.
+    """Return a set that grows or changes with each batch that is drawn; an empty set if that cannot be detected.
 
-    The state itself would not do: a loop may fill a registered replay buffer before the first boundary.
+    The state of any iterable object would be wrong: a loop may fill a registered replay buffer before the first
+    boundary.
     """
     if isinstance(loader, DataLoader) or _is_of_nodes(loader):
         return {int(getattr(_iterator_of(loader), "_num_yielded", 0))}
@@ -246,7 +248,7 @@ def _position(loader: object) -> Set[object]:
             with refusing_collectives():
                 return {state_digest(loader.state_dict())}  # type: ignore[attr-defined]
         except Exception as error:
-            logger.debug("batches drawn from %s are not noticed: %s", type(loader).__name__, error)
+            logger.debug("batches that are drawn from %s cannot be detected: %s", type(loader).__name__, error)
             return set()
     return _loops_over(loader)
 
@@ -269,7 +271,7 @@ def _loops_over(loader: object) -> Set[object]:
 
 
 def _end_workers(loader: object, iterator: object) -> None:
-    """End the worker processes of an iterator that its loader has replaced."""
+    """End an iterator's worker processes, if its loader has replaced the iterator."""
     if iterator is not _newest_iterator(loader) and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
 
@@ -288,26 +290,26 @@ def _newest_iterator(loader: object) -> object:
 
 
 def _iterator_of(loader: object) -> object:
-    """Return the newest iterator unless it has ended."""
+    """Return the loader's newest iterator; ``None`` if it has ended."""
     iterator = _newest_iterator(loader)
     return None if getattr(iterator, "_finished", False) else iterator
 
 
 def _is_handed_out(loader: object) -> bool:
-    """Return whether a loop may hold the newest iterator; a loader also makes one for its own state dict."""
+    """Return whether a training loop may hold the newest iterator. A loader makes some only for its own state dict."""
     own = "_iter_for_state_dict" if _is_of_nodes(loader) else "_initial_iter_for_state_dict"
     return _iterator_of(loader) is not None and not getattr(loader, own, False)
 
 
 class RandomState:
-    """The global generators of Python, numpy (if it is imported) and torch, on the CPU and on CUDA devices.
+    """The global random generators of Python, of numpy (if it is imported), and of torch on the CPU and CUDA devices.
 
-    Register it like a module. As ``local`` state it lets a replica resume its own random numbers; as ``replicated``
-    state it lets a recovered replica draw the same numbers as its peer.
+    Register this object like a module. As ``local`` state, a replica resumes its own random numbers from a checkpoint.
+    As ``replicated`` state, a recovered replica draws the same numbers as its peer.
     """
 
     def state_dict(self) -> dict[str, object]:
-        """Return the generators' states; tensors in it are copies, uint8 on the CPU."""
+        """Return the generators' states. Tensors in the result are copies, uint8 on the CPU."""
         state: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -317,7 +319,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the generators that the state has; others stay unchanged."""
+        """Set the generators that ``state`` contains. The other generators stay unchanged."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         numpy = sys.modules.get("numpy")

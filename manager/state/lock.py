@@ -166,7 +166,7 @@ class StateLock:
         )
 
     def acquire_write(self, what: str, timeout: timedelta | None = None, *, stepping: object = None) -> Section:
-        """Open a write section, which overlaps no other thread's section; ``stepping`` is the optimizer that steps, if any."""
+        """Open a write section, which overlaps no section of other threads; ``stepping`` is the stepping optimizer."""
         # The section is in no variable here: if a handler raises, no reference to the section remains.
         return self._open(Section(self, "write", what, timeout, False, stepping=stepping))
 

@@ -375,7 +375,7 @@ def test_a_second_iterator_of_the_loader_is_refused(tmp_path: Path) -> None:
     trainer.backward(next(batches))
     trainer.optimizer.step()
     next(iter(trainer.loader))
-    with pytest.raises(LoaderOrderError, match="expected no other iterator of the loader 'loader'"):
+    with pytest.raises(LoaderOrderError, match="to be the only iterator of the loader 'loader'"):
         trainer.manager.start_step(1)
     trainer.manager.shutdown()
 
