@@ -208,12 +208,12 @@ def _leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
         recording.leave()  # Else each record of the tests that follow would be a part of it.
         pytest.fail("the test left a recording open", pytrace=False)
     deadline = time.monotonic() + float(request.config.getini("leak_grace_s"))
-    leaked = _alive() - before
-    if leaked:
-        # Cycles may hold what the test let go of. One that was never closed still fails, by its ResourceWarning.
-        gc.collect()
+    if _alive() - before:
         resource_sharer.stop()  # one thread and socket, started when a tensor is first sent to another process
     while (leaked := _alive() - before) and time.monotonic() < deadline:
+        # Cycles may hold what the test let go of, also after a thread that still ran has ended. An object that was
+        # never closed still fails, by its ResourceWarning.
+        gc.collect()
         time.sleep(_POLL_S)
     if leaked:
         _kill(leaked)
