@@ -1,8 +1,8 @@
-"""The data that a rank needs from the files of a checkpoint: one rank reads each chunk and passes it on.
+"""Reads the bytes that each rank needs from the data files of a checkpoint, each chunk on one rank only.
 
-Chunks (`CHUNK_BYTES` of a file) are read, verified and passed on as units. The ranks first exchange which chunks they
-need. Of the ranks that need a chunk, the rank with the least to read reads it, verifies it, and sends it to the others.
-All ranks process the chunks in the same order, so that no two wait for each other.
+The unit is a chunk: `CHUNK_BYTES` of one file. First, the ranks exchange which chunks they need. Of the ranks that need
+a chunk, the one with the fewest chunks to read reads it, verifies it, and sends it to the others. All ranks process the
+chunks in the same order, which prevents deadlocks.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ T = TypeVar("T")
 
 _NUM_READERS: Final = 2
 _AHEAD: Final = 4
-"""Number of chunks that are read, and received, before they are needed."""
+"""Number of chunks that are read ahead from files, and also received ahead from other ranks."""
 _MAX_SENDING: Final = 16
 _CHECK_EVERY: Final = 16
 _NOBODY: Final = -1
 
 
 class Need(NamedTuple):
-    """Bytes of a file, and their destination.
+    """A piece of a file that a rank needs, and its destination in memory.
 
     Attributes:
-        file: Number of the file.
-        piece: Their place in the file.
+        file: Number of the file in `DataFiles`.
+        piece: Position of the bytes in the file.
         memory: The destination memory.
-        target: Their place in the destination.
-        path: Path of their tensor, for errors.
+        target: Position of the bytes in the destination memory.
+        path: Path of the tensor that the bytes belong to, for errors.
     """
 
     file: int
@@ -59,13 +59,13 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The data files of a checkpoint, and a number for each of their chunks.
+    """The data files of a checkpoint, whose chunks are numbered across all files.
 
     Attributes:
-        directory: The files' directory.
-        files: The files, in the order of their numbers.
-        hash_name: Hash function of their digests.
-        first_chunks: The number of each file's first chunk; the last entry is the number of all chunks.
+        directory: The directory of the files.
+        files: Name, length and digests of each file, by its number.
+        hash_name: Hash function of the digests.
+        first_chunks: The number of the first chunk of each file, and finally the number of all chunks.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class DataFiles:
 
     @classmethod
     def of(cls, directory: Path, files: Sequence[FileEntry], hash_name: HashName) -> DataFiles:
-        """Number the chunks of the given files."""
+        """Return data files with numbered chunks."""
         first = [0]
         for file in files:
             first.append(first[-1] + -(-file.num_bytes // CHUNK_BYTES))
@@ -87,19 +87,19 @@ class DataFiles:
         return self.first_chunks[-1]
 
     def place_of(self, chunk: int) -> tuple[int, int, int]:
-        """Return file, beginning and end of a chunk."""
+        """Return the number of a chunk's file, and the start and end of the chunk in it."""
         file = bisect_right(self.first_chunks, chunk) - 1
         start = (chunk - self.first_chunks[file]) * CHUNK_BYTES
         return file, start, min(start + CHUNK_BYTES, self.files[file].num_bytes)
 
     def chunks_of(self, need: Need) -> range:
-        """Return the chunks that contain any of the needed bytes."""
+        """Return the numbers of the chunks that contain any of the needed bytes."""
         first = self.first_chunks[need.file]
         return range(first + need.piece.start // CHUNK_BYTES, first + (need.piece.end - 1) // CHUNK_BYTES + 1)
 
 
 class _Ahead(Generic[T]):
-    """Begins an operation on each chunk a few chunks before its result is needed."""
+    """Starts an operation for each chunk in order, and stays a few chunks ahead of `next`."""
 
     def __init__(self, begin: Callable[[int], T], chunks: Sequence[int]) -> None:
         self._begin, self._chunks = begin, iter(chunks)
@@ -112,12 +112,12 @@ class _Ahead(Generic[T]):
 
 
 class ChunkReader:
-    """Reads chunks ahead, on its own threads, and verifies them. A context manager.
+    """Reads and verifies chunks in order, a few chunks ahead of `next`, on its own threads. A context manager.
 
     Args:
         files: The files to read.
-        chunks: Numbers of the chunks, ascending, which is the order of the `next` calls.
-        retries: Retries reads that may succeed later.
+        chunks: Numbers of the chunks to read, ascending.
+        retries: Retries failed reads.
     """
 
     def __init__(self, files: DataFiles, chunks: Sequence[int], retries: ReadRetries) -> None:
@@ -128,7 +128,7 @@ class ChunkReader:
         self._ahead = _Ahead(self._begin, chunks)
 
     def next(self) -> bytearray:
-        """Return the next chunk, and one byte behind it that marks it as good.
+        """Return the bytes of the next chunk, followed by the byte `CHUNK_IS_GOOD`.
 
         Raises:
             CheckpointDamagedError: The chunk differs from its digest.
@@ -136,7 +136,7 @@ class ChunkReader:
         """
         file, reading = self._ahead.next()
         chunk = reading.result()
-        # There may be as many files as ranks have written, more than a process may open at once.
+        # Close finished files: each saving rank wrote one, and a process may not have so many open.
         for done in [number for number in self._open if number < file]:
             self._open.pop(done).close()
         return chunk
@@ -163,14 +163,15 @@ def read_needs(
     """Read the bytes that this rank needs into their destination. Called on all ranks.
 
     Args:
-        needs: The bytes, and their destination.
+        needs: The bytes that this rank needs, and their destination.
         files: The files to read.
-        agreement: Exchanges data between the ranks, and ends this rank's part if another rank has failed.
-        retries: Retries reads that may succeed later.
-        is_read_once: Whether one rank reads each chunk and passes it on; else each rank reads all that it needs.
+        agreement: Exchanges data between the ranks, and raises if another rank has failed.
+        retries: Retries failed reads.
+        is_read_once: Whether one rank reads each chunk and sends it to the others. Otherwise, every rank reads each
+            chunk that it needs.
 
     Returns:
-        Number of bytes that this rank has read.
+        Number of bytes that this rank has read from files.
 
     Raises:
         CheckpointDamagedError: A file differs from its digests.
@@ -184,7 +185,7 @@ def read_needs(
 
     num_bytes, failure = agreement.exchange.ending_on_failure(read)() if is_read_once else read()
     if failure is not None:
-        # The other ranks have got all answers that they waited for; let those still under way arrive.
+        # Raised after the exchange: the other ranks have received every chunk, marked as bad, and need not time out.
         raise failure
     return num_bytes
 
@@ -236,13 +237,13 @@ class _Reading:
                     self._attempt(partial(self._deliver, chunk, data))
             for work, _ in self._sending:
                 self._exchange.wait(work)
-        assert self.failure is not None or not self._needs, "all chunks were there"
+        assert self.failure is not None or not self._needs, "every needed chunk was read"
         return num_bytes
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """Run ``action`` unless an earlier one failed.
+        """Run ``action`` unless an earlier action failed; note its failure.
 
-        After a failure, this rank only sends the answers that the other ranks wait for.
+        After a failure, this rank still sends chunks, marked as bad, so that no other rank waits for them in vain.
         """
         if self.failure is None:
             try:
@@ -252,7 +253,7 @@ class _Reading:
         return None
 
     def _empty(self, chunk: int) -> bytearray:
-        """Return the memory for a chunk, and behind it the mark that it is not good."""
+        """Return zeroed memory for a chunk and its mark. A mark of zero means that the chunk is bad."""
         _, start, end = self._files.place_of(chunk)
         return bytearray(end - start + 1)
 
@@ -273,11 +274,13 @@ class _Reading:
         view = memoryview(data)
         if view[-1] != CHUNK_IS_GOOD:
             file, _, _ = self._files.place_of(chunk)
-            raise damaged(self._files.files[file].name, f"rank {self._readers[chunk]} could not read its part of it")
+            raise damaged(
+                self._files.files[file].name, f"rank {self._readers[chunk]} could not read a chunk of this file"
+            )
         self._here[chunk] = view[:-1]
         while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())
-        # Later needs use no chunk before this one.
+        # The needs are in order of the file, so no later need uses an earlier chunk.
         first = self._files.chunks_of(self._needs[0])[0] if self._needs else self._files.num_chunks
         for done in [each for each in self._here if each < first]:
             del self._here[done]
@@ -287,7 +290,7 @@ class _Reading:
         if piece.loops:
             span = memoryview(b"".join(self._pieces(need)))
             if len(span) != piece.end - piece.start:
-                raise AssertionError("the chunks of a need follow each other")
+                raise AssertionError("the chunks of a need are contiguous")
             gathered = memoryview(bytearray(piece.num_bytes))
             copy_out(span, piece, gathered)
             put(gathered, need.memory, need.target)
@@ -312,7 +315,7 @@ def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: GlooExchange) -> npt.
 
 
 def _choose_readers(by_rank: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return the reader of each chunk: of the ranks that need it, the rank with the least to read so far."""
+    """Assign each chunk to one of the ranks that need it: to the rank with the fewest chunks so far."""
     readers = np.full(by_rank.shape[1], _NOBODY, dtype=np.int64)
     loads = [0] * len(by_rank)
     for chunk in range(by_rank.shape[1]):

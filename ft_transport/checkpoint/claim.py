@@ -1,8 +1,8 @@
-"""A lock on a directory, which ends with its process: one group at a time may write there.
+"""A lock by which one group at a time writes to a directory. The lock ends with the process that holds it.
 
-``flock`` requires nothing but an open descriptor, so any process that may read the locked file may lock it. A new file
-is created so that only its owner may open it (mode 0600); an existing file is closed to users who may only read it. On
-NFS the system turns the lock into one that the server knows (flock(2)), and that other hosts see.
+``flock`` needs only an open descriptor, so any process that may read the lock file could lock it. Therefore a new lock
+file has mode 0600; from an existing one, read permission is removed for users who may not also write. On NFS, the
+system turns the lock into a lock of the file server, which other hosts respect (flock(2)).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OTHERS: Final = (stat.S_IRGRP, stat.S_IWGRP), (stat.S_IROTH, stat.S_IWOTH)
 
 
 class RootClaim:
-    """A claim on a directory. Not thread-safe.
+    """The lock of a directory to which one group of ranks writes. Not thread-safe.
 
     Args:
-        root: The directory; created if it is missing.
-        is_private: Whether only its owner may read the directory, if it is created here.
+        root: The directory; `take` creates it if it is missing.
+        is_private: Whether only the owner may read a directory that `take` creates.
     """
 
     def __init__(self, root: Path, *, is_private: bool = False) -> None:
@@ -45,15 +45,15 @@ class RootClaim:
         _claims.add(self)
 
     def take(self, owner: str, timeout_s: float) -> None:
-        """Make sure that no other group writes here, until `release` or the end of this process.
+        """Lock the directory until `release` or the end of this process.
 
         Args:
-            owner: The group that claims the directory, for other processes to read.
-            timeout_s: How long to wait for a process that is about to exit.
+            owner: Description of the claiming group, which errors in other processes show.
+            timeout_s: How long to wait for another process to release the lock.
 
         Raises:
-            CheckpointInUseError: Another group writes here, or another user's group did.
-            CheckpointError: The lock file is a link, or something else that was put there.
+            CheckpointInUseError: Another group has the lock, or the lock file belongs to another user.
+            CheckpointError: The path of the lock file is a link, a directory or a device.
             OSError: The root cannot be created or written to.
         """
         make_directory(self._root, is_private=self._is_private, is_ok_if_there=True)
@@ -70,15 +70,15 @@ class RootClaim:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Release the claim. Idempotent."""
+        """Release the lock. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # A forked child may have the descriptor as well, and with it the lock.
+            # Closing is not enough: the lock lasts as long as a forked child has a copy of the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def forget(self) -> None:
-        """Close the descriptor in a forked child: the lock is the parent's, and ends with the parent."""
+        """Close the descriptor in a forked child, so that the lock ends with the parent process."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -98,10 +98,10 @@ class RootClaim:
             time.sleep(_PAUSE_S)
 
     def _renewed(self, descriptor: int) -> int:
-        """Replace a locked file that has other names by a new file, so that those names keep their content.
+        """Replace a lock file that has other hard links by a new file, so that writing it does not change those.
 
-        Only the process that holds the lock of the file in place does so, and a process that waited for that lock
-        checks again.
+        The caller must have locked the old file. A process that waits for the old file notices the replacement
+        (`is_in_place`), and opens the new one.
         """
         path = self._path.with_name(f"{_OWNER_NAME}.{secrets.token_hex(8)}")
         new = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_MODE)
@@ -119,7 +119,7 @@ class RootClaim:
     def _in_use(self, descriptor: int) -> CheckpointInUseError:
         text = os.pread(descriptor, _MAX_SHOWN_BYTES, 0).decode(errors="replace")
         return CheckpointInUseError(
-            f"expected to be the only group that saves to {self._root}, and another one does: "
+            f"expected to be the only group that saves to {self._root}, another one does: "
             f"{repr(text) if text else 'unknown'}, user {os.fstat(descriptor).st_uid}",
         )
 
@@ -136,19 +136,19 @@ os.register_at_fork(after_in_child=_forget_claims)
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, or create it, so that a user who may only read the directory cannot lock it."""
+    """Open or create the lock file, and remove read permission from users who could lock it but not write."""
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _OWNER_MODE)
     except NotRegularFileError as error:
         raise CheckpointError(
-            f"expected a file of this store's own, {path} is a link or something else; delete it if no group saves here"
+            f"expected a lock file of this store, {path} is a link or something else; delete it if no group saves here"
         ) from error
     except PermissionError as error:
         raise CheckpointInUseError(
             f"expected to be the only group that saves to {path.parent}, {path} belongs to another user: {error}"
         ) from error
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    # A user who may write to the file may save here as well, and claim the directory for it.
+    # A user who may write to the file may also save here, and so needs the lock.
     closed = mode & ~sum(read for read, write in _OTHERS if not mode & write)
     if closed != mode:
         with contextlib.suppress(PermissionError):  # another user's file

@@ -1,16 +1,16 @@
-"""A collective write: the ranks of a group write one numbered directory, complete for all of them or not there.
+"""The phases in which the ranks of a group write one numbered directory. It is complete afterwards, or absent.
 
-Checkpoints and published versions use the same steps, each of which all ranks run together. A job (`WriteJob`) defines
-the differences: the place of the snapshot (in a writer process, or with the calling thread), the form of the files, and
-the steps that make them final. ``SaveJob.run`` and ``ExportJob.run`` show the order:
+All ranks run each phase together. Saves (``SaveJob``) and exports of published versions (``ExportJob``) use the same
+phases. Such a job (`WriteJob`) defines where the snapshot is (in a writer process or in this process), and which files
+are written. The methods ``run`` of both classes call the phases in this order:
 
 ```
- stage     every rank completes its part of the snapshot, and the ranks compare their settings
- agree     the first rank creates the directory, and all ranks that write see it; the job takes the snapshot; the ranks
-           divide the work, only if the structure differs from that of the last write
- compare   ranks that hold the same item compare its bytes, before anything is written
- write     the job's own phases
- commit    the files that describe the others, fsync, rename, fsync
+ stage     every rank completes its part of the snapshot; the ranks compare their settings
+ agree     the first rank creates the directory, and waits until all ranks that write see it; the ranks divide the work,
+           unless the last write had the same structure
+ compare   ranks with the same item compare its bytes, before anything is written
+ write     the job writes its data files; each job has its own phases for this
+ commit    the first rank writes the remaining files, flushes them, renames the directory, and flushes the rename
 ```
 """
 
@@ -40,12 +40,12 @@ _MARKER_BITS: Final = 63
 
 
 class TakenSnapshot(Struct, frozen=True, array_like=True):
-    """The description of one rank's snapshot.
+    """Digests of one rank's snapshot, by which the ranks decide whether the plan of the last write is still valid.
 
     Attributes:
-        structure: Digest of everything but bytes and values; the plan stays valid as long as it is equal.
-        values: Digest of the values that all ranks share.
-        holder: Number of the writer that holds the snapshot; a new writer knows no plan.
+        structure: Digest of names, shapes and positions, but not of bytes and values.
+        values: Digest of the values in the shared part.
+        holder: Number of the writer process that has the snapshot. A process that was started later has no plan.
     """
 
     structure: int
@@ -54,39 +54,39 @@ class TakenSnapshot(Struct, frozen=True, array_like=True):
 
 
 class WriteJob(Protocol):
-    """One rank's part in one collective write. Every method raises this rank's own error."""
+    """One rank's part in one collective write. Its methods raise errors of this rank; the caller reports them."""
 
     def settings(self) -> Mapping[str, object]:
-        """Completes the snapshot, and returns the settings that have to be the same on all ranks."""
+        """Completes the snapshot, and returns the settings that must be equal on all ranks."""
 
     def admit(self, *, is_retry: bool) -> None:
-        """Refuses, on the first rank, a number that must not be written."""
+        """Raises, on the first rank, if the directory of this number must not be written."""
 
     def take(self) -> TakenSnapshot:
-        """Takes the snapshot."""
+        """Gives the snapshot to the code that will write it, and returns its digests."""
 
     def header(self) -> bytes:
-        """Returns the header of this rank's snapshot, for `plan`."""
+        """Returns the encoded headers of this rank's snapshot, which `plan` gets."""
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
-        """Divides the work, on the first rank; returns the plans by rank."""
+        """Divides the work, on the first rank, and returns the plan of each rank."""
 
     def digest(self, plan: RankPlan) -> bytes:
-        """Returns the digests of items that other ranks hold as well."""
+        """Returns the digests of the items that other ranks also have."""
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """Refuses, on the first rank, ranks that hold different bytes of an item that has to be the same."""
+        """Raises, on the first rank, if ranks have different bytes of an item that must be equal."""
 
 
 class _Taken(Struct, frozen=True, array_like=True):
-    """A rank's snapshot, and whether the rank knows the plan of the last write."""
+    """The digests of a rank's snapshot, and whether the rank still has the plan of the last write."""
 
     snapshot: TakenSnapshot
     is_planned: bool
 
 
 class _Assigned(Struct, frozen=True, array_like=True):
-    """A rank's plan, and whether any rank has items to compare."""
+    """The plan of a rank, and whether any rank has items to compare."""
 
     plan: RankPlan
     is_compared: bool
@@ -98,17 +98,18 @@ _assigned_decoder: Final = msgspec.msgpack.Decoder(_Assigned)
 
 
 class CollectiveWrite:
-    """Writes numbered directories, one after the other. Called on all ranks alike, by one thread.
+    """Runs the phases of collective writes, one write after the other.
 
-    Every step raises the same `TransportError` on every rank.
+    All ranks call the same methods in the same order, each rank on one thread. If a phase fails on one rank, all ranks
+    raise the same `TransportError`.
 
     Args:
-        agreement: The group's agreement, for this thread only.
-        directory: As this rank sees it. No rank writes to a path that another rank names.
-        all_write: Whether all ranks write to the directory, and have to see it; else only the first one does.
+        agreement: The agreement of the group that only this thread uses.
+        directory: The numbered directories, under this rank's own path of the root.
+        all_write: Whether all ranks write to the directory, and so must see it. Otherwise only the first rank writes.
 
     Attributes:
-        directory: See the argument.
+        directory: The numbered directories.
     """
 
     def __init__(self, agreement: Agreement, directory: NumberedDirectory, *, all_write: bool) -> None:
@@ -121,7 +122,7 @@ class CollectiveWrite:
 
     @contextlib.contextmanager
     def attempt(self, number: int) -> Iterator[None]:
-        """Attempt to write a directory: a failed attempt leaves nothing, and the next one starts from the beginning."""
+        """Clean up if the write in the ``with`` block fails: delete its files, and forget the plan."""
         try:
             yield
         except BaseException:
@@ -132,7 +133,7 @@ class CollectiveWrite:
                     self.directory.discard(number)
                 except OSError as error:  # leftovers do no harm
                     logger.warning(
-                        "%s %d: what is left of a failed write could not be removed: %s",
+                        "%s %d: the files of a failed write could not be deleted: %s",
                         self.directory.prefix,
                         number,
                         error,
@@ -140,14 +141,14 @@ class CollectiveWrite:
             raise
 
     def stage(self, job: WriteJob) -> None:
-        """Let every rank complete its part of the snapshot, and compare the settings of all ranks."""
+        """Complete the snapshot on every rank, and check that the settings are equal on all ranks."""
         compare_settings(self._agreement, "snapshot", job.settings)
 
     def agree(self, number: int, job: WriteJob, *, is_retry: bool = False) -> tuple[Path, RankPlan]:
-        """Set up the directory, and divide the work. A state that can never be written fails here.
+        """Create the directory, and divide the work among the ranks. A state that can never be written raises here.
 
         Returns:
-            The incomplete directory, and this rank's part.
+            The path of the incomplete directory, and this rank's plan.
         """
         agreement = self._agreement
         drawn = agreement.value_of_first(
@@ -164,7 +165,7 @@ class CollectiveWrite:
         return directory, self._assigned.plan
 
     def compare(self, job: WriteJob) -> None:
-        """Refuse ranks that hold different bytes of an item that has to be the same."""
+        """Raise if ranks have different bytes of an item that must be equal."""
         agreement, plan = self._agreement, self._assigned.plan
         if self._assigned.is_compared:
             digests = agreement.run("digest", lambda: job.digest(plan))
@@ -176,8 +177,8 @@ class CollectiveWrite:
 
         Args:
             number: Number of the directory.
-            finish: Called on the first rank before the rename.
-            committed: Called on the first rank when the directory is complete, before any rank learns of it.
+            finish: Called on the first rank before the rename; writes the remaining files.
+            committed: Called on the first rank after the rename, before this method returns on any rank.
         """
 
         def commit() -> None:
@@ -191,8 +192,8 @@ class CollectiveWrite:
         return self.directory.final(number)
 
     def _set_up(self, number: int, job: WriteJob, *, is_retry: bool) -> int:
-        """Create the directory, and in it an empty file that shows other ranks that they see this directory."""
-        # At a retry, a directory of this number may be this write's own.
+        """Create the directory, and an empty file with a random name by which the other ranks recognise it."""
+        # Before a retry, this write may itself have created a directory of this number.
         job.admit(is_retry=is_retry)
         directory = self.directory.begin(number)
         drawn = secrets.randbits(_MARKER_BITS)
@@ -200,9 +201,9 @@ class CollectiveWrite:
         return drawn
 
     def _plan(self, job: WriteJob, taken: Sequence[_Taken]) -> None:
-        """Divide the work, if the ranks' structure differs from that of the last write."""
+        """Divide the work among the ranks, unless the plan of the last write is still valid."""
         key = tuple((each.snapshot.structure, each.snapshot.holder) for each in taken)
-        # A rank that was interrupted after the last vote has forgotten its plan, while the others have theirs.
+        # A rank that was interrupted after the last vote has no plan, while the other ranks have theirs.
         is_known = key == self._plan_key and all(each.is_planned for each in taken)
         if is_known and len({each.snapshot.values for each in taken}) == 1:
             return

@@ -1,17 +1,16 @@
-"""The DCP files of a checkpoint: writing them for DCP, and reading what DCP wrote for another program.
+"""Writes checkpoints in the format of DCP (``torch.distributed.checkpoint``), and reads those of other programs.
 
-``.metadata`` uses the classes of DCP (torch/distributed/checkpoint/metadata.py), so that DCP's reader and load planner
-find every tensor.
+Writing: ``.metadata`` is made of DCP's own classes (torch/distributed/checkpoint/metadata.py), so that DCP's reader and
+load planner find every tensor. DCP's reader passes each slice of a data file to ``torch.load``
+(torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_data``), so each tensor is stored as ``torch.save``
+writes it: the data between some bytes before and after it. Without a CRC-32 of the data, these bytes depend only on
+dtype and shape. This module gets them from one ``torch.save`` of zeros for each dtype and shape. The data itself is
+then written unchanged, at the speed of a bare write. With the CRC-32, which nothing reads, torch writes 0.3 GB/s to a
+disk that accepts 1.7. The digests in ``manifest.json`` cover every byte.
 
-DCP's reader (torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_data``) passes each slice of a file to
-``torch.load``. The output of ``torch.save`` depends only on dtype and shape, except for the data in the middle, as long
-as it computes no CRC-32 of the data. So this module calls it once for each dtype and shape, on a tensor of zeros, and
-cuts the result where the data belongs. The data is then written unchanged, at the speed of a bare write. With the
-checksum, which nothing reads, torch writes 0.3 GB/s where the disk takes 1.7; the digests of the manifest cover every
-byte.
-
-DCP's metadata is a pickle. A `DCPCheckpoint` lets it name only the classes of which DCP's metadata consists; values are
-loaded with ``weights_only``. So no file of a checkpoint runs code. No digest covers these files. No collective runs.
+Reading: DCP's metadata is a pickle, and `DCPCheckpoint` refuses every name in it that is not part of DCP's metadata.
+Values are loaded with ``weights_only``. So no file of a checkpoint can run code. No digests exist for these files. No
+collective runs.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ DCP_METADATA_NAME: Final = ".metadata"
 
 _MAX_ENVELOPES: Final = 1 << 16
 _CAPTURED_BYTES: Final = 1 << 20
-"""torch writes data of this length in a separate call; all other parts of an envelope are far smaller."""
+"""``torch.save`` writes data of this length in a call of its own; its other writes are far smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchEnvelope:
-    """The bytes before and after the data of a tensor.
+    """The bytes that ``torch.save`` writes before and after the data of a tensor.
 
     Attributes:
-        before: Bytes before the data, which is aligned as torch requires if the envelope is.
+        before: Bytes before the data. Their number is a multiple of the alignment that torch requires for the data.
         after: Bytes after the data.
     """
 
@@ -68,7 +67,7 @@ class TorchEnvelope:
 
 
 def saved(value: object) -> bytes:
-    """Return the output of ``torch.save`` for a value that is no tensor, which DCP passes to ``torch.load``."""
+    """Return the output of ``torch.save`` for a value. DCP passes it to ``torch.load``."""
     buffer = io.BytesIO()
     torch.save(value, buffer)  # noqa: TID251 # DCP's format; what we read ourselves is never unpickled
     return buffer.getvalue()
@@ -79,7 +78,7 @@ def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int
 
     Args:
         plan: The plan of all ranks.
-        places: By rank, offset and length in its data file of its items and then of its values.
+        places: By rank, the offset and length in its data file of each of its items, then of each of its values.
     """
     stored: dict[Key, _StorageInfo] = {}
     state: dict[str, Any] = {}
@@ -122,7 +121,7 @@ def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int
 
 
 class _Capture:
-    """A file that records what is written to it, except writes as long as the data."""
+    """A file object that records what ``torch.save`` writes, except the data, which it recognises by its length."""
 
     def __init__(self, data_bytes: int) -> None:
         self._data_bytes = data_bytes
@@ -139,12 +138,12 @@ class _Capture:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: this file buffers nothing."""
+        """Do nothing, because nothing is buffered."""
 
 
 @lru_cache(_MAX_ENVELOPES)
 def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
-    """Return the envelope of a row-major tensor. Turns torch's checksums off in this process.
+    """Return the envelope of a row-major tensor. Turns off the CRC-32 of ``torch.save`` in this process.
 
     Raises:
         CheckpointError: This version of torch writes an unexpected format.
@@ -161,7 +160,7 @@ def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
         reader: Any = torch._C.PyTorchFileReader(io.BytesIO(whole))
         start = reader.get_record_offset("data/0")
         return TorchEnvelope(whole[:start], whole[start + num_bytes :])
-    # Memory that is never touched, and freed at once.
+    # The zeros use no memory: no page of them is ever touched.
     template = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
     capture = _Capture(num_bytes)
     torch.save(template, capture)  # type: ignore[arg-type] # noqa: TID251 # as above
@@ -195,17 +194,17 @@ _OTHERS: Final[dict[tuple[str, str], Any]] = {
 
 
 class DCPCheckpoint:
-    """One checkpoint, of which any rank reads the parts that it needs.
+    """A checkpoint that another program wrote with DCP. Each rank reads the parts that it needs.
 
     Args:
-        path: Its directory.
-        step: Its step, from the directory's name.
+        path: The directory of the checkpoint.
+        step: The step in the name of the directory.
 
     Attributes:
-        path: As the argument.
-        step: As the argument.
-        tensors: By DCP's name, dtype and shape of each tensor.
-        values: DCP's names of values other than tensors.
+        path: The directory of the checkpoint.
+        step: The step of the checkpoint.
+        tensors: Dtype and shape of each tensor, by its name in DCP.
+        values: Names in DCP of all values that are no tensors.
 
     Raises:
         CheckpointError: The metadata is not DCP's.
@@ -233,7 +232,7 @@ class DCPCheckpoint:
             if not all(isinstance(name, str) for name in stored) or any(len(file.parts) != 1 for file in files):
                 raise CheckpointError("expected text as names, and files in the directory of the checkpoint")
             self._metadata = metadata.Metadata(stored, storage_data=places)
-        # The errors that a reader raises for a file that is no pickle, or another pickle, are not documented.
+        # The errors of an unpickler, and of DCP's classes for other content, are not documented.
         except Exception as error:
             raise CheckpointError(
                 f"expected DCP's metadata in {path / DCP_METADATA_NAME}, got {type(error).__name__}: "
@@ -243,18 +242,18 @@ class DCPCheckpoint:
         self.values = frozenset(stored.keys() - self.tensors.keys())
 
     def load(self, tensors: Mapping[str, torch.Tensor], values: Iterable[str]) -> dict[str, object]:
-        """Read by name, with the reader and the planner of DCP.
+        """Load tensors in place, and return values, with DCP's reader and planner.
 
         Args:
-            tensors: Loaded in place; of a DTensor, this rank's part.
-            values: Names of values other than tensors.
+            tensors: The tensors to load, by name in DCP. Of a DTensor, this rank's shard is loaded.
+            values: Names in DCP of the values to return.
 
         Returns:
             The values, by name.
 
         Raises:
-            CheckpointError: A file is damaged, or a value has a class that only unpickling could make. Part of
-                ``tensors`` may be overwritten then.
+            CheckpointError: A file is damaged, or a value has a class that would run code. Some of ``tensors`` may
+                already have been overwritten.
         """
         state: dict[str, Any] = {**tensors, **dict.fromkeys(values)}
         reader, planner = (
@@ -273,10 +272,10 @@ class DCPCheckpoint:
 
 
 def _check_memo(encoded: bytes) -> None:
-    """Refuse an index for which the unpickler would allocate more entries than the pickle has bytes.
+    """Refuse memo indices larger than the pickle: the unpickler would allocate as many entries.
 
     Raises:
-        CheckpointError: Names the index.
+        CheckpointError: An index is too large.
         ValueError: The bytes are no pickle.
     """
     for opcode, argument, _ in pickletools.genops(encoded):
@@ -285,9 +284,9 @@ def _check_memo(encoded: bytes) -> None:
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Resolves only the names of which DCP's metadata consists.
+    """An unpickler that resolves only the names of DCP's metadata.
 
-    A pickle may set attributes of a class that it names. So each reader has classes of its own.
+    Each reader resolves DCP's classes to subclasses of its own, because a pickle can change attributes of a class.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -302,7 +301,7 @@ class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = self._found.get((module, name))
         if found is None:
-            raise CheckpointError(f"expected names of DCP alone, got {module}.{name}, which may run code")
+            raise CheckpointError(f"expected only names of DCP, got {module}.{name}, which may run code")
         return found
 
 
@@ -312,7 +311,7 @@ def _joined(*parts: str) -> str:
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value as DCP's planner does, but never run code."""
+        """Load a value as DCP's planner does, but with ``weights_only``, so that it cannot run code."""
         name = read_item.dest_index.fqn
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)  # noqa: TID251 # a closed set of types

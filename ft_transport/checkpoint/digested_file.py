@@ -1,4 +1,4 @@
-"""A file that is written once from front to back, and digested and flushed to disk meanwhile."""
+"""Writes a new file from front to back, and computes its digests at the same time on another thread."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Buffer: TypeAlias = bytes | memoryview
 
 _BATCH_BYTES: Final = 8 << 20
 _MAX_BUFFERS: Final = 512
-"""Maximum per call; the system takes 1024 (IOV_MAX)."""
+"""Largest number of buffers in one ``writev`` call; the system accepts 1024 (IOV_MAX)."""
 _SYNC_FILE_RANGE_WRITE: Final = 2  # include/uapi/linux/fs.h
 
 
 class DigestedFile:
-    """A new file. Not thread-safe; a separate thread digests the written data.
+    """A new file that is written once, with a digest of each chunk. Not thread-safe. A context manager.
 
     Args:
-        path: Must not exist.
-        check: Called now and then; an error that it raises ends the writing.
-        is_private: Whether only its owner may read it; else the umask decides.
-        hash_name: Hash function of its digests.
+        path: Path of the file, which must not exist.
+        check: Called before each batch of data; an error that it raises ends the write.
+        is_private: Whether only the owner may read the file. Otherwise the umask decides.
+        hash_name: Hash function of the digests.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DigestedFile:
         self.position = 0
 
     def write(self, *buffers: Buffer) -> None:
-        """Append the buffers, which must not change until `finish`."""
+        """Append the content of buffers. The buffers must not change until `finish` has returned."""
         for buffer in buffers:
             if len(buffer) > _BATCH_BYTES:
                 view = memoryview(buffer)
@@ -70,7 +70,7 @@ class DigestedFile:
                     self._flush()
 
     def finish(self) -> FileEntry:
-        """Flush everything to disk, close the file, and return its entry in the list of files."""
+        """Flush all data to disk, close the file, and return its name, length and digests."""
         try:
             self._flush()
             if self._digesting is not None:
@@ -83,7 +83,7 @@ class DigestedFile:
         return FileEntry(self._name, self.position, "".join(self._digests))
 
     def close(self) -> None:
-        """End the thread and close the file, complete or not. Idempotent."""
+        """End the thread and close the file, even if the file is incomplete. Idempotent."""
         self._pool.shutdown(wait=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -112,7 +112,7 @@ class DigestedFile:
             if written < num_bytes:
                 rest = _without(rest, count)
         if self._start_write_back is not None:
-            # Let the disk start now, and not only when all data is there.
+            # Let the disk start to write now, and not only at the fsync in `finish`.
             self._start_write_back(self._descriptor, self._written, num_bytes, _SYNC_FILE_RANGE_WRITE)
         self._written += num_bytes
 
@@ -131,19 +131,19 @@ class DigestedFile:
 
 
 def write_small(path: Path, content: bytes, *, is_private: bool = False, hash_name: HashName = CHECKSUM) -> FileEntry:
-    """Write a small file to disk."""
+    """Write a small file to disk, and return its name, length and digests."""
     with DigestedFile(path, is_private=is_private, hash_name=hash_name) as file:
         file.write(content)
         return file.finish()
 
 
 def digested(path: Path, check: Callable[[], None], *, hash_name: HashName = CHECKSUM) -> FileEntry:
-    """Return the entry of a file that is complete already.
+    """Read an existing file, and return its name, length and digests.
 
     Args:
         path: Path of the file.
-        check: Called now and then.
-        hash_name: Hash function of its digests.
+        check: Called after each chunk; an error that it raises ends the read.
+        hash_name: Hash function of the digests.
     """
     digests = []
     num_bytes = 0

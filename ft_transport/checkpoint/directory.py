@@ -1,12 +1,11 @@
-"""Numbered directories, ``step-N`` or ``version-N``: which names count, and renames that survive a crash at any point.
+"""Numbered directories, ``step-N`` or ``version-N``, that are complete or absent even after a crash.
 
-Only one rank uses this module. Files are written to ``step-N.incomplete``; when all of them are on disk, one rename
-makes it ``step-N``. So a directory of that name is complete at any instant. A replaced directory is exchanged with its
-successor by one system call where the file system supports that. Where it does not (NFS), the old directory becomes
-``step-N.replaced`` first, which counts as ``step-N`` as long as no other exists. Before a directory is deleted, it is
-renamed to ``step-N.deleted``.
+Only one rank of a group uses this module. It writes files to ``step-N.incomplete``, and renames that directory to
+``step-N`` when all files are on disk. To replace a directory, one system call exchanges the old and the new one. If the
+file system cannot do that (NFS), the old directory is first renamed to ``step-N.replaced``, which counts as ``step-N``
+as long as no ``step-N`` exists. A directory that is to be deleted is first renamed to ``step-N.deleted``.
 
-A ``step-N`` that another program wrote is foreign: it does not count, and nothing here replaces or deletes it.
+A ``step-N`` that another program wrote is called foreign. It is not listed, and never replaced or deleted.
 """
 
 from __future__ import annotations
@@ -34,27 +33,26 @@ _SUFFIXES: Final = r"(\.incomplete|\.replaced|\.deleted(?:-[0-9]+)?)?"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # include/uapi/linux/fs.h
 _VISIBLE_S: Final = 30.0
-"""How long a new path may take to appear on another host."""
+"""How long a new path may take to become visible on another host."""
 _LOOK_S: Final = 0.02
 _MAX_DIGITS: Final = 18
 MAX_NUMBER: Final = 10**_MAX_DIGITS - 1
-"""Longer numbers are ignored: no step is so large, and no message could carry it."""
+"""Directories with larger numbers are ignored. A larger step would not fit into the messages between ranks."""
 
 
 class NumberedDirectory:
-    """The numbered directories under one root. Two threads may work on different numbers at once.
+    """The numbered directories under one root. Two threads may work on different numbers at the same time.
 
     Args:
-        root: Their parent directory; created if it is missing.
-        prefix: Prefix of their names, such as ``step``.
-        last_file: Name of the file that is written last: a directory without it is incomplete, even if it has a final
-            name. ``None``: the name alone decides. A checkpoint may be a link, a version may not, because it is copied
-            from.
-        is_private: Whether only the owner may read new files; else the umask decides.
+        root: The parent of the directories; created if it is missing.
+        prefix: The part of their names before the number, such as ``step``.
+        last_file: Name of the file that is written last. A directory without this file is incomplete, even under its
+            final name. With ``None``, every directory under a final name is complete, and links do not count.
+        is_private: Whether only the owner may read new directories and files. Otherwise the umask decides.
 
     Attributes:
-        root: As the argument.
-        prefix: As the argument.
+        root: The parent of the directories.
+        prefix: The part of their names before the number.
     """
 
     def __init__(self, root: Path, prefix: str, last_file: str | None, *, is_private: bool = False) -> None:
@@ -66,9 +64,9 @@ class NumberedDirectory:
         self._warned_of: set[str] = set()
 
     def recover(self) -> None:
-        """Delete the leftovers of an interrupted run, and restore directories that it was about to replace.
+        """Delete the leftovers of an interrupted run, and restore directories that the run was replacing.
 
-        Leftovers that cannot be deleted, such as another user's, cause a warning.
+        Logs a warning for a leftover that cannot be deleted, such as one of another user.
         """
         for path, number, suffix in self._found():
             try:
@@ -79,7 +77,7 @@ class NumberedDirectory:
                 elif suffix:
                     self._remove(path)
             except OSError as error:
-                self._warn_once(path, "could not be deleted, and does not count: %s", error)
+                self._warn_once(path, "could not be deleted, and is ignored: %s", error)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -95,24 +93,24 @@ class NumberedDirectory:
                         path, "was written by another program: no save replaces it, and no prune or clear removes it"
                     )
                 elif self._last_file is not None:
-                    self._warn_once(path, "has no %s and does not count", self._last_file)
+                    self._warn_once(path, "has no %s and is ignored", self._last_file)
         return sorted(found)
 
     def find(self, number: int) -> Path | None:
-        """Return a complete directory; ``None`` if no directory has this number."""
+        """Return the complete directory of a number; ``None`` if there is none."""
         paths = (self._path(number), self._path(number, ".replaced"))
         return next((path for path in paths if self._is_complete(path)), None)
 
     def foreign(self) -> dict[int, Path]:
-        """Return directories of these names that another program wrote, by number, ascending."""
+        """Return the directories that another program wrote under names of this form, by number, ascending."""
         found = {number: path for path, number, suffix in self._found() if not suffix and self._is_foreign(path)}
         return dict(sorted(found.items()))
 
     def refuse_foreign(self, number: int) -> None:
-        """Refuse to replace a directory that another program wrote.
+        """Raise if another program wrote the directory of a number, which a save must not replace.
 
         Raises:
-            CheckpointExistsError: A foreign directory has the name of this number.
+            CheckpointExistsError: Another program wrote the directory.
         """
         path = self._path(number)
         if self._is_foreign(path):
@@ -125,25 +123,25 @@ class NumberedDirectory:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def begin(self, number: int) -> Path:
-        """Create the empty directory to which the files of a number are written, and return it."""
+        """Create an empty ``.incomplete`` directory for the files of a number, and return its path."""
         make_directory(self.root, is_private=self._is_private, is_ok_if_there=True)
         path = self.incomplete(number)
         if os.path.lexists(path):
-            # The new directory takes the name; an old one that cannot be deleted does not prevent the write.
+            # Renaming frees the name even if the old directory cannot be deleted.
             self._remove_in_time(self._without_name(path))
         make_directory(path, is_private=self._is_private)
         return path
 
     def incomplete(self, number: int) -> Path:
-        """Return the directory that `begin` creates for a number."""
+        """Return the path of the directory that `begin` creates for a number."""
         return self._path(number, ".incomplete")
 
     def final(self, number: int) -> Path:
-        """Return the directory that `commit` creates for a number."""
+        """Return the path of the directory that `commit` creates for a number."""
         return self._path(number)
 
     def commit(self, number: int) -> Path:
-        """Rename the written directory, whose files are on disk, to its final name, and return that path."""
+        """Rename the incomplete directory to its final name, and return that path. Its files must be on disk."""
         incomplete, final = self.incomplete(number), self.final(number)
         sync_directory(incomplete)
         if os.path.lexists(final):
@@ -154,15 +152,15 @@ class NumberedDirectory:
         return final
 
     def discard(self, number: int) -> None:
-        """Remove an incomplete directory that will not be completed."""
+        """Delete the incomplete directory of a number, after a write has failed."""
         with contextlib.suppress(FileNotFoundError):
             self._remove(self.incomplete(number))
 
     def retire(self, number: int) -> list[Path]:
-        """Remove a directory from those that count.
+        """Rename the directory of a number, so that it is no longer listed or found.
 
         Returns:
-            Paths that `delete` still has to delete.
+            The new paths, for `delete`.
         """
         retired = []
         for path in (self._path(number), self._path(number, ".replaced")):
@@ -172,16 +170,16 @@ class NumberedDirectory:
 
     @staticmethod
     def delete(retired: Sequence[Path]) -> None:
-        """Delete the paths that `retire` returned. On any thread."""
+        """Delete directories that `retire` has renamed. Any thread may call this."""
         for path in retired:
             with contextlib.suppress(FileNotFoundError):
                 _delete(path)
 
     def clear(self) -> None:
-        """Retire and delete all directories, complete or not, except foreign ones.
+        """Delete all directories, complete or not, except those that another program wrote.
 
         Raises:
-            OSError: A directory still counts.
+            OSError: A directory under a final name could not be deleted.
         """
         for path, _, suffix in self._found():
             try:
@@ -192,7 +190,7 @@ class NumberedDirectory:
             except OSError as error:
                 if suffix in ("", ".replaced") and os.path.lexists(path):
                     raise
-                self._warn_once(path, "could not be deleted, and does not count: %s", error)
+                self._warn_once(path, "could not be deleted, and is ignored: %s", error)
 
     # --------------------------------------------------------------------------------------------------------- inside
 
@@ -200,7 +198,7 @@ class NumberedDirectory:
         return self.root / f"{self.prefix}-{number}{suffix}"
 
     def _found(self) -> list[tuple[Path, int, str]]:
-        """Return path, number and suffix of each entry whose name has the form of ours."""
+        """Return path, number and suffix of each directory entry named like a numbered directory."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -216,7 +214,7 @@ class NumberedDirectory:
     def _is_foreign(self, path: Path) -> bool:
         """Return whether another program wrote the directory, the file or the link at this path.
 
-        Own files that lost their list are not foreign, nor are data files without DCP's metadata, which an interrupted
+        A directory is not foreign if it has a rank file of this package, or only data files, which an interrupted
         ``dcp.save`` leaves.
         """
         if self._last_file is None or self._is_complete(path):
@@ -254,14 +252,14 @@ class NumberedDirectory:
         self._remove_in_time(replaced)
 
     def _remove_in_time(self, path: Path) -> None:
-        """Delete a directory that has a successor or no name; a failure is harmless."""
+        """Delete a directory that no longer counts. If that fails, only log a warning."""
         try:
             self._remove(path)
         except OSError as error:
             self._warn_once(path, "could not be deleted yet: %s", error)
 
     def _remove(self, path: Path) -> None:
-        """Delete a directory; rename it first, so that no partly deleted one counts as complete."""
+        """Rename a directory and delete it, so that a partly deleted directory never counts as complete."""
         _delete(path if ".deleted" in path.name else self._without_name(path))
 
     def _without_name(self, path: Path) -> Path:
@@ -277,7 +275,7 @@ class NumberedDirectory:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory, or any other file at its path; of a link only the link."""
+    """Delete a directory with its content, or a file. Of a link, delete only the link."""
     if is_directory(path, follows_links=False):
         shutil.rmtree(path)
     else:
@@ -285,24 +283,24 @@ def _delete(path: Path) -> None:
 
 
 def wait_until_visible(path: Path, check: Callable[[], None]) -> None:
-    """Wait for a path that another host has created: a shared file system may take a moment to show it.
+    """Wait until a path that another host has created on a shared file system is visible on this host.
 
     Args:
-        path: The path that the host has created.
-        check: Called now and then; an error that it raises ends the wait.
+        path: The path to wait for.
+        check: Called repeatedly while waiting; an error that it raises ends the wait.
 
     Raises:
-        FileNotFoundError: The path is not visible here in time.
+        FileNotFoundError: The path did not become visible within 30 s.
     """
     deadline_s = time.monotonic() + _VISIBLE_S
     while not path.exists():
         if time.monotonic() > deadline_s:
             raise FileNotFoundError(
                 errno.ENOENT,
-                "what rank 0 has made is not visible here; expected a file system that all ranks share",
+                "expected a path that rank 0 has created to be visible here; all ranks must share the file system",
                 str(path),
             )
-        # The system may cache the listings of the directories above.
+        # Listing the parents refreshes entries that a network file system has cached.
         for parent in (path.parent.parent, path.parent):
             with contextlib.suppress(OSError):
                 os.listdir(parent)
@@ -311,7 +309,7 @@ def wait_until_visible(path: Path, check: Callable[[], None]) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one system call. Return whether this system and file system support that."""
+    """Exchange two paths in one system call. Return ``False`` if the system or the file system cannot do that."""
     if sys.platform != "linux":
         return False
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -1,4 +1,4 @@
-"""The existing checkpoints, on which a group of ranks agrees: list, find, verify and delete them."""
+"""Lists, finds, verifies and deletes the checkpoints of a root, with the same result on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, DCPCheckpoint
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
-from ft_transport.checkpoint.settings import (
-    CheckpointSelector,
-    Existing,
-    checked_selector,
-    compare_settings,
-)
+from ft_transport.checkpoint.settings import CheckpointSelector, Existing, checked_selector, compare_settings
 from ft_transport.checkpoint.stored_files import (
     ReadRetries,
     decode_rank_files,
@@ -47,19 +42,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_GONE: Final = 10
-"""Number of checkpoints that may disappear during a search for a good one."""
+"""Number of checkpoints that may be deleted while `load_newest_good` reads them, before it gives up."""
 _CLAIM_S: Final = 10.0
-"""How long to wait for a process that still holds the root and is about to exit."""
+"""How long to wait for another process to release the lock of the root."""
 _MAX_SHOWN: Final = 5
 
 
 class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
-    """A complete checkpoint, as the first rank has found it; the same on all ranks.
+    """A complete checkpoint that the first rank has found; the same on all ranks.
 
     Attributes:
-        step: Its step.
-        path: Its directory.
-        identity: Distinguishes it from another checkpoint that takes its name.
+        step: The step of the checkpoint.
+        path: The directory of the checkpoint.
+        identity: Inode and modification time of the list of files. They differ in a checkpoint that replaces this one.
     """
 
     step: int
@@ -68,7 +63,7 @@ class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def directory(self) -> Path:
-        """The checkpoint's directory."""
+        """The directory of the checkpoint, as a `Path`."""
         return Path(self.path)
 
 
@@ -80,19 +75,20 @@ _damaged_decoder: Final = msgspec.msgpack.Decoder(list[str])
 
 
 class Inventory:
-    """The content of the directory. Only the first rank reads it; the training threads of all ranks make equal calls.
+    """The checkpoints of one root. Only the first rank lists the directory, and sends the result to the other ranks.
 
-    Only the first rank's saving thread calls `retire_old` and `delete_retired`.
+    The training threads of all ranks call the methods, in the same order. The exceptions are `retire_old` and
+    `delete_retired`, which only the store's thread of the first rank calls.
 
     Args:
-        agreement: The group's agreement, for the training thread.
-        directory: Used on the first rank only.
-        keep: Number of checkpoints that remain after a save; ``None`` keeps all.
-        retry_s: How long reads that may succeed later are retried.
-        trust: Decides which checkpoints are trusted.
+        agreement: The agreement of the group that the training thread uses.
+        directory: The ``step-N`` directories of the root; only the first rank uses it.
+        keep: Number of checkpoints that remain after a save; ``None`` deletes none.
+        retry_s: How long a failed read is retried, in seconds.
+        trust: Verifies the signatures of checkpoints.
 
     Attributes:
-        directory: See the argument.
+        directory: The ``step-N`` directories of the root.
     """
 
     def __init__(
@@ -103,21 +99,21 @@ class Inventory:
         self._keep = keep
         self._retry_s = retry_s
         self._trust = trust
-        # Both the training thread and the store's own list and rename directories.
+        # Held while the training thread or the store's thread lists or renames directories.
         self._mutex = threading.Lock()
         self._retired: list[Path] = []
 
     def open_root(self, claim: RootClaim, owner: str, existing: Existing) -> None:
-        """Claim the root for this group, and delete the leftovers of an interrupted run.
+        """Lock the root for this group, and delete the leftovers of an interrupted run.
 
         Args:
-            claim: Taken on the first rank.
-            owner: The group that claims the root, for other processes to read.
-            existing: How to treat existing checkpoints.
+            claim: The lock, which the first rank takes.
+            owner: Description of the group, which errors in other processes show.
+            existing: Whether to ``keep`` or ``clear`` existing checkpoints, or to ``refuse`` a root that has any.
 
         Raises:
-            CheckpointInUseError: Another group saves there.
-            CheckpointExistsError: Checkpoints exist, and ``existing`` refuses them.
+            CheckpointInUseError: Another group saves to this root.
+            CheckpointExistsError: Checkpoints exist that ``existing`` refuses to keep, or may not clear.
         """
         directory = self.directory
 
@@ -132,7 +128,7 @@ class Inventory:
                 )
             if existing == "clear":
                 directory.clear()
-            # Each foreign directory causes a warning.
+            # `numbers` also logs a warning for each foreign directory, so it is called in any case.
             if (steps := sorted({*directory.numbers(), *foreign})) and existing == "refuse":
                 raise CheckpointExistsError(f"expected no checkpoints in {directory.root}, there are {steps}")
 
@@ -149,10 +145,10 @@ class Inventory:
         return tuple(steps)
 
     def newer_of_dcp(self) -> DCPCheckpoint | None:
-        """Return the newest checkpoint that DCP wrote for another program, if no own one has a later step.
+        """Return the newest checkpoint if another program wrote it with DCP; ``None`` if this package wrote it.
 
         Raises:
-            CheckpointUntrustedError: With a job token, unsigned checkpoints are not accepted.
+            CheckpointUntrustedError: A job token is set, and ``StoreSettings.accept_unsigned`` is not.
             CheckpointError: The checkpoint cannot be read.
         """
         directory = self.directory
@@ -164,8 +160,7 @@ class Inventory:
             return (step, str(path)) if step > (own[-1] if own else -1) else None
 
         self._agreement.step = None
-        found = self._on_directory("look for checkpoints of DCP", find, _of_dcp_decoder)
-        if found is None:
+        if (found := self._on_directory("look for checkpoints of DCP", find, _of_dcp_decoder)) is None:
             return None
         step, path = found
         if self._trust.keys is not None and not self._trust.accepts_unsigned:
@@ -178,10 +173,10 @@ class Inventory:
         return self._agreement.run("read DCP's metadata", lambda: retries.call(lambda: DCPCheckpoint(Path(path), step)))
 
     def refuse_newer_of_dcp(self) -> None:
-        """Refuse to treat an own checkpoint as the newest if DCP wrote a later one for another program.
+        """Raise if another program wrote the newest checkpoint with DCP, so that no caller loads an older one instead.
 
         Raises:
-            CheckpointError: DCP wrote a later checkpoint.
+            CheckpointError: DCP wrote a later checkpoint than this package.
         """
         newer = self.newer_of_dcp()
         if newer is not None:
@@ -193,17 +188,17 @@ class Inventory:
             )
 
     def agree_on_step(self, step: CheckpointSelector) -> CheckpointSelector:
-        """Check the step that a caller requests.
+        """Check that all ranks request the same step, and return it.
 
         Raises:
-            ConfigurationError: The argument is no step, or the ranks request different ones; the same on all ranks.
+            ConfigurationError: The argument is no step, or the ranks request different steps.
         """
         self._agreement.step = None
         compare_settings(self._agreement, "compare the arguments", lambda: {"step": checked_selector(step)})
         return checked_selector(step)
 
     def find(self, step: CheckpointSelector) -> FoundCheckpoint:
-        """Find a checkpoint. From then on, errors of the agreement name its step.
+        """Find a checkpoint by its step. Later errors of the agreement name this step.
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists.
@@ -215,11 +210,10 @@ class Inventory:
 
     @contextmanager
     def reading(self, found: FoundCheckpoint) -> Iterator[None]:
-        """Let errors raised inside name the checkpoint; a deleted checkpoint is not reported as damaged.
+        """Add the checkpoint's path to errors that the ``with`` block raises.
 
         Raises:
-            CheckpointNotFoundError: Files differ from their digests because another process deleted or replaced the
-                checkpoint.
+            CheckpointNotFoundError: Files seemed damaged because another process deleted or replaced the checkpoint.
         """
         try:
             yield
@@ -235,11 +229,11 @@ class Inventory:
             raise
 
     def verify(self, step: CheckpointSelector) -> None:
-        """See ``CheckpointStore.verify``."""
+        """Compare every file of a checkpoint with its digests; see ``CheckpointStore.verify``."""
         self._verify(self.find(self.agree_on_step(step)))
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """See ``CheckpointStore.prune``."""
+        """Delete all but the newest checkpoints, and return the deleted steps; see ``CheckpointStore.prune``."""
         self._agreement.step = None
         compare_settings(
             self._agreement, "compare the arguments", lambda: {"keep": check_number("keep", keep, at_least=1)}
@@ -262,7 +256,7 @@ class Inventory:
         return removed
 
     def retire_old(self, saved: int) -> None:
-        """Retire older checkpoints, since the saved one is good. Newer ones are from a past that a run has left."""
+        """Rename checkpoints older than the saved step that exceed ``keep``, so that they no longer count."""
         if self._keep is None:
             return
         try:
@@ -271,16 +265,16 @@ class Inventory:
                 for step in older[: max(0, len(older) - (self._keep - 1))]:
                     self._retired += self.directory.retire(step)
         except Exception as error:
-            # The saved checkpoint is safe.
+            # The save itself has succeeded, so this error only causes a warning.
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory.root, error)
 
     def delete_retired(self) -> None:
-        """Free the disk space of retired checkpoints; a large checkpoint may take long."""
+        """Delete the checkpoints that `retire_old` has renamed. This may take long."""
         retired, self._retired = self._retired, []
         try:
             self.directory.delete(retired)
         except Exception as error:
-            # The store's thread goes on; the next start deletes the leftovers.
+            # The next start of a store deletes what is left.
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory.root, error)
 
     def _found(self, step: CheckpointSelector) -> FoundCheckpoint:
@@ -301,11 +295,11 @@ class Inventory:
         return FoundCheckpoint(step=step, path=str(path), identity=identity)
 
     def _is_gone(self, found: FoundCheckpoint) -> bool:
-        """Return whether the name no longer exists, or belongs to another checkpoint."""
+        """Return whether the checkpoint was deleted, or replaced by another one of the same name."""
         retries = ReadRetries(self._retry_s)
         try:
             return self._agreement.value_of_first(
-                "look whether it is still there",
+                "look whether the checkpoint still exists",
                 lambda: retries.call(lambda: _identity(found.directory)) != found.identity,
                 _flag_decoder,
             )
@@ -322,7 +316,7 @@ class Inventory:
             own = by_size[agreement.rank :: agreement.size]
             damaged = find_damage(found.directory, own, manifest.hash, retries, agreement.check_others)
             if agreement.is_first and not damaged:
-                # Complete files may have impossible content.
+                # A forger can give invalid descriptions correct digests.
                 decode_rank_files(read_rank_files(found.directory, manifest, retries), manifest)
             return damaged
 
@@ -337,7 +331,7 @@ class Inventory:
         try:
             self._verify(self.find(step))
         except (CheckpointDamagedError, CheckpointUntrustedError, CheckpointNotFoundError) as error:
-            logger.warning("step %d: the checkpoint is damaged, not trusted or gone: %s", step, error)
+            logger.warning("step %d: the checkpoint is damaged, not trusted or deleted: %s", step, error)
             return False
         return True
 
@@ -357,29 +351,26 @@ def _named(foreign: Mapping[int, Path]) -> str:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Return the identity of the list of files, which is written once; ``None`` if the list does not exist.
+    """Return inode and modification time of a checkpoint's list of files; ``None`` if the list does not exist.
 
     Raises:
-        OSError: The system does not tell whether the list exists.
+        OSError: The list exists, or may exist, and cannot be opened.
     """
     try:
-        # Opened, because a network file system may cache the file that a name stood for.
-        descriptor = open_regular(directory / MANIFEST_NAME)
+        # A network file system may answer stat from its cache, but not open.
+        with os.fdopen(open_regular(directory / MANIFEST_NAME), "rb") as file:
+            status = os.fstat(file.fileno())
     except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
         return None
-    try:
-        status = os.fstat(descriptor)
-        return status.st_ino, status.st_mtime_ns
-    finally:
-        os.close(descriptor)
+    return status.st_ino, status.st_mtime_ns
 
 
 def load_newest_good(list_steps: Callable[[], Sequence[int]], load: Callable[[int], T]) -> T | None:
-    """Try checkpoints from the newest to the oldest.
+    """Load the newest checkpoint that is not damaged.
 
     Args:
-        list_steps: Returns the existing steps, ascending. Called before each attempt: during the read of one
-            checkpoint, another process may save newer ones and delete it.
+        list_steps: Returns the existing steps, ascending. Called before each attempt, because another process may
+            save and delete checkpoints during an attempt.
         load: Loads the checkpoint of a step.
 
     Returns:
@@ -387,7 +378,7 @@ def load_newest_good(list_steps: Callable[[], Sequence[int]], load: Callable[[in
 
     Raises:
         CheckpointDamagedError: All existing checkpoints are damaged.
-        CheckpointNotFoundError: Checkpoints disappear faster than they are read, or the last one did during the read.
+        CheckpointNotFoundError: Other processes deleted `MAX_GONE` checkpoints during the call.
     """
     damaged: dict[int, CheckpointDamagedError] = {}
     gone: list[CheckpointNotFoundError] = []
@@ -396,10 +387,10 @@ def load_newest_good(list_steps: Callable[[], Sequence[int]], load: Callable[[in
         try:
             return load(step)
         except CheckpointDamagedError as error:
-            logger.warning("step %d: the checkpoint is damaged, an older one is tried: %s", step, error)
+            logger.warning("step %d: the checkpoint is damaged, an older one follows: %s", step, error)
             damaged[step] = error
         except CheckpointNotFoundError as error:
-            logger.warning("step %d: the checkpoint is gone, another one is tried: %s", step, error)
+            logger.warning("step %d: another process deleted the checkpoint, another one follows: %s", step, error)
             gone.append(error)
     failures = [*damaged.values(), *gone]
     is_touched = any(error.destination_touched for error in failures)

@@ -1,7 +1,7 @@
-"""Loading a checkpoint into the layout of each rank, independent of the layout in which it was saved.
+"""Loads a checkpoint into the layout of the loading ranks, whatever the layout of the ranks that saved it.
 
-The code that finds the data for a rank is shared with states that arrive over the network from ranks in another layout
-(``state.resharding``, ``wire.reshard``): the saving ranks are the sources, and their bytes lie in files.
+``state.resharding`` and ``wire.reshard`` find the bytes that a rank needs. They also serve transfers over the network;
+here, the sources are the ranks that saved the checkpoint, and their bytes are in files.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ _MAX_SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint(Generic[T]):
-    """A state that was read completely and verified.
+    """A checkpoint that was read completely and verified.
 
     Attributes:
-        step: The committed step of the state.
-        state: The state; the receiver's own tensors were loaded in place.
-        num_bytes_read: Number of bytes of data files that this rank has read.
+        step: The step of the checkpoint.
+        state: The loaded state. Tensors of ``into`` were loaded in place.
+        num_bytes_read: Number of bytes that this rank has read from data files.
     """
 
     step: int
@@ -89,15 +89,15 @@ class LoadedCheckpoint(Generic[T]):
     _manifest: Manifest
 
     def differences(self, state: object) -> tuple[str, ...]:
-        """Return where ``state`` differs, bit for bit, from the loaded part that all ranks share.
+        """Compare a state, bit for bit, with the loaded bytes of the state that is not rank-local.
 
-        Load functions do not affect the comparison, even if they changed the loaded state.
+        The comparison uses digests from the time of the load, so later changes of the loaded tensors do not affect it.
 
         Args:
-            state: The state after loading, without the rank-local part. It must not change meanwhile.
+            state: The state to compare, without its rank-local part. It must not change during the call.
 
         Returns:
-            Paths, each with a description of the difference; empty if there are none.
+            The path of each difference, with a description; empty if there are none.
 
         Raises:
             CheckpointError: The state was loaded without ``is_comparable``.
@@ -109,12 +109,12 @@ class LoadedCheckpoint(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """The destination of a load; ``CheckpointStore.load`` describes each argument.
+    """The destination of a load on one rank: arguments of ``CheckpointStore.load``.
 
     Attributes:
-        into: This rank's own state.
-        like: See ``HTTPTransport.fetch_sharded``.
-        check: Called with a description of the content before any of it arrives.
+        into: This rank's own state, whose tensors are loaded in place.
+        like: Decides how new tensors are sharded.
+        check: Called with a description of the checkpoint before any data is read.
         is_comparable: Whether `LoadedCheckpoint.differences` will be called.
     """
 
@@ -125,24 +125,24 @@ class Destination:
 
 
 _description_decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, tuple[bytes, ...]])
-"""Decodes the files that describe a checkpoint: the list of files, and the description of each rank."""
+"""Decodes the message of `_read_description`: ``manifest.json`` and each ``rank-K.json``."""
 
 
 def load(
     found: FoundCheckpoint, destination: Destination, settings: StoreSettings, trust: Trust, agreement: Agreement
 ) -> LoadedCheckpoint[Any]:
-    """Load a checkpoint on all ranks, or on none.
+    """Load a checkpoint. It succeeds on all ranks or fails on all ranks.
 
     Args:
         found: The checkpoint; the same on all ranks.
-        destination: The destination on this rank.
+        destination: This rank's own state and how to load it.
         settings: The settings of the store.
-        trust: Decides which checkpoints are trusted.
+        trust: Verifies the signature of the checkpoint.
         agreement: The agreement of the group.
 
     Raises:
-        TransportError: The same on every rank. Tensors of ``into`` that already had new data were overwritten with NaN
-            patterns.
+        TransportError: The load failed; the same error on every rank. Tensors of ``into`` that already had new data
+            were overwritten with NaN patterns.
     """
     loading: _Loading | None = None
     retries = ReadRetries(settings.retry_s)
@@ -152,8 +152,8 @@ def load(
             return _Loading(found.directory, described, destination, agreement)
 
     try:
-        own = agreement.on_first("read its description", lambda: _read_description(found, trust, retries))
-        described = agreement.broadcast("receive its description", own)
+        own = agreement.on_first("read the description", lambda: _read_description(found, trust, retries))
+        described = agreement.broadcast("receive the description", own)
         loading = planned = agreement.run("plan what to read", plan)
         agreement.run("read", lambda: planned.read(retries, is_read_once=settings.read == "once"))
         return agreement.run("load", planned.finish)
@@ -173,14 +173,14 @@ def _read_description(found: FoundCheckpoint, trust: Trust, retries: ReadRetries
     ranks = read_rank_files(directory, manifest, retries)
     rank_files = {rank_file_name(rank) for rank in range(manifest.num_ranks)}
     for entry in manifest.files:
-        # Large files are verified as they are read, and only other programs read the whole tensors.
+        # A load verifies data files as it reads them, and does not read consolidated files at all.
         if entry.name not in rank_files and not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
             read_file(directory, entry, manifest.hash, retries)
     return msgspec.msgpack.encode((encode_manifest(manifest), ranks))
 
 
 class _Loading:
-    """One rank's part of a load."""
+    """The load of one checkpoint on one rank: plan, read, build."""
 
     def __init__(self, directory: Path, described: bytes, destination: Destination, agreement: Agreement) -> None:
         encoded, rank_files = _description_decoder.decode(described)
@@ -208,16 +208,16 @@ class _Loading:
         self._check_needs()
 
     def _plan_local(self, into: object) -> None:
-        """Plan the rank-local part, which comes from the rank of the same number if as many ranks saved."""
+        """Plan the rank-local part: rank K loads what rank K saved, if the number of ranks is the same."""
         if not self._manifest.local_keys:
             return
         rank, num_ranks = self._agreement.rank, self._agreement.size
         if num_ranks != len(self._ranks):
-            # A caller with a check of its own notices from the loaded state that these keys are missing.
+            # A caller with its own `check` handles the missing keys in the loaded state.
             if isinstance(into, Mapping) and into and self._destination.check is None:
                 raise RestoreError(
-                    f"expected a checkpoint of {num_ranks} ranks, for what each has for itself; it was saved by "
-                    f"{len(self._ranks)}: leave {sorted(map(str, into))} out of what is loaded"
+                    f"expected a checkpoint of {num_ranks} ranks to load rank-local state, got one of "
+                    f"{len(self._ranks)}; omit {sorted(map(str, into))} from the state to load into"
                 )
             return
         stored = self._ranks[rank]
@@ -230,25 +230,25 @@ class _Loading:
                 self._needs.append(Need(rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
 
     def _check_needs(self) -> None:
-        """Check that all requested bytes lie inside of their files, since the description may give any layout."""
+        """Check that all needed bytes lie inside their files; ``rank-K.json`` may be forged."""
         for need in self._needs:
             entry = self._files.files[need.file]
             if not 0 <= need.piece.start < need.piece.end <= entry.num_bytes:
                 raise damaged(
                     rank_file_name(need.file),
-                    f"expected bytes inside of {entry.name}, which has {entry.num_bytes}, got {need.piece.start} to "
-                    f"{need.piece.end}",
+                    f"expected bytes inside {entry.name}, which has {entry.num_bytes} bytes, got {need.piece.start} "
+                    f"to {need.piece.end}",
                     need.path,
                 )
 
     def read(self, retries: ReadRetries, *, is_read_once: bool) -> None:
-        """Read the data that this rank needs into its destination."""
+        """Read the needed bytes into the tensors of this rank."""
         self._num_bytes_read = read_needs(
             self._needs, self._files, self._agreement, retries=retries, is_read_once=is_read_once
         )
 
     def finish(self) -> LoadedCheckpoint[Any]:
-        """Build the state."""
+        """Build the loaded state from tensors and plain values, and return it."""
         state, *local = (restore.finish() for restore in self._restores)
         if local:
             state = {**cast(Any, state), **cast(Any, local[0])}
@@ -261,7 +261,7 @@ class _Loading:
         )
 
     def poison(self, error: BaseException) -> None:
-        """Make sure that no receiver trains on a partly loaded state."""
+        """Overwrite partly loaded tensors with NaN patterns, so that nobody trains on them."""
         for restore in self._restores:
             if restore.destination_touched:
                 restore.poison()
@@ -269,17 +269,17 @@ class _Loading:
 
 
 def _split(into: object, manifest: CheckpointManifest) -> tuple[object, object]:
-    """Return the part of the state that all ranks share, and the rank-local part."""
+    """Divide a state into the shared part and the rank-local part, by the keys that the checkpoint lists."""
     if into is None or not manifest.local_keys:
         return into, None
     if not isinstance(into, Mapping):
-        raise CheckpointError(f"expected a dict to load into, as was saved, got {type(into).__name__}")
+        raise CheckpointError(f"expected a dict to load into, got {type(into).__name__}")
     local = {key: value for key, value in into.items() if key in manifest.local_keys}
     return {key: value for key, value in into.items() if key not in local}, local
 
 
 def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
-    """Return the rank's description with only some top-level keys of the shared part."""
+    """Return a copy of a rank's description that has only the given top-level keys in its shared part."""
     shared, *others = rank.manifests
     tree: Any = shared.tree
     pairs = zip(tree.items[::2], tree.items[1::2], strict=True)
@@ -289,31 +289,31 @@ def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
 
 
 def _key_of(node: Any) -> object:
-    """Return the key that a node stands for, ``None`` if it is neither text nor a whole number."""
+    """Return the dict key that a node encodes; ``None`` if it is neither text nor a whole number."""
     key = decode_simple(node) if isinstance(node, StringNode) else node
     return key if isinstance(key, (str, int)) else None
 
 
 def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
-    """Refuse a state whose tensors would not all be loaded: a trainer would not notice."""
+    """Raise if the load would leave a tensor of ``into`` unchanged, which a trainer would not notice."""
     incoming = restore.incoming
-    misfits = [f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches]
+    misfits = [f"{each.path}: {each.own} here, {each.received} in the checkpoint" for each in incoming.mismatches]
     mismatching = {each.path for each in incoming.mismatches}
     for path, node, tensor in _tensors_of(tree, into, ""):
         if node is None:
-            misfits.append(f"{path}: not there")
+            misfits.append(f"{path}: not in the checkpoint")
         elif path not in mismatching and not restore.fills(node, tensor):
-            misfits.append(f"{path}: here it shares memory in another way than there")
+            misfits.append(f"{path}: shares memory with other tensors than in the checkpoint")
     if misfits:
         shown = "; ".join(misfits[:_MAX_SHOWN]) + ("; …" if len(misfits) > _MAX_SHOWN else "")
         raise RestoreError(
-            f"expected a checkpoint that has all tensors of the state to load into, as they are here; {shown}; nothing "
-            "was loaded"
+            f"expected a checkpoint with all tensors of the state to load into, in the same form; {shown}; nothing was "
+            "loaded"
         )
 
 
 def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node, torch.Tensor]]:
-    """Yield the receiver's tensors, each with the node at its place, ``None`` where the node is no tensor."""
+    """Yield each tensor of ``into`` with its path and its node; ``None`` if the checkpoint lacks that tensor."""
     if isinstance(into, torch.Tensor):
         is_tensor = isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode))
         yield path or "(root)", node if is_tensor else None, into
@@ -347,7 +347,7 @@ def _needs_of_shared(
 
 
 def _only_written(wanted: Wanted, ranks: Sequence[StoredRank]) -> Wanted:
-    """Drop ranks that had a wanted tensor but have not written it."""
+    """Remove the sources of a tensor that had it but did not write it: each part is written by one rank only."""
     kept = [
         at
         for at, (source, node) in enumerate(zip(wanted.sources, wanted.nodes, strict=True))

@@ -1,14 +1,14 @@
-"""The list of a checkpoint's files: its format, the hash functions of its digests, and its signature.
+"""The formats of ``manifest.json`` (the list of files) and ``rank-K.json``, the digests, and the signature.
 
-``manifest.json`` lists all other files with their sizes and digests; it is written last, and files that it does not
-list are not part of the checkpoint. ``rank-K.json`` has, for each snapshot of rank K, its safetensors header (see
-``wire.manifest``), and the offsets in that rank's data file of the tensors that the rank wrote.
+``manifest.json`` lists all other files with their lengths and digests. It is written last. Files that it does not list
+are not part of the checkpoint. ``rank-K.json`` describes the state of rank K: the safetensors header of each snapshot
+(see ``wire.manifest``), and the offset of each tensor in the data file if rank K wrote that tensor.
 
-A checksum detects bits that a disk or a memory module has changed, at the speed of memory. Another file with the same
-checksum is easy to make, so a signed list of files uses SHA-256 (FIPS 180-4), of which one core computes 1 to 2 GB/s.
-With a job token, only checkpoints that were signed with it are loaded. The signature covers the list: a digest of every
-chunk of every other file, the step, and the name of the job. So files of another checkpoint do not fit, nor does the
-list of another step. An earlier checkpoint of the same step and job fits: an attacker with a copy could restore it.
+Without a job token, digests are checksums (xxh3), computed at the speed of memory. They detect bits that a disk or a
+memory module has changed, but not a forgery. With a job token, digests are SHA-256 (FIPS 180-4; 1 to 2 GB/s per core),
+the list of files is signed, and only lists signed with that token are loaded. The signature covers the step, the name
+of the job, and the digest of every chunk of every other file. Not detected: an older checkpoint of the same step and
+job that an attacker has copied and puts back.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SECURE_HASH: Final[HashName] = "sha256"
 
 
 HASHES: Final[dict[HashName, Callable[[], Any]]] = {CHECKSUM: xxhash.xxh3_64, SECURE_HASH: hashlib.sha256}
-"""Constructors; ``update`` of a hash releases the GIL for large buffers."""
+"""Constructor of each hash function. The method ``update`` of a hash releases the GIL for large buffers."""
 _NUM_DIGITS: Final[dict[HashName, int]] = {CHECKSUM: 16, SECURE_HASH: 64}
 
 
 def hash_of(name: HashName, data: bytes | memoryview) -> str:
-    """Return the digest of some bytes, in hexadecimal digits."""
+    """Return the digest of ``data``, in hexadecimal digits."""
     running = HASHES[name]()
     running.update(data)
     digits: str = running.hexdigest()
@@ -51,18 +51,24 @@ def hash_of(name: HashName, data: bytes | memoryview) -> str:
 
 
 MANIFEST_NAME: Final = "manifest.json"
-"""Written last; a directory without it is no checkpoint, even if it has the name of one."""
+"""Name of the list of files, which is written last. A directory without it is not a checkpoint."""
 FORMAT_VERSIONS: Final[dict[HashName, int]] = {CHECKSUM: 1, SECURE_HASH: 2}
-"""By hash function of the files: software that knows only the first version refuses the second."""
+"""Version of the format, by hash function. Software that knows only version 1 refuses SHA-256."""
 CHUNK_BYTES: Final = 4 << 20
-"""Unit of digests, reads and messages."""
+"""Size of the pieces of a file that are digested, read and sent as one."""
 DATA_SUFFIX: Final = ".distcp"
 NOT_HERE: Final = -1
-"""Position of an entry that another rank has written."""
+"""Position of a tensor that another rank wrote."""
 
 
 class FileEntry(Struct, frozen=True):
-    """A file: its name, its length, and the digest of each `CHUNK_BYTES` of it, in hexadecimal digits."""
+    """A file in the list of files.
+
+    Attributes:
+        name: Name of the file, without a directory.
+        num_bytes: Length of the file.
+        digests: Digests of the file's chunks (`CHUNK_BYTES` each), in hexadecimal digits, one after the other.
+    """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]+\Z", max_length=255)]
     num_bytes: Count
@@ -70,16 +76,16 @@ class FileEntry(Struct, frozen=True):
 
 
 class CheckpointManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The list of files.
+    """The list of files of a checkpoint.
 
     Attributes:
         format: Version of this format.
-        step: The committed step.
+        step: The step of the checkpoint.
         num_ranks: Number of ranks that wrote the checkpoint.
         local_keys: Top-level keys of the state whose values are rank-local.
-        files: All other files.
-        hash: Hash function of the files' digests.
-        job: Name of the run that signed the list.
+        files: All files of the checkpoint except ``manifest.json``.
+        hash: Hash function of the digests.
+        job: Name of the run that signed the list; empty without a signature.
     """
 
     format: int
@@ -98,14 +104,24 @@ class _Sealed(Struct, frozen=True, omit_defaults=True):
 
 
 class StoredPart(Struct, frozen=True):
-    """One snapshot of a rank: its header as JSON, and the position of each entry of its table, or `NOT_HERE`."""
+    """The shared or the rank-local part of a rank's state.
+
+    Attributes:
+        header: The safetensors header of the part's snapshot, as JSON.
+        positions: The offset of each tensor of the header in the rank's data file, or `NOT_HERE`.
+    """
 
     header: Raw
     positions: tuple[int, ...]
 
 
 class RankFile(Struct, frozen=True, kw_only=True):
-    """The snapshots of a rank, shared and rank-local part, and the places of the entries that the rank wrote."""
+    """The content of ``rank-K.json``.
+
+    Attributes:
+        data_file: Name of the rank's data file.
+        parts: The shared part and, if the state has one, the rank-local part.
+    """
 
     data_file: str
     parts: tuple[StoredPart, ...]
@@ -113,12 +129,12 @@ class RankFile(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRank:
-    """`RankFile`, decoded.
+    """The content of ``rank-K.json``, with decoded headers.
 
     Attributes:
-        data_file: Name of its data file.
+        data_file: Name of the rank's data file.
         manifests: Manifests of the shared part and of the rank-local part.
-        positions: For each manifest, the offset of each entry in the data file.
+        positions: For each manifest, the offset of each tensor in the data file, or `NOT_HERE`.
     """
 
     data_file: str
@@ -126,22 +142,24 @@ class StoredRank:
     positions: tuple[tuple[int, ...], ...]
 
     def check_positions(self, num_bytes: int, *, name: str) -> None:
-        """Refuse positions outside of the data file: chunks are numbered across files, so they would mean another file.
+        """Check that all tensors lie inside the data file.
+
+        `DataFiles` numbers chunks across all files, so it would take a position outside for one in another file.
 
         Args:
             num_bytes: Length of the data file.
-            name: Name of the description.
+            name: Name of the ``rank-K.json``, for the error.
 
         Raises:
-            CheckpointDamagedError: Names the first tensor outside of the file.
+            CheckpointDamagedError: A tensor lies outside the file; ``path`` names the tensor.
         """
         for manifest, positions in zip(self.manifests, self.positions, strict=True):
             for entry, position in zip(manifest.tensors, positions, strict=True):
                 if position != NOT_HERE and not 0 <= position <= num_bytes - (entry.end - entry.start):
                     raise damaged(
                         name,
-                        f"expected {entry.end - entry.start} bytes inside of {self.data_file}, which has {num_bytes}, "
-                        f"got them at {position}",
+                        f"expected {entry.end - entry.start} bytes inside {self.data_file}, which has {num_bytes} "
+                        f"bytes, got position {position}",
                         entry.name,
                     )
 
@@ -153,7 +171,7 @@ _rank_decoder = msgspec.json.Decoder(RankFile)
 
 
 def damaged(name: str, what: str, path: str | None = None) -> CheckpointDamagedError:
-    """Return the error that names a file and its damage."""
+    """Return a `CheckpointDamagedError` about one file."""
     return CheckpointDamagedError(f"{name}: {what}", files=(name,), path=path)
 
 
@@ -161,35 +179,35 @@ def _decoded(decoder: msgspec.json.Decoder[T], encoded: bytes, name: str, what: 
     try:
         return decoder.decode(encoded)
     except DECODE_ERRORS as error:
-        raise damaged(name, f"it is no {what}: {error}") from error
+        raise damaged(name, f"expected a {what}: {error}") from error
 
 
 def rank_file_name(rank: int) -> str:
-    """Return the name of a rank's description."""
+    """Return the name of the file that describes a rank's state."""
     return f"rank-{rank}.json"
 
 
 def data_file_name(rank: int) -> str:
-    """Return the name of a rank's data file, as DCP's writer names it."""
+    """Return the name of a rank's data file, which is that of DCP's writer."""
     return f"__{rank}_0{DATA_SUFFIX}"
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """Encode a list of files, as input of the seal."""
+    """Encode a list of files, without digest and signature; see `encode_sealed`."""
     return _encoder.encode(manifest)
 
 
 def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
-    """Decode a list of files; the inverse of `encode_manifest`.
+    """Decode and check a list of files; the inverse of `encode_manifest`.
 
     Raises:
-        CheckpointDamagedError: The list was changed, or has a newer format.
+        CheckpointDamagedError: The list is invalid, or has a newer format.
     """
     manifest = _decoded(_manifest_decoder, body, name, "list of files")
     if manifest.format != FORMAT_VERSIONS[manifest.hash]:
         raise damaged(name, f"expected format {FORMAT_VERSIONS[manifest.hash]}, got {manifest.format}")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
-        raise damaged(name, "expected each file once")
+        raise damaged(name, "expected each file once in the list, got a file twice")
     for entry in manifest.files:
         if len(entry.digests) != num_chunks_of(entry.num_bytes) * _NUM_DIGITS[manifest.hash]:
             raise damaged(name, f"expected a digest of each chunk of {entry.name}")
@@ -197,45 +215,48 @@ def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
 
 
 def encode_sealed(body: bytes, signature: str) -> bytes:
-    """Return the content of ``manifest.json``: a list of files with a digest of its own.
+    """Return the content of ``manifest.json``: a list of files, with the digest and the signature of this list.
 
     Args:
-        body: The list, encoded.
-        signature: Signature of the list; empty for none.
+        body: The encoded list of files.
+        signature: Signature of ``body``; empty for none.
     """
     return _encoder.encode(_Sealed(f"{digest(body):016x}", Raw(body), signature))
 
 
 def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, bytes, str]:
-    """Return the list, decoded and encoded, and its signature, which is not verified here; inverts `encode_sealed`.
+    """Decode ``manifest.json``, and compare the list of files with its digest. Does not verify the signature.
+
+    Returns:
+        The list of files decoded, the same list encoded, and its signature.
 
     Raises:
-        CheckpointDamagedError: The list was changed, or has a newer format.
+        CheckpointDamagedError: The content was changed, is invalid, or has a newer format.
     """
     sealed = _decoded(_sealed_decoder, encoded, name, "list of files")
     body = bytes(sealed.body)
     if f"{digest(body):016x}" != sealed.digest:
-        raise damaged(name, "it differs from its own digest")
+        raise damaged(name, "the list of files differs from its own digest")
     return decode_manifest(body, name=name), body, sealed.signature
 
 
 def encode_rank_file(data_file: str, headers: list[bytes], positions: list[list[int]]) -> bytes:
-    """Return the content of a rank's description.
+    """Return the content of ``rank-K.json``.
 
     Args:
-        data_file: Name of its data file.
-        headers: The JSON header of each snapshot.
-        positions: As for `StoredPart`.
+        data_file: Name of the rank's data file.
+        headers: The safetensors header of each part, as JSON.
+        positions: For each part, the offset of each tensor in the data file, or `NOT_HERE`.
     """
     parts = [StoredPart(Raw(header.rstrip()), tuple(each)) for header, each in zip(headers, positions, strict=True)]
     return _encoder.encode(RankFile(data_file=data_file, parts=tuple(parts)))
 
 
 def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
-    """Decode a rank's description; the inverse of `encode_rank_file`.
+    """Decode and check the content of ``rank-K.json``; the inverse of `encode_rank_file`.
 
     Raises:
-        CheckpointDamagedError: The content is no such description.
+        CheckpointDamagedError: The content is invalid.
     """
     file = _decoded(_rank_decoder, encoded, name, "description of a rank's state")
     try:
@@ -244,7 +265,7 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
         raise damaged(name, error.message) from error
     for manifest, part in zip(manifests, file.parts, strict=True):
         if not isinstance(manifest.tree, (MappingNode, DefaultDictNode)):
-            raise damaged(name, "expected a state that is a dict")
+            raise damaged(name, "expected a dict as state")
         if len(part.positions) != len(manifest.tensors):
             raise damaged(name, "expected a position for each tensor")
     return StoredRank(
@@ -253,12 +274,12 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
 
 
 def num_chunks_of(num_bytes: int) -> int:
-    """Return the number of digests of a file."""
+    """Return the number of chunks of a file."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
 def digest_of(entry: FileEntry, chunk: int, hash_name: HashName) -> str:
-    """Return the digest of a chunk of a file."""
+    """Return the digest of one chunk of a file."""
     num_digits = _NUM_DIGITS[hash_name]
     return entry.digests[chunk * num_digits : (chunk + 1) * num_digits]
 
@@ -268,12 +289,12 @@ _PURPOSE: Final = "checkpoint/list of files"
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Signs the lists of files, and decides which are trusted.
+    """Signs lists of files, and verifies the signatures of those that are loaded.
 
     Attributes:
-        keys: Keys of the job token; ``None`` signs nothing, and trusts every list.
-        job: Name of the run that saves the checkpoints.
-        accepts_unsigned: Whether unsigned lists are trusted.
+        keys: Keys of the job token. With ``None``, nothing is signed, and every list is accepted.
+        job: Name of the run, which a signed list must have.
+        accepts_unsigned: Whether lists without a signature are accepted.
     """
 
     keys: Keys | None
@@ -282,19 +303,19 @@ class Trust:
 
     @property
     def hash_name(self) -> HashName:
-        """The hash function that new files have to use."""
+        """The hash function for the digests of new files."""
         return CHECKSUM if self.keys is None else SECURE_HASH
 
     def seal(self, body: bytes) -> bytes:
-        """Return the content of ``manifest.json``: a list of files, with its signature."""
+        """Sign an encoded list of files, and return the content of ``manifest.json``."""
         return encode_sealed(body, self.keys.sign(_PURPOSE, body) if self.keys is not None else "")
 
     def open(self, encoded: bytes, *, name: str) -> CheckpointManifest:
-        """Return the list of files; the inverse of `seal`.
+        """Verify the content of ``manifest.json``, and return the list of files; the inverse of `seal`.
 
         Args:
             encoded: Content of the file.
-            name: Name of the file.
+            name: Name of the file, for errors.
 
         Raises:
             CheckpointDamagedError: The content was changed, or has a newer format.
@@ -314,7 +335,7 @@ class Trust:
         if not self.keys.verifies(signature, _PURPOSE, body):
             key_id = signature.partition(":")[0][:16]
             known = ", ".join(key.key_id for key in self.keys.current())
-            why = "the signature is not of this content" if self.keys.with_id(key_id) else f"the keys here are {known}"
+            why = "the content has changed since" if self.keys.with_id(key_id) else f"the keys here are {known}"
             raise CheckpointUntrustedError(
                 f"expected {name} to be signed with the job token, it is signed with key {key_id!r}, and {why}",
                 step=manifest.step,

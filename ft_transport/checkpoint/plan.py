@@ -1,10 +1,10 @@
-"""The division of a write: every byte has one writer, and all ranks write about as much. One rank plans for all.
+"""Divides a save among the ranks: one rank plans which rank writes which bytes, so that all write about as much.
 
-A part of the state may also go to consolidated files: whole tensors in safetensors files, with the index that
-``transformers`` reads (the format of ``save_pretrained``, ``model.safetensors.index.json``: the file name of each
-tensor). The plan determines the place of each tensor in each file, so every rank writes its data directly there: no
-rank gathers the data of others, and nothing is written twice. A tied tensor is stored under each of its names, so that
-``load_state_dict`` finds all; the format does not let two names share bytes.
+A part of the state can also be written to consolidated files: whole tensors in safetensors files, with the index that
+``transformers`` reads (``model.safetensors.index.json`` of ``save_pretrained``, which maps tensor names to files). The
+plan fixes the offset of each tensor in these files, so every rank writes its own data there. No rank collects the data
+of other ranks. A tied tensor is stored once under each of its names, because safetensors does not let names share
+bytes, and ``load_state_dict`` expects all names.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 5_000_000_000
-"""The limit by which ``save_pretrained`` divides a model."""
-OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-level key that is named in rank_local"
+"""Largest size of a consolidated file, unless a single tensor is larger; that of ``save_pretrained``."""
+OWN_STATE_ADVICE: Final = "put rank-local state under a top-level key that rank_local names"
 _ALIGN_BYTES: Final = 8
 _MAX_SHOWN: Final = 5
 _HALF_BYTES: Final = "float4_e2m1fn_x2"
@@ -38,12 +38,12 @@ _HALF_BYTES: Final = "float4_e2m1fn_x2"
 
 @dataclass(frozen=True, slots=True)
 class ConsolidatedFile:
-    """A file that several ranks write together.
+    """A safetensors file that several ranks write together.
 
     Attributes:
-        name: Its name.
-        header: Its beginning: length prefix and JSON header of the safetensors format.
-        num_bytes: Its length.
+        name: Name of the file.
+        header: The first bytes of the file: length prefix and JSON header.
+        num_bytes: Length of the file.
     """
 
     name: str
@@ -53,12 +53,12 @@ class ConsolidatedFile:
 
 @dataclass(frozen=True, slots=True)
 class Consolidation:
-    """All files of a model.
+    """The consolidated files of one part of the state.
 
     Attributes:
         files: All files, in order.
-        index: Content of the index.
-        places: By DCP name of each tensor in the part: number of the file, and the tensor's offset in it.
+        index: Content of ``model.safetensors.index.json``.
+        places: By name of each tensor in DCP: the number of its file, and its offset in that file.
     """
 
     files: tuple[ConsolidatedFile, ...]
@@ -72,22 +72,22 @@ def consolidate(
     max_file_bytes: int = MAX_FILE_BYTES,
     single_name: str | None = None,
 ) -> Consolidation:
-    """Lay out the tensors of one part of a state.
+    """Lay out the tensors of one part of a state in consolidated files.
 
     Args:
-        described: The ranks' descriptions.
-        root: Path of the part, joined by dots; tensor names omit it.
-        max_file_bytes: A file is larger only if a single tensor is.
-        single_name: Name of the file, if there is only one.
+        described: Items and values of each rank.
+        root: Path of the part, keys joined by dots. Tensor names in the files omit it.
+        max_file_bytes: Largest size of a file, unless a single tensor is larger.
+        single_name: Name of the file if there is only one file.
 
     Raises:
-        CheckpointError: The part does not exist, or safetensors has no name for a dtype.
+        CheckpointError: The part has no tensors, or a tensor has a form that safetensors does not support.
     """
     for each in described:
         for value in each.values:
             if value.part == SHARED and isinstance(value.node, QuantizedNode) and value.name.startswith(f"{root}."):
                 raise CheckpointError(
-                    "expected tensors that safetensors can hold, got a quantized one", path=value.name
+                    "expected tensors that safetensors can store, got a quantized one", path=value.name
                 )
     tensors: dict[str, WriteItem] = {}
     for item in itertools.chain.from_iterable(each.items for each in described):
@@ -96,9 +96,7 @@ def consolidate(
     if not tensors:
         raise CheckpointError("expected a part of the state with tensors to consolidate, found none", path=root)
     if f"{root}.__metadata__" in tensors:
-        raise CheckpointError(
-            "expected another name, safetensors needs this one for itself", path=f"{root}.__metadata__"
-        )
+        raise CheckpointError("expected another name, safetensors reserves this name", path=f"{root}.__metadata__")
     files: list[dict[str, WriteItem]] = [{}]
     num_bytes = 0
     for name, item in tensors.items():
@@ -122,12 +120,12 @@ def consolidate(
 
 
 def names_below(item: WriteItem, root: str) -> list[str]:
-    """Return the names of a tensor in one part of the state."""
+    """Return the names of an item's tensor that are in the part of the state below ``root``."""
     return [name for name in item.names if name.startswith(f"{root}.")] if item.part == SHARED else []
 
 
 def create_consolidated(directory: Path, consolidation: Consolidation, *, is_private: bool = False) -> None:
-    """Create the files, with their headers and at their full length."""
+    """Create the consolidated files with their headers and their final length, but without data."""
     for file in consolidation.files:
         descriptor = create_file(directory / file.name, is_private=is_private)
         try:
@@ -139,13 +137,13 @@ def create_consolidated(directory: Path, consolidation: Consolidation, *, is_pri
 
 
 def write_box(descriptor: int, data: memoryview, item: WriteItem, start: int) -> None:
-    """Write a box of a tensor to its place in a file.
+    """Write an item (a box of a tensor) to its place in a consolidated file.
 
     Args:
-        descriptor: The file's descriptor.
-        data: The box, row by row.
-        item: The item that the box belongs to.
-        start: Offset of its tensor in the file.
+        descriptor: Descriptor of the file.
+        data: Bytes of the box, row by row.
+        item: Position and shape of the box in its tensor.
+        start: Offset of the tensor in the file.
     """
     item_bytes = DTYPES_BY_NAME[item.dtype].itemsize
     strides = row_major_strides(item.global_shape, item_bytes)
@@ -156,13 +154,13 @@ def write_box(descriptor: int, data: memoryview, item: WriteItem, start: int) ->
 
 
 def _positions(target: Slice) -> Iterator[int]:
-    """Yield the offset of each block of a slice."""
+    """Yield the offset of each contiguous block of a slice."""
     for steps in itertools.product(*(range(count) for count, _ in target.loops)):
         yield target.start + sum(step * stride for step, (_, stride) in zip(steps, target.loops, strict=True))
 
 
 def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[ConsolidatedFile, dict[str, int]]:
-    # Larger items first, so that each is aligned; safetensors readers refuse holes.
+    # Order by descending item size: then every tensor is aligned without padding, which safetensors readers refuse.
     order = sorted(tensors.items(), key=lambda pair: -DTYPES_BY_NAME[pair[1].dtype].itemsize)
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -204,14 +202,14 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 class RankPlan(Struct, frozen=True, array_like=True):
-    """The work of one rank, by position in its own lists.
+    """The work of one rank. Numbers of items and values are positions in the rank's own `Described`.
 
     Attributes:
-        items: Items that it writes, ascending.
-        values: Values that it writes, ascending.
-        compared: Items that other ranks have, too, and that have to be equal.
-        targets: For each item that also goes to a consolidated file: the item, the file, and the offset of the item's
-            tensor in the file.
+        items: Items that the rank writes, ascending.
+        values: Values that the rank writes, ascending.
+        compared: Items that other ranks also have, and whose bytes must be equal on all of them.
+        targets: One entry for each item that is also written to a consolidated file: the item, the file in ``files``,
+            and the offset of the item's tensor in that file.
         files: Names of the consolidated files.
     """
 
@@ -222,18 +220,18 @@ class RankPlan(Struct, frozen=True, array_like=True):
     files: tuple[str, ...] = ()
 
 
-# Not called. Two modules have decoders of types that contain this one, and two threads may import them at once.
+# Never called. Makes msgspec inspect the type here: two threads that import two users of it must not do so at once.
 _plan_decoder: Final = msgspec.msgpack.Decoder(RankPlan)
 
 
 @dataclass(slots=True)
 class SavePlan:
-    """The plans of all ranks.
+    """The plan of a save.
 
     Attributes:
-        rank_plans: By rank.
-        described: By rank.
-        consolidation: The files with whole tensors, if there are any.
+        rank_plans: The plan of each rank.
+        described: Items and values of each rank.
+        consolidation: The consolidated files; ``None`` if the save has none.
     """
 
     rank_plans: list[RankPlan]
@@ -248,16 +246,16 @@ def make_plan(
     max_file_bytes: int = MAX_FILE_BYTES,
     single_name: str | None = None,
 ) -> SavePlan:
-    """Divide the ranks' data among them.
+    """Decide which rank writes which items and values.
 
     Args:
-        described: By rank.
-        consolidated: Path of the part of the state that also goes to consolidated files.
-        max_file_bytes: See `consolidate`.
-        single_name: See `consolidate`.
+        described: Items and values of each rank.
+        consolidated: Path of the part of the state that is also written to consolidated files; ``None`` for no part.
+        max_file_bytes: Largest size of a consolidated file, unless a single tensor is larger.
+        single_name: Name of the consolidated file if there is only one.
 
     Raises:
-        CheckpointError: Ranks disagree about a tensor, or lack a part of one.
+        CheckpointError: Ranks have a tensor with different shapes or dtypes, or no rank has some part of it.
     """
     holders: dict[Key, list[tuple[int, int, WriteItem]]] = {}
     loads = [0] * len(described)
@@ -270,14 +268,14 @@ def make_plan(
             else:
                 holders.setdefault(item.key, []).append((rank, position, item))
     compared: list[list[int]] = [[] for _ in described]
-    # The largest first: the small ones at the end even out the loads.
+    # Assign large items first, so that the small ones can even out the loads.
     for held in sorted(holders.values(), key=lambda held: -held[0][2].num_bytes):
         first_rank, _, first = held[0]
         for rank, _, item in held[1:]:
             if (first.dtype, first.global_shape, first.shape) != (item.dtype, item.global_shape, item.shape):
                 raise ReplicasDivergedError(
-                    f"expected the same on all ranks, got {_shown(first)} on rank {first_rank} and {_shown(item)} on "
-                    f"rank {rank}",
+                    f"expected the same tensor on all ranks, got {_shown(first)} on rank {first_rank} and "
+                    f"{_shown(item)} on rank {rank}",
                     path=first.key[0],
                 )
         owner, position, _ = min(held, key=lambda holder: loads[holder[0]])
@@ -314,14 +312,14 @@ def make_plan(
 
 
 def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
-    """Refuse ranks that hold different bytes of an item that has to be the same.
+    """Raise if ranks have different bytes of an item that must be equal.
 
     Args:
-        plan: The plan, which names the compared items.
-        digests: By rank, digests of its compared items, in order.
+        plan: The plan, with the compared items of each rank.
+        digests: By rank, the digests of its compared items, in the order of the plan.
 
     Raises:
-        ReplicasDivergedError: Names the ranks and the tensors.
+        ReplicasDivergedError: Digests differ; the message names the ranks and the tensors.
     """
     known: dict[Key, tuple[int, int]] = {}
     diverged: dict[Key, list[int]] = {}
@@ -336,14 +334,14 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
         ranks = sorted({rank for each in diverged.values() for rank in each})
         shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
         raise ReplicasDivergedError(
-            f"expected ranks {ranks} to hold the same, they differ in {len(names)} of {len(known)} tensors: {shown}; "
+            f"expected equal values on ranks {ranks}, {len(names)} of {len(known)} tensors differ: {shown}; "
             + OWN_STATE_ADVICE,
             path=names[0],
         )
 
 
 def _check_coverage(described: Sequence[Described]) -> None:
-    """Check that every element of every tensor is there, or DCP would load data that was never written."""
+    """Check that some rank has each element of each tensor. DCP would load missing elements as arbitrary data."""
     found: dict[str, dict[tuple[int, ...], WriteItem]] = {}
     for item in itertools.chain.from_iterable(each.items for each in described):
         if item.names:
@@ -352,11 +350,11 @@ def _check_coverage(described: Sequence[Described]) -> None:
         first = next(iter(by_offset.values()))
         num_found = sum(math.prod(item.shape) for item in by_offset.values())
         if any(item.global_shape != first.global_shape for item in by_offset.values()):
-            raise ReplicasDivergedError("expected one shape on all ranks", path=name)
+            raise ReplicasDivergedError("expected the same global shape on all ranks", path=name)
         if num_found != math.prod(first.global_shape):
             raise CheckpointError(
-                f"expected ranks that hold all {math.prod(first.global_shape)} elements of {list(first.global_shape)}, "
-                f"and they hold {num_found}; the process group of a store has all ranks of a mesh",
+                f"expected the ranks to have all {math.prod(first.global_shape)} elements of "
+                f"{list(first.global_shape)}, they have {num_found}; give the store all ranks of the mesh",
                 path=name,
             )
 

@@ -1,7 +1,7 @@
-"""One save of a checkpoint store: a copy of the state, and the steps in which a writer process writes it.
+"""One save of a checkpoint store: the copy of the state, and the phases in which a writer process writes the copy.
 
-A state is copied before training goes on; the thread of the store turns the copy into snapshot files, which the writer
-process holds, digests and writes.
+The training thread copies the state before training continues. The store's thread turns the copy into snapshots in
+memory files. The writer process maps those files, digests them, and writes them to disk.
 """
 
 from __future__ import annotations
@@ -18,30 +18,13 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
+from ft_transport.checkpoint import writer_process as messages
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import StoreSettings
-from ft_transport.checkpoint.writer_process import (
-    Bytes,
-    Compare,
-    Create,
-    Describe,
-    Digest,
-    Done,
-    Drop,
-    Plan,
-    RankPlans,
-    Reread,
-    Take,
-    Taken,
-    Write,
-    WriterAnswer,
-    WriterProcess,
-    WriterRequest,
-    Written,
-)
+from ft_transport.checkpoint.writer_process import WriterAnswer, WriterProcess, WriterRequest
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import from_msgpack
 from ft_transport.errors import CheckpointError, CheckpointExistsError, SnapshotError, TransportError, WriterFailedError
@@ -58,29 +41,31 @@ logger = logging.getLogger(__name__)
 State: TypeAlias = Mapping[str, object] | Callable[[], Mapping[str, object]]
 """A state, or a function that returns it."""
 Lease: TypeAlias = Callable[[], SnapshotLease]
-"""Returns a snapshot that a transport serves, and may wait for it."""
+"""A function that returns a snapshot which a transport serves. The function may wait for the snapshot."""
 
 A = TypeVar("A", bound=WriterAnswer)
 
 MAX_TIMEOUTS: Final = 10
-"""Rereading written files, or deleting old checkpoints, may take this many times ``timeout``."""
+"""Limit for rereading written files and for deleting old checkpoints, in multiples of ``StoreSettings.timeout``."""
 _MAX_ATTEMPTS: Final = 3
-"""Number of attempts of a save, if its errors may pass."""
-_FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 5.0
+"""Number of attempts of a save whose errors are retryable."""
+_PAUSE_S: Final = 0.1
+"""Pause before the second attempt; the pause before the third one is twice as long."""
 _LEAST_BYTES_PER_S: Final = 1 << 20
-"""A slower disk counts as hanging."""
+"""A disk that writes more slowly than this counts as stuck."""
 
 _header_decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, ...])
 
 
 class StagedState:
-    """The parts of one save, in order. Only the store's thread calls the methods.
+    """A state that was copied for one save: the shared part, then the rank-local part if the state has one.
+
+    One thread at a time uses it: the training thread until the save is submitted, then the store's thread.
 
     Attributes:
         local_keys: Top-level keys of the rank-local part.
-        parts: Copies, or functions that return a snapshot that a transport serves.
-        failure: Why the state could not be copied; `files` raises it, so that this rank can report it to the others.
+        parts: The copy of each part. For a leased shared part, the function that returns the lease.
+        failure: The error that prevented the copy. `files` raises it, so that this rank reports it to the other ranks.
     """
 
     def __init__(self) -> None:
@@ -90,22 +75,21 @@ class StagedState:
         self._leases: list[SnapshotLease] = []
 
     def check(self) -> None:
-        """Raise an error that lies in the state itself, and that would prevent later saves too.
+        """Raise the error of the copy if a later save of the same state would fail as well.
 
         Raises:
             SnapshotError: The state contains a value that cannot be saved; the path names it.
             CheckpointError: The state is no dict.
         """
         error = self.failure
-        is_of_state = isinstance(error, SnapshotError) and error.path is not None
-        if error is not None and (is_of_state or isinstance(error, CheckpointError)):
+        if isinstance(error, CheckpointError) or (isinstance(error, SnapshotError) and error.path is not None):
             raise error
 
     def files(self) -> list[SnapshotLease]:
-        """Return the snapshots, by part; the first call completes them, and `release` releases them.
+        """Complete the copies at the first call, and return the snapshots by part. `release` frees the snapshots.
 
         Raises:
-            Exception: Part of the state could not be copied; every call raises the same error.
+            Exception: Part of the state could not be copied. Every call raises the same error.
         """
         try:
             for part in self.parts[len(self._leases) :] if self.failure is None else ():
@@ -117,20 +101,20 @@ class StagedState:
         return self._leases
 
     def release(self) -> None:
-        """Free all memory."""
+        """Free the copies and the snapshots."""
         for part in self.parts:
             if isinstance(part, PendingSnapshot):
                 part.abandon()
         for lease in self._leases:
             lease.release()
-        # The error of a save refers to the frames that it passed, and so to this object.
+        # The error refers to the stack frames that it passed through, and those frames refer to this object.
         self.failure = None
         self.parts.clear()
         self._leases.clear()
 
 
 class StateStager:
-    """Copies states in two parts, shared and rank-local. For the training thread.
+    """Copies states for saves, the shared and the rank-local part separately. For the training thread only.
 
     Attributes:
         rank_local: Top-level keys of the state whose values are rank-local.
@@ -144,17 +128,17 @@ class StateStager:
         )
 
     def prefault(self, state: Mapping[str, object]) -> None:
-        """Prefault the memory for the shared part of a state in the background."""
+        """Allocate memory pages for a copy of the shared part, in the background, so that the first copy is fast."""
         self._shared.prefault(self._split(state)[0])
 
     def stage(self, step: int, state: State | None, local: State | None, lease: Lease | None = None) -> StagedState:
-        """Copy a state; the `StagedState` raises the errors.
+        """Copy a state. If the copy fails, `StagedState.check` and `StagedState.files` raise the error.
 
         Args:
             step: The committed step.
-            state: The state; ``None`` with ``lease``.
-            local: More rank-local values.
-            lease: Takes the place of the shared part; `StagedState.files` calls it.
+            state: The state; ``None`` if ``lease`` is given.
+            local: Further rank-local values, by top-level key.
+            lease: Returns a snapshot of the shared part, which is then not copied. `StagedState.files` calls it.
         """
         staged = StagedState()
         try:
@@ -162,10 +146,10 @@ class StateStager:
             own.update(_called(local) if local is not None else {})
             staged.parts.append(lease if lease is not None else self._shared.begin(Taking(step=step, state=shared)))
             for key in own:
-                # The list of files contains the keys as JSON.
+                # The list of files stores the keys as JSON.
                 if not isinstance(key, str) or any("\ud800" <= character <= "\udfff" for character in key):
                     raise CheckpointError(
-                        f"expected text without lone surrogates as keys of what a rank has for itself, got {key!r}"
+                        f"expected text without lone surrogates as keys of the rank-local state, got {key!r}"
                     )
             if own:
                 staged.local_keys = tuple(own)
@@ -175,12 +159,12 @@ class StateStager:
         return staged
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory for the copies."""
         self._shared.close()
         self._local.close()
 
     def _split(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[Any, object]]:
-        """Return the shared and the rank-local part of a state."""
+        """Return the shared part and the rank-local part of a state."""
         shared = {key: value for key, value in state.items() if key not in self.rank_local}
         return shared, {key: state[key] for key in self.rank_local if key in state}
 
@@ -194,16 +178,17 @@ def _called(state: object) -> Mapping[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMeans:
-    """The resources that all saves of a store share on one rank.
+    """The resources that all saves of a store use on one rank.
 
     Attributes:
-        agreement: The group's agreement, for the store's thread only.
-        collective: The collective write into the store's directory.
+        agreement: The agreement of the group that only the store's thread uses.
+        collective: Writes checkpoint directories together with the other ranks.
         writer: This rank's writer process.
         settings: The store's settings.
-        trust: Signs the list of files.
-        consolidate: Path of the part of the state that also goes to consolidated files.
-        retire_old: Called on the first rank with the step of a complete checkpoint, before any rank learns of it.
+        trust: Signs the list of files if a job token is set.
+        consolidate: Path of the part of the state that is also written to consolidated files; ``None`` for no part.
+        retire_old: Called on the first rank with the step of a checkpoint that has just become complete, before any
+            rank reports the save as done.
     """
 
     agreement: Agreement
@@ -215,7 +200,7 @@ class SaveMeans:
     retire_old: Callable[[int], None]
 
     def start_writer(self) -> None:
-        """Make sure that a writer process exists.
+        """Start the writer process unless it is running.
 
         Raises:
             WriterFailedError: The process could not be started.
@@ -225,37 +210,47 @@ class SaveMeans:
 
 
 class SaveJob:
-    """One save: the `WriteJob` whose snapshot lies in this rank's writer process. For the store's thread.
+    """One save: a `WriteJob` whose snapshot is mapped by this rank's writer process. For the store's thread only.
 
     Args:
         means: The store's resources.
         step: The committed step.
-        staged: The state of this rank; `run` releases it.
+        staged: The copied state of this rank. `run` releases it.
         overwrite: Whether the save may replace a checkpoint of this step.
 
     Attributes:
-        planned: Done as soon as the ranks have planned the save, or the save has ended.
+        planned: A future that completes when the ranks have planned the save, or when the save has ended.
     """
 
     def __init__(self, means: SaveMeans, step: int, staged: StagedState, *, overwrite: bool) -> None:
         self.planned: Final[Future[None]] = SafeFuture()
         self._means = means
+        self._timeout_s = means.settings.timeout.total_seconds()
         self._step = step
         self._staged = staged
         self._overwrite = overwrite
         self._files: Sequence[SnapshotLease] = ()
 
     def run(self) -> None:
-        """Save the state: stage, agree, write and commit; start over after a failure that may pass.
+        """Save the state: stage, agree, compare, write and commit.
+
+        A failed save starts over, up to ``_MAX_ATTEMPTS`` attempts in all, if the error of every rank that failed is
+
+        - an ``OSError`` whose number is in ``coordination.votes.RETRYABLE_ERRNOS``: EIO, ESTALE, EBUSY, ETIMEDOUT and
+          other errors of a disk or a file server that a retry may cure; or
+        - an error of ``ft_transport.errors`` with ``retryable = True``. Of the errors of a save, only
+          `WriterFailedError` can be cured by a retry: the writer process died or hung.
+
+        All other errors are final, such as a full disk (ENOSPC), a refused permission (EACCES), a missing rank, or
+        replicas with different values. All ranks decide alike (``coordination.votes.tally``).
 
         Raises:
             TransportError: The save failed; the same error on every rank.
         """
         means, collective, step = self._means, self._means.collective, self._step
         means.agreement.step = step
-        attempt, pause_s = 1, _FIRST_PAUSE_S
         try:
-            while True:
+            for attempt in range(1, _MAX_ATTEMPTS + 1):
                 try:
                     with collective.attempt(step):
                         collective.stage(self)
@@ -266,29 +261,26 @@ class SaveJob:
                         collective.commit(step, describe, lambda: means.retire_old(step))
                         return
                 except TransportError as error:
-                    # The vote decides by type and errno (`coordination.votes`), the same on all ranks.
                     if not means.agreement.may_try_again or attempt == _MAX_ATTEMPTS:
                         raise
-                    attempt += 1
-                    logger.warning("step %d: writing it failed, attempt %d follows: %s", step, attempt, error)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    logger.warning("step %d: the save failed, attempt %d follows: %s", step, attempt + 1, error)
+                time.sleep(attempt * _PAUSE_S)
         finally:
             self._staged.release()
 
     def end(self) -> None:
-        """Let the writer free the memory of this save, whose outcome the trainer can see."""
+        """Let the writer process unmap the snapshot. Called after the future of the save has its result."""
         self._note_plan()
         with contextlib.suppress(WriterFailedError):
-            self._means.writer.call(Drop(), timeout_s=self._timeout_s)
+            self._means.writer.call(messages.Drop(), timeout_s=self._timeout_s)
 
     def settings(self) -> Mapping[str, object]:
-        """See `WriteJob`."""
+        """Complete the copy of the state, and return the settings that must be equal on all ranks."""
         self._staged.files()
         return {"step": self._step, "local_keys": self._staged.local_keys, "overwrite": self._overwrite}
 
     def admit(self, *, is_retry: bool) -> None:
-        """See `WriteJob`.
+        """Refuse to replace a checkpoint of this step unless ``overwrite`` is set or a failed attempt wrote it.
 
         Raises:
             CheckpointExistsError: A checkpoint of this step exists, and the save may not replace it.
@@ -302,63 +294,65 @@ class SaveJob:
             )
 
     def take(self) -> TakenSnapshot:
-        """See `WriteJob`."""
+        """Pass the descriptors of the snapshot to the writer process, which maps its memory."""
         self._means.start_writer()
         files = self._files = self._staged.files()
         taken = self._ask(
-            Take(
+            messages.Take(
                 rank=self._means.agreement.rank,
                 starts=tuple(file.start for file in files),
                 num_bytes=tuple(file.num_bytes for file in files),
                 hash_name=self._means.trust.hash_name,
             ),
-            Taken,
+            messages.Taken,
             [file.descriptor for file in files],
         )
         return TakenSnapshot(taken.structure, taken.values, self._means.writer.number)
 
     def header(self) -> bytes:
-        """See `WriteJob`; reads the headers of all parts of the snapshot in memory that the writer has also mapped."""
+        """Return the safetensors headers of all parts of the snapshot."""
         return msgspec.msgpack.encode([_header_of(file) for file in self._files])
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
-        """See `WriteJob`."""
+        """Let the first rank's writer process divide the work among the ranks."""
         by_rank = tuple(from_msgpack(each, _header_decoder) for each in headers)
-        return self._ask(Plan(by_rank, self._means.consolidate), RankPlans).plans
+        return self._ask(messages.Plan(by_rank, self._means.consolidate), messages.RankPlans).plans
 
     def digest(self, plan: RankPlan) -> bytes:
-        """See `WriteJob`."""
-        return self._ask(Digest(plan.compared), Bytes).content
+        """Return digests of the items that other ranks also have."""
+        return self._ask(messages.Digest(plan.compared), messages.Bytes).content
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """See `WriteJob`."""
-        self._ask(Compare(tuple(digests)), Done)
+        """Compare the digests of all ranks in the first rank's writer process.
+
+        Raises:
+            ReplicasDivergedError: Ranks have different bytes of an item that must be equal.
+        """
+        self._ask(messages.Compare(tuple(digests)), messages.Done)
 
     def write(self, directory: Path, plan: RankPlan) -> Callable[[], None]:
-        """Write each rank's own file, and the consolidated files that all ranks write together.
+        """Write this rank's own files and, together with the other ranks, the consolidated files.
 
         Returns:
-            The first rank's remaining work in the commit: the list of files.
+            A function that writes the list of files, which the commit calls on the first rank.
         """
         agreement, trust, path = self._means.agreement, self._means.trust, str(directory)
         if plan.files:
-            agreement.on_first("create the consolidated files", lambda: self._ask(Create(path), Done))
+            agreement.on_first("create the consolidated files", lambda: self._ask(messages.Create(path), messages.Done))
         more_s = sum(file.num_bytes for file in self._staged.files()) / _LEAST_BYTES_PER_S
-        written = agreement.run("write", lambda: self._ask(Write(path, plan), Written, more_s=more_s))
+        written = agreement.run("write", lambda: self._ask(messages.Write(path, plan), messages.Written, more_s=more_s))
         consolidated: list[bytes] = []
         if plan.files:
-            # Several ranks have written these files; one rank digests each as it is on disk.
-            names = plan.files[agreement.rank :: agreement.size]
+            # Several ranks have written each of these files. One rank rereads and digests it.
+            reread = messages.Reread(path, plan.files[agreement.rank :: agreement.size])
             more_s = MAX_TIMEOUTS * self._timeout_s
-            reread = agreement.run(
-                "digest the consolidated files", lambda: self._ask(Reread(path, names), Written, more_s=more_s)
-            )
-            consolidated = agreement.gather("gather their digests", msgspec.msgpack.encode(reread))
+            own = agreement.run("digest consolidated files", lambda: self._ask(reread, messages.Written, more_s=more_s))
+            consolidated = agreement.gather("gather their digests", msgspec.msgpack.encode(own))
         gathered = agreement.gather("gather what was written", msgspec.msgpack.encode(written))
 
         def describe() -> None:
             body = self._ask(
-                Describe(
+                messages.Describe(
                     directory=path,
                     step=self._step,
                     local_keys=self._staged.local_keys,
@@ -366,9 +360,9 @@ class SaveJob:
                     reread=tuple(consolidated),
                     job=trust.job if trust.keys is not None else "",
                 ),
-                Bytes,
+                messages.Bytes,
             ).content
-            # The keys stay in this process.
+            # This process signs the list: the writer process never has the keys.
             write_small(directory / MANIFEST_NAME, trust.seal(body), is_private=self._means.settings.private)
 
         return describe
@@ -377,17 +371,13 @@ class SaveJob:
         if not self.planned.done():
             self.planned.set_result(None)
 
-    @property
-    def _timeout_s(self) -> float:
-        return self._means.settings.timeout.total_seconds()
-
     def _ask(
         self, request: WriterRequest, expected: type[A], descriptors: Sequence[int] = (), *, more_s: float = 0.0
     ) -> A:
-        """Return the answer of the writer, which may take the timeout of the store, and ``more_s``."""
+        """Return the writer's answer, which must arrive within the store's timeout plus ``more_s`` seconds."""
         check, timeout_s = self._means.agreement.check_others, self._timeout_s + more_s
         answer = self._means.writer.call(request, descriptors, timeout_s=timeout_s, check=check)
-        assert isinstance(answer, expected), "the answer to it"
+        assert isinstance(answer, expected), "each request has its own type of answer"
         return answer
 
 
@@ -399,7 +389,7 @@ def _header_of(file: SnapshotLease) -> bytes:
 def _finished(pending: PendingSnapshot) -> SnapshotLease:
     snapshot = pending.finish()
     memory = snapshot.memory
-    assert isinstance(memory, MemoryFile), "nothing of it is shared"
+    assert isinstance(memory, MemoryFile), "a store never shares live memory"
     return SnapshotLease(
         step=snapshot.step,
         descriptor=memory.descriptor,

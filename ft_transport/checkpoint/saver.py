@@ -1,6 +1,6 @@
-"""The saves of a store: a thread runs one after the other, replaces a dead writer process, and shows its health.
+"""The saves of a store: a thread runs them one after the other, and replaces a writer process that has died.
 
-All ranks exchange the health of their writers and saves at every step, and before a save begins.
+At every step, and before a save begins, all ranks exchange the health of their writer processes and saves.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ from ft_transport.settings import check_duration
 logger = logging.getLogger(__name__)
 
 _EXIT_S: Final = 60.0
-"""How long the process waits for its last save at exit."""
+"""How long a process that exits waits for its last save."""
 _IDLE_S: Final = 0.2
-"""How often an idle thread checks its writer."""
+"""How often the idle thread of a store checks that its writer process is alive."""
 
 
 class SaveHandle:
     """A save that runs in the background of training. Thread-safe.
 
     Attributes:
-        step: Its step.
-        is_skipped: Whether nothing is saved: the save before was not finished, or the checkpoint is the resumed one.
+        step: The step that is saved.
+        is_skipped: Whether the call saves nothing, because an earlier save was still running or because the training
+            has just resumed from the checkpoint of this step.
     """
 
     def __init__(self, step: int, *, is_skipped: bool = False) -> None:
@@ -71,11 +72,11 @@ class SaveHandle:
         """Wait until the checkpoint is complete.
 
         Args:
-            timeout: ``None`` waits as long as the ranks show heartbeats.
+            timeout: How long to wait; ``None`` waits as long as all ranks send heartbeats.
 
         Raises:
             TransportError: The save failed; the same error on every rank.
-            DeadlineExceededError: The save is still running.
+            DeadlineExceededError: The save was still running when ``timeout`` had passed.
         """
         if timeout is not None:
             check_duration("timeout", timeout, at_least=timedelta(0))
@@ -83,11 +84,11 @@ class SaveHandle:
             self.future.result(None if timeout is None else timeout.total_seconds())
         except FutureTimeoutError:
             if self.future.done():
-                raise  # This is the save's own error.
+                raise  # The save itself failed with a TimeoutError.
             raise DeadlineExceededError(f"expected the checkpoint within {timeout}", step=self.step) from None
 
     def exception(self) -> BaseException | None:
-        """Wait, and return the error of the save, ``None`` if it succeeded."""
+        """Wait until the save has ended, and return its error; ``None`` if the save succeeded."""
         return self.future.exception()
 
 
@@ -96,8 +97,8 @@ class StoreHealth:
     """The result of `CheckpointStore.check_health`; the same on every rank.
 
     Attributes:
-        dead_writers: Ranks whose writer process is dead, and is being replaced.
-        num_failed_saves: Number of saves in a row that failed.
+        dead_writers: Ranks whose writer process has died. The store replaces these processes.
+        num_failed_saves: Number of saves that failed since the last one that succeeded.
     """
 
     dead_writers: tuple[int, ...]
@@ -105,17 +106,17 @@ class StoreHealth:
 
     @property
     def is_good(self) -> bool:
-        """Whether all writers are alive, and no save has failed."""
+        """Whether all writer processes are alive, and the last save succeeded."""
         return not self.dead_writers and not self.num_failed_saves
 
 
 class _Pulse(NamedTuple):
-    """The state of one rank, for the others.
+    """The health of one rank's saves, which the rank sends to the other ranks.
 
     Attributes:
-        is_writer_dead: Whether its writer process is dead, or was since the last pulse.
-        num_failed: Number of saves in a row that failed.
-        is_fatal: Whether ``num_failed`` exceeds the limit.
+        is_writer_dead: Whether the rank's writer process is dead, or was replaced since the last pulse.
+        num_failed: Number of saves that failed since the last one that succeeded.
+        is_fatal: Whether ``num_failed`` exceeds ``StoreSettings.max_failed_saves``.
         is_busy: Whether a save is running.
     """
 
@@ -126,14 +127,16 @@ class _Pulse(NamedTuple):
 
 
 class BackgroundSaver:
-    """Runs saves one after the other on its own thread. Only the training thread calls the methods, on all ranks alike.
+    """Runs saves one after the other on its own thread.
+
+    Only the training thread calls the methods, in the same order on all ranks.
 
     Args:
-        group: The ranks.
-        inventory: Retires old checkpoints when a newer one is complete.
-        consolidate: Path of the part of the state that also goes to consolidated files.
+        group: The ranks that save together.
+        inventory: Deletes old checkpoints when a newer one is complete.
+        consolidate: Path of the part of the state that is also written to consolidated files; ``None`` for no part.
         settings: The store's settings.
-        trust: Signs checkpoints.
+        trust: Signs checkpoints if a job token is set.
     """
 
     def __init__(
@@ -169,28 +172,34 @@ class BackgroundSaver:
         _savers.add(self)
 
     def start(self, agreement: Agreement) -> None:
-        """Start the writers and the thread, and connect the ranks, so that the first step need not."""
+        """Start the writer processes and the thread, and connect the ranks, before the first step needs them."""
         agreement.run_on_all_ranks("start the writer", self._means.start_writer)
         self._exchange_pulses()
         self._thread.start()
 
     def submit(self, step: int, staged: StagedState, *, overwrite: bool) -> SaveHandle:
-        """Start a save, while no other save runs; arguments as for `SaveJob`.
+        """Start a save. No other save may be running.
 
-        Waits for the plan of a first save, and of a save after a failure.
+        A first save, and a save after a failed one, returns only when the ranks have planned it: a state that can never
+        be saved raises here.
+
+        Args:
+            step: The committed step.
+            staged: The copied state of this rank.
+            overwrite: Whether the save may replace a checkpoint of this step.
 
         Raises:
-            CheckpointError: The state can never be saved; the path names why.
+            CheckpointError: The state can never be saved; ``path`` names the value.
         """
         self._thread.start()
         job, handle = SaveJob(self._means, step, staged, overwrite=overwrite), SaveHandle(step)
-        # In this order: nothing would end a save that is waited for and never reached the thread.
+        # The job is queued first. If `_current` were set first, an interrupt in between would let `wait` hang.
         self._jobs.put((job, handle))
         self._current = handle
         if not self._is_planned:
             job.planned.result()
             error = handle.exception() if handle.done() else None
-            # A rank that failed this time may succeed the next time.
+            # A `RankFailedError` may not occur again, so it counts as a failed save and does not raise here.
             if isinstance(error, CheckpointError) and error.path is not None and not isinstance(error, RankFailedError):
                 self._num_failed = max(0, self._num_failed - 1)
                 raise error
@@ -203,7 +212,7 @@ class BackgroundSaver:
             self._current.exception()
 
     def check_health(self) -> StoreHealth:
-        """See ``CheckpointStore.check_health``."""
+        """Return the health of all ranks, as of the last call; see ``CheckpointStore.check_health``."""
         pulses: list[_Pulse] = []
         if self._under_way is not None:
             (work, gathered), self._under_way = self._under_way, None
@@ -211,9 +220,9 @@ class BackgroundSaver:
                 self._health.exchange.wait(work)
                 pulses = [_Pulse(*each.tolist()) for each in gathered]
             except RankGoneError as error:
-                # A rank was late, and gloo has closed the group; the remaining ranks report this through the store.
+                # A rank was late, and gloo closed all connections. The ranks connect again, or report who is missing.
                 logger.warning("the ranks of the store have lost each other: %s", error)
-                self._meet_again()
+                self._reconnect()
         self._under_way = self._health.exchange.begin_all_gather(self._pulse())
         self._raise_fatal(pulses)
         return StoreHealth(
@@ -222,11 +231,11 @@ class BackgroundSaver:
         )
 
     def admits(self, step: int) -> bool:
-        """Return whether a save may start; the same on all ranks.
+        """Return whether a save may start; the same on all ranks. With ``busy="wait"``, waits for the running save.
 
         Raises:
-            SaveInProgressError: The save before is not finished, and the policy is to refuse.
-            TransportError: Too many saves have failed.
+            SaveInProgressError: A save is still running, and ``StoreSettings.busy`` is ``error``.
+            TransportError: More saves in a row have failed than ``StoreSettings.max_failed_saves`` allows.
         """
         if self._settings.busy == "wait":
             self.wait()
@@ -235,11 +244,11 @@ class BackgroundSaver:
         try:
             pulses = self._exchange_pulses()
         except RankGoneError:
-            self._meet_again()
+            self._reconnect()
             pulses = self._exchange_pulses()
         self._raise_fatal(pulses)
         if not any(pulse.is_busy for pulse in pulses):
-            # Other ranks may have learned of the end of the save a moment before this rank.
+            # The save has ended on the other ranks, so it ends here within a moment.
             self.wait()
             return True
         if self._settings.busy == "error":
@@ -248,7 +257,7 @@ class BackgroundSaver:
         return False
 
     def close(self) -> None:
-        """End the thread after its last save, and the writer process; close the connections. Idempotent."""
+        """Finish the running save, end the thread and the writer process, and close the connections. Idempotent."""
         self._jobs.put(None)
         self._thread.join()
         self._means.agreement.close()
@@ -260,19 +269,19 @@ class BackgroundSaver:
         self._health.close()
 
     def finish_at_exit(self, deadline_s: float) -> None:
-        """End the thread as `close` does, but wait no longer than until ``deadline_s``, by the monotonic clock."""
+        """Let the thread finish its save and end, but wait at most until ``deadline_s`` of the monotonic clock."""
         thread = self._thread
         if thread.is_alive():
             self._jobs.put(None)
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
-                logger.warning("the process ends, and a checkpoint that is being saved is given up")
+                logger.warning("the process ends before its running save has ended; that checkpoint is incomplete")
 
     def _pulse(self) -> torch.Tensor:
         writer, before = self._means.writer, self._seen_writer
         number = self._seen_writer = writer.number
         pulse = _Pulse(
-            # Also true for a writer that was replaced since the last pulse.
+            # Also true if the writer process died and was replaced since the last pulse.
             is_writer_dead=number > 0 and (number != before > 0 or not writer.is_alive()),
             num_failed=self._num_failed,
             is_fatal=self._fatal is not None,
@@ -283,23 +292,23 @@ class BackgroundSaver:
     def _exchange_pulses(self) -> list[_Pulse]:
         return [_Pulse(*each.tolist()) for each in self._health.exchange.all_gather(self._pulse())]
 
-    def _meet_again(self) -> None:
+    def _reconnect(self) -> None:
         self._under_way = None
-        self._health.run_on_all_ranks("meet again", lambda: None)
+        self._health.run_on_all_ranks("reconnect", lambda: None)
         self._health.reconnect()
 
     def _raise_fatal(self, pulses: list[_Pulse]) -> None:
-        """Raise, once, if too many saves of a rank have failed."""
+        """Raise an error, once, if too many saves in a row have failed on any rank."""
         if any(pulse.is_fatal for pulse in pulses):
-            # Another rank may have learned of the end of the save a moment before this rank.
+            # The failed save has ended on another rank, so it ends here within a moment.
             self.wait()
             self._raise_own_fatal()
-            raise CheckpointError("expected fewer saves in a row to fail; see the warnings of the other ranks")
+            raise CheckpointError("too many saves in a row have failed on another rank; see the warnings of that rank")
 
     def _raise_own_fatal(self) -> None:
         fatal, self._fatal = self._fatal, None
         if fatal is not None:
-            # A trainer that continues nevertheless may fail as many times again.
+            # If the trainer continues in spite of the error, the count starts at 0.
             num_failed, self._num_failed = self._num_failed, 0
             raise CheckpointError(
                 f"{num_failed} saves in a row have failed, {self._settings.max_failed_saves} are allowed; the last "
@@ -351,7 +360,7 @@ _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 
 @at_exit
 def _finish_all() -> None:
-    """Finish all saves at exit: a thread that is cut off inside torch while the interpreter ends aborts the process."""
+    """Finish all saves at exit: Python would abort if the interpreter ended while a thread runs inside torch."""
     deadline_s = time.monotonic() + _EXIT_S
     for saver in list(_savers):
         saver.finish_at_exit(deadline_s)

@@ -1,4 +1,4 @@
-"""The settings of a checkpoint store: defaults, validation, and the comparison between ranks."""
+"""The settings and arguments of a checkpoint store: defaults, checks, and their comparison between ranks."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -21,30 +21,32 @@ Existing: TypeAlias = Literal["keep", "clear", "refuse"]
 CheckpointSelector: TypeAlias = int | Literal["latest"]
 
 _COMMON_SETTINGS: Final = ("max_failed_saves", "busy", "read", "private", "accept_unsigned", "job")
-"""Fields of `StoreSettings` that have to be the same on all ranks."""
+"""Fields of `StoreSettings` that must be equal on all ranks."""
 _RETRY_S: Final = 10.0
-"""How long a read is retried if it fails for a reason that does not concern the checkpoint."""
+"""How long a failed read is retried if its error does not mean that the file is damaged."""
 
 _settings_decoder: Final = msgspec.msgpack.Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """Settings that few users change.
+    """Settings of a `CheckpointStore` that few users change.
 
     Attributes:
-        timeout: How long a rank may go without a heartbeat before the others give it up, and how long its writer
-            process may take for anything but writing.
-        max_failed_saves: Number of saves in a row that may fail, each with a warning; one more failure stops the
-            trainer.
-        busy: Effect on a save while the one before is not finished: it waits, is skipped, or is refused.
-        read: ``once``: one rank reads data that several ranks need, and passes it on. ``each``: each rank reads all
-            that it needs, which is faster where reading is cheaper than the network between ranks.
-        private: Whether only the owner may read files and directories (0600, 0700); else the umask decides.
-        token: The job token, or two of them, as for a transport; by default the environment's. With a token,
-            checkpoints are signed, and only signed ones are loaded.
-        accept_unsigned: Whether checkpoints without a signature are loaded nevertheless.
-        job: Name of the run, which the signature covers: a checkpoint that was signed for another name is not loaded.
+        timeout: How long a rank may send no heartbeat before the other ranks give up on it. Also how long the writer
+            process may take for a request; a write may take longer, depending on its bytes.
+        max_failed_saves: Number of saves in a row that may fail, each with a warning. If one more fails, the store
+            raises an error in the trainer.
+        busy: Decides what happens to a new save while an earlier save is running: ``wait`` for the earlier save,
+            ``skip`` the new one, or raise an ``error``.
+        read: ``once``: if several ranks need the same data, one rank reads it and sends it to the others. ``each``:
+            every rank reads all data that it needs, which is faster if storage is faster than the network.
+        private: Whether only the owner may read files and directories (modes 0600 and 0700). Otherwise the umask
+            decides.
+        token: The job token, or two tokens separated by a space; by default that of the environment. With a token, the
+            store signs its checkpoints, and loads only checkpoints with a valid signature.
+        accept_unsigned: Whether a store with a token also loads checkpoints without a signature.
+        job: Name of the run, which becomes part of the signature: a store loads only checkpoints signed for its name.
     """
 
     timeout: timedelta = timedelta(minutes=10)
@@ -61,11 +63,11 @@ class StoreSettings:
 
     @property
     def retry_s(self) -> float:
-        """How long a read is retried, in seconds; less than the other ranks wait."""
+        """How long a failed read is retried, in seconds: less than ``timeout``, after which other ranks give up."""
         return min(_RETRY_S, self.timeout.total_seconds() / 2)
 
     def trust(self) -> Trust:
-        """Return the rule that decides which checkpoints are trusted.
+        """Return the keys and rules by which the store signs its checkpoints and verifies signatures.
 
         Raises:
             ConfigurationError: The token is invalid, or its file cannot be read.
@@ -75,16 +77,16 @@ class StoreSettings:
 
 
 def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Mapping[str, object]]) -> None:
-    """Compare settings or arguments between ranks. Called on all ranks.
+    """Check that settings or arguments are equal on all ranks. Called on all ranks.
 
     Args:
         agreement: The group's agreement.
-        phase: Name of the compared settings, for errors.
-        settings: Returns this rank's settings, or raises the error in them; they are compared as text.
+        phase: Name of the comparison, for errors.
+        settings: Returns this rank's settings by name, whose ``repr`` are compared; or raises if they are invalid.
 
     Raises:
-        ConfigurationError: The settings differ; the same on all ranks.
-        TransportError: The error of a rank's ``settings``; the same on all ranks.
+        ConfigurationError: The settings differ; the same error on all ranks.
+        TransportError: ``settings`` raised on a rank; the same error on all ranks.
     """
     stated = agreement.values_of_all(
         phase, lambda: {name: repr(value) for name, value in settings().items()}, _settings_decoder
@@ -98,7 +100,7 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
 
 
 def checked_root(root: object) -> Path:
-    """Return the absolute path of a root.
+    """Return the absolute path of a checkpoint root.
 
     Raises:
         ConfigurationError: The argument is no path.
@@ -112,7 +114,7 @@ def checked_selector(step: object) -> CheckpointSelector:
     """Return the argument if it is a step or ``latest``.
 
     Raises:
-        ConfigurationError: Names the expected and the actual value.
+        ConfigurationError: The argument is neither.
     """
     if step == "latest":
         return "latest"
@@ -122,14 +124,14 @@ def checked_selector(step: object) -> CheckpointSelector:
 
 
 def checked_directory_number(name: str, number: object) -> int:
-    """Return the argument if it is a number that a directory can have.
+    """Return the argument if it is a step or version that can be part of a directory's name.
 
     Args:
         name: Name of the argument, for the error.
-        number: The caller's value.
+        number: Value of the argument.
 
     Raises:
-        ConfigurationError: The value is no such number.
+        ConfigurationError: The value is no whole number from 0 to `MAX_NUMBER`.
     """
     return check_number(name, number, at_least=0, at_most=MAX_NUMBER)
 
@@ -137,10 +139,10 @@ def checked_directory_number(name: str, number: object) -> int:
 def checked_store_arguments(
     rank_local: object, existing: object, keep: object, consolidate: object, settings: StoreSettings
 ) -> dict[str, object]:
-    """Return the arguments of a store that have to be the same on all its ranks, by name.
+    """Check the arguments of a `CheckpointStore`, and return those that must be equal on all ranks, by name.
 
     Raises:
-        ConfigurationError: Names the expected and the actual value.
+        ConfigurationError: An argument is invalid.
     """
     keys = tuple(rank_local) if isinstance(rank_local, Iterable) and not isinstance(rank_local, str) else None
     if keys is None or not all(isinstance(key, str) for key in keys):
@@ -156,7 +158,7 @@ def checked_store_arguments(
             )
         if consolidate.split(".")[0] in keys:
             raise ConfigurationError(
-                f"expected a part of what all ranks share as consolidate, {consolidate!r} is rank-local"
+                f"expected a part of the state that is not rank-local as consolidate, {consolidate!r} is in rank_local"
             )
     return {
         "rank_local": tuple(dict.fromkeys(keys)),

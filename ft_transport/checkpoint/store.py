@@ -1,4 +1,4 @@
-"""Durable checkpoints: the facade of ``ft_transport.checkpoint``."""
+"""``CheckpointStore``: saves, loads, lists, verifies and deletes durable checkpoints."""
 
 from __future__ import annotations
 
@@ -37,38 +37,37 @@ from ft_transport.telemetry.recorder import Recorder, Recording, phase
 
 
 class CheckpointStore:
-    """The durable checkpoints of a group of ranks, in one directory that all of them see.
+    """The durable checkpoints of a group of ranks, in one directory that all these ranks see.
 
-    The ranks act as one: the first rank decides what exists, what is replaced and which step is loaded, and a failure
-    on one rank is the same error on all. All ranks call every method except `close`, in the same order, on the training
-    thread. No collective of ``process_group`` runs.
+    All ranks call every method except `close`, in the same order, on the training thread. The first rank decides which
+    checkpoints exist, which is replaced and which is loaded. If one rank fails, all ranks raise the same error. No
+    collective of ``process_group`` runs.
 
     Args:
         root: The directory. Only one group at a time saves there.
-        process_group: All ranks that together hold the state, once or several times: for HSDP or data parallelism the
-            whole mesh, so that one holder of each byte writes it. By default all of ``torch.distributed``, or this
-            process alone where that is not initialised.
-        rank_local: Top-level keys of the state whose values are rank-local (random generators, the position of a data
-            loader). Of all other values, ranks hold the same, or shards of the same.
+        process_group: All ranks that have a part of the state: for HSDP or data parallelism the whole mesh, so that
+            only one rank writes each byte. By default all of ``torch.distributed``, if initialised, else this process.
+        rank_local: Top-level keys of the state whose values are rank-local, such as random generators or the position
+            of a data loader. Under all other keys, the ranks have equal values, or shards of one DTensor.
         existing: How to treat existing checkpoints: ``keep`` them, ``clear`` them, or ``refuse`` to start. A
             ``step-N`` that another program wrote is never cleared or replaced.
-        keep: Number of checkpoints to keep after each save: the new one and those before it; older ones are deleted.
-            ``None`` keeps all. Checkpoints of later steps, which a run that was set back has left, stay.
-        consolidate: Path of a part of the state, keys joined by dots, such as ``model``: its tensors are also written
-            whole, to safetensors files with the index that ``transformers`` reads.
-        read_only: Only load; the root is not claimed, and no writer process is started.
-        start_writers: Start the writer processes now, so that their errors show before training.
-        settings: Everything else.
+        keep: Number of checkpoints that remain after a save: the new one and the newest of earlier steps. ``None``
+            deletes none. Checkpoints of later steps, left by a run that was set back, are not counted and not deleted.
+        consolidate: Path of a part of the state, keys joined by dots, such as ``model``. The tensors of this part are
+            also written whole, to safetensors files with the index that ``transformers`` reads.
+        read_only: Whether the store only loads. Then it neither claims the root nor starts writer processes.
+        start_writers: Whether to start the writer processes now, so that their errors appear before training.
+        settings: Timeouts, policies, file modes and the job token; by default those of `StoreSettings`.
         recorder: Records saves and loads (``ft_transport.telemetry``); a new one by default.
 
     Attributes:
-        root: The directory.
-        recorder: See the argument.
+        root: The absolute path of the directory.
+        recorder: Records of the saves and loads.
 
     Raises:
         CheckpointInUseError: Another group saves to this root.
-        CheckpointExistsError: Checkpoints exist, and ``existing`` refuses them.
-        TransportError: A rank failed; the same error on all of them.
+        CheckpointExistsError: Checkpoints exist that ``existing`` refuses to keep, or may not clear.
+        TransportError: A rank failed; the same error on all ranks.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class CheckpointStore:
         try:
             self._trust = self._settings.trust()
         except ConfigurationError as error:
-            # The error is reported to the other ranks below.
+            # `check` below reports the error to the other ranks.
             self._trust, trouble = Trust(None, "", accepts_unsigned=False), error
         self._is_read_only = read_only
         self.root: Final = checked_root(root)
@@ -113,12 +112,8 @@ class CheckpointStore:
                 raise trouble
             common = checked_store_arguments(rank_local, existing, keep, consolidate, self._settings)
             self._stager.rank_local = cast(tuple[str, ...], common["rank_local"])
-            return {
-                **common,
-                "read_only": bool(read_only),
-                "start_writers": bool(start_writers),
-                "token": "none" if self._trust.keys is None else "one",
-            }
+            token = "none" if self._trust.keys is None else "one"
+            return {**common, "read_only": bool(read_only), "start_writers": bool(start_writers), "token": token}
 
         try:
             compare_settings(self._agreement, "compare the settings", check)
@@ -132,10 +127,10 @@ class CheckpointStore:
             raise
 
     def prefault(self, state: Mapping[str, object]) -> None:
-        """Prefault the memory for a snapshot of ``state`` in the background, so that the first save is not slow.
+        """Allocate memory pages for a snapshot of ``state`` in the background, so that the first save is not slow.
 
         Args:
-            state: A state of the same size as later saves; nothing of it is copied.
+            state: A state as large as those that later saves copy. This call copies nothing.
 
         Raises:
             SnapshotError: The state cannot be captured.
@@ -144,64 +139,51 @@ class CheckpointStore:
         self._stager.prefault(state)
 
     def save(
-        self,
-        step: int,
-        state: State,
-        *,
-        local: State | None = None,
-        wait: bool = False,
-        overwrite: bool = False,
+        self, step: int, state: State, *, local: State | None = None, wait: bool = False, overwrite: bool = False
     ) -> SaveHandle:
-        """Take a snapshot of the state, and write it in the background of training.
+        """Copy the state, and write the copy to disk while training continues.
 
-        The state may change once this returns. The call refuses a state that can never be saved, on all ranks. Any
-        other error on one rank, also while the state is copied, is reported to all ranks, and the handle raises it.
+        The state may change as soon as this returns. A state that can never be saved raises here, on all ranks. The
+        returned handle raises all other errors, on all ranks.
 
         Args:
             step: The committed step.
             state: Nested dicts, as for ``torch.distributed.checkpoint``, of tensors, DTensors and plain values; or a
-                function that returns them, which is called at once. It must not change before this returns.
-            local: More top-level keys with rank-local values, beside those named in ``rank_local``.
+                function that returns them, which is called at once. The state must not change before this returns.
+            local: Further rank-local values, by top-level key, in addition to those that ``rank_local`` names.
             wait: Whether to return only when the checkpoint is complete.
             overwrite: Whether the save may replace a checkpoint of this step.
 
         Raises:
-            UnsupportedLeafError: The state of a rank contains a value that cannot be saved; the path names it.
+            UnsupportedLeafError: The state of a rank contains a value that cannot be saved; ``path`` names the value.
             CheckpointError: The state of a rank is no dict.
-            CheckpointExistsError: Another program wrote the directory with the name of this step.
-            SaveInProgressError: The save before is not finished, and the policy is to refuse.
-            TransportError: With ``wait``, the error of `SaveHandle.result`; or more saves in a row have failed than are
-                allowed.
+            CheckpointExistsError: The directory of this step exists, and another program wrote it.
+            SaveInProgressError: An earlier save is still running, and ``StoreSettings.busy`` is ``error``.
+            TransportError: Too many saves in a row have failed; or, with ``wait``, this save failed.
         """
         return self._save(step, lambda: self._stager.stage(step, state, local), wait=wait, overwrite=overwrite)
 
     def save_leased(
-        self,
-        step: int,
-        lease: Lease,
-        *,
-        local: State | None = None,
-        wait: bool = False,
-        overwrite: bool = False,
+        self, step: int, lease: Lease, *, local: State | None = None, wait: bool = False, overwrite: bool = False
     ) -> SaveHandle:
-        """Write a snapshot that a transport serves, without another copy of it.
+        """Write a snapshot that a transport serves, without copying it. Raises the errors of `save`.
 
         Args:
-            step: As for `save`, as are ``wait``, ``overwrite`` and the errors.
-            lease: Returns the snapshot, and may wait for it; called once, on the store's own thread.
-            local: Rank-local values, by further top-level keys; copied now.
-            wait: See `save`.
-            overwrite: See `save`.
+            step: The committed step.
+            lease: Returns the snapshot, and may wait for it. The store's own thread calls it once.
+            local: Rank-local values, by top-level key, which are copied at once.
+            wait: Whether to return only when the checkpoint is complete.
+            overwrite: Whether the save may replace a checkpoint of this step.
         """
         return self._save(step, lambda: self._stager.stage(step, None, local, lease), wait=wait, overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
-        """Run ``action`` on every rank; if it fails on one, all raise the same error.
+        """Run ``action`` on every rank. If it fails on one rank, all ranks raise the same error.
 
         Args:
-            phase: Name of the phase, for errors.
-            action: This rank's part.
-            timeout: How long it may take; this rank shows heartbeats meanwhile.
+            phase: Name of the action, for errors.
+            action: Runs on this rank.
+            timeout: How long the action may take. This rank sends heartbeats to the other ranks meanwhile.
 
         Raises:
             TransportError: The action failed on a rank.
@@ -211,20 +193,19 @@ class CheckpointStore:
         agreement.run_on_all_ranks(phase, lambda: agreement.showing_life(action, timeout.total_seconds()))
 
     def check_health(self) -> StoreHealth:
-        """Return the health of the writers of all ranks; called every step, and nearly free.
+        """Return the health of the writer processes and saves of all ranks. Cheap enough for every step.
 
-        A fault that one rank finds at one call is in the result of all ranks at the next call: the ranks' states travel
-        in the meantime.
+        Each call returns what the ranks have sent at the call before, so that no rank waits for the others.
 
         Raises:
-            TransportError: More saves in a row have failed than are allowed; this is the last one's error.
+            TransportError: More saves in a row have failed than ``StoreSettings.max_failed_saves`` allows.
             RankGoneError: A rank did not take part in time.
         """
         self._check_open()
         return self._background.check_health()
 
     def wait(self) -> None:
-        """Wait for pending saves; check their handles for errors."""
+        """Wait until no save is running. Only the handle of a save raises the error of that save."""
         self._background.wait()
 
     def load(
@@ -236,26 +217,26 @@ class CheckpointStore:
         check: Callable[[Incoming], None] | None = None,
         is_comparable: bool = False,
     ) -> LoadedCheckpoint[Any]:
-        """Load a checkpoint into the layout of this group of ranks, even if another layout saved it.
+        """Load a checkpoint into the layout of this group of ranks; it may have been saved in another layout.
 
         Args:
-            step: A step, or the newest complete checkpoint.
-            into: This rank's own state, whose tensors are loaded in place. Top-level keys that it lacks are not read;
-                keys that it lacks below them come as new tensors. Without ``into`` and without ``like``, all tensors
-                come whole.
-            like: See ``HTTPTransport.fetch_sharded``.
-            check: Called with a description of the content before any of it arrives; an error that it raises ends the
-                load on all ranks. Without ``check``, the load fails for a tensor of ``into`` that the checkpoint lacks
-                or has in another shape or dtype, and for rank-local state of another number of ranks, which is not
-                loaded otherwise.
-            is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another pass over every byte.
+            step: The step to load, or ``latest`` for the newest complete checkpoint.
+            into: This rank's own state, whose tensors are loaded in place. The load skips top-level keys that ``into``
+                lacks. For missing keys below them it returns new tensors. Without ``into`` and without ``like``, it
+                returns all tensors whole.
+            like: Decides how new tensors are sharded; see ``HTTPTransport.fetch_sharded``.
+            check: Called with a description of the checkpoint before any data is read; its error ends the load on all
+                ranks. If ``check`` is omitted, the checkpoint must have all tensors of ``into``, with the same shapes
+                and dtypes. It must also come from as many ranks if ``into`` has rank-local state; with ``check``, the
+                load skips rank-local state of another number of ranks.
+            is_comparable: Prepare `LoadedCheckpoint.differences`, which costs another pass over all loaded bytes.
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists, or another process deleted it during the read.
-            CheckpointDamagedError: A file differs from its digests; the error names it. Tensors of ``into`` that
+            CheckpointDamagedError: A file differs from its digests; ``files`` names it. Tensors of ``into`` that
                 already had new data were overwritten with NaN patterns.
             ConfigurationError: Ranks request different steps.
-            TransportError: The checkpoint does not fit, or a rank failed; the same error on all.
+            TransportError: The checkpoint does not match ``into``, or a rank failed; the same error on all ranks.
         """
         self._await_saves()
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
@@ -273,16 +254,16 @@ class CheckpointStore:
         check: Callable[[Incoming], None] | None = None,
         is_comparable: bool = False,
     ) -> LoadedCheckpoint[Any] | None:
-        """Load the newest checkpoint that is not damaged; arguments as for `load`.
+        """Load the newest checkpoint that is not damaged. The arguments are those of `load`.
 
         Returns:
             The loaded checkpoint; ``None`` if no checkpoint exists.
 
         Raises:
             CheckpointDamagedError: All existing checkpoints are damaged.
-            CheckpointError: ``torch.distributed.checkpoint`` wrote the newest one for another program.
-            CheckpointNotFoundError: Another process deletes checkpoints faster than they are read.
-            TransportError: As for `load`.
+            CheckpointError: Another program wrote the newest checkpoint, with ``torch.distributed.checkpoint``.
+            CheckpointNotFoundError: Another process deletes checkpoints faster than this call reads them.
+            TransportError: The checkpoint does not match ``into``, or a rank failed; the same error on all ranks.
         """
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
         with self.recorder.begin("load", phase="find") as recording:
@@ -290,10 +271,10 @@ class CheckpointStore:
             return load_newest_good(self.steps, lambda step: self._load(step, destination, recording))
 
     def newer_of_dcp(self) -> DCPCheckpoint | None:
-        """Return the checkpoint that ``torch.distributed.checkpoint`` wrote for another program, if it is newest.
+        """Return the newest checkpoint if another program wrote it through ``torch.distributed.checkpoint``.
 
         Raises:
-            CheckpointUntrustedError: A job token is set, and unsigned checkpoints are not accepted.
+            CheckpointUntrustedError: A job token is set, and ``StoreSettings.accept_unsigned`` is not.
             CheckpointError: The checkpoint cannot be read.
         """
         self._await_saves()
@@ -313,30 +294,30 @@ class CheckpointStore:
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists, or another process deleted it during the read.
-            CheckpointDamagedError: ``files`` names the damaged ones.
+            CheckpointDamagedError: Files are missing or differ from their digests; ``files`` names them.
             ConfigurationError: Ranks request different steps.
         """
         self._await_saves()
         self._inventory.verify(step)
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Delete all but the newest ``keep`` checkpoints, and never the last good one.
+        """Delete all but the newest ``keep`` checkpoints.
 
-        If all of those are damaged (the files are read until one is good), older checkpoints are kept as well, up to
-        the first good one.
+        The call verifies these checkpoints, the newest first, until one is good. If all of them are damaged, it also
+        keeps older checkpoints, up to the first good one.
 
         Returns:
-            The deleted steps.
+            The steps of the deleted checkpoints.
 
         Raises:
-            ConfigurationError: Ranks want to keep different numbers.
+            ConfigurationError: Ranks call with different numbers.
         """
         self._check_saving()
         self.wait()
         return self._inventory.prune(keep)
 
     def close(self) -> None:
-        """Finish pending saves, end the thread and the writer, and release the claim. Idempotent."""
+        """Finish running saves, end the thread and the writer process, and release the root. Idempotent."""
         self._is_closed = True
         self._end(self._close)
 
@@ -370,7 +351,7 @@ class CheckpointStore:
                     self._directory.refuse_foreign(step)
 
             try:
-                # A state that no attempt could save is refused before training goes on.
+                # A state that no attempt could save raises before training continues.
                 self._agreement.run_on_all_ranks("copy the state", check)
             except BaseException:
                 staged.release()
@@ -383,7 +364,7 @@ class CheckpointStore:
         recording.leave()
 
         def end(saved: Future[None]) -> None:
-            # On the thread of the saves, when all ranks know the outcome.
+            # Called on the store's thread when all ranks know the outcome.
             error = saved.exception()
             recording.end("ok" if error is None else "failed", error=error or "")
 
@@ -398,7 +379,7 @@ class CheckpointStore:
         phase("read")
         with self._inventory.reading(found):
             loaded = load(found, destination, self._settings, self._trust, self._agreement)
-        # Each rank records the bytes that it has read itself.
+        # Each rank records only the bytes that it has read from disk.
         recording.describe(step=loaded.step, num_bytes=loaded.num_bytes_read)
         return loaded
 
@@ -409,9 +390,9 @@ class CheckpointStore:
     def _check_open(self, step: int | None = None) -> None:
         if self._is_closed:
             # Another group may have claimed the root by now.
-            raise CheckpointError("expected a store that is open, this one is closed", step=step)
+            raise CheckpointError("expected an open store, this one has been closed", step=step)
 
     def _check_saving(self, step: int | None = None) -> None:
         self._check_open(step)
         if self._is_read_only:
-            raise CheckpointError("expected a store that saves, this one is read-only", step=step)
+            raise CheckpointError("expected a store that saves, this one has read_only=True", step=step)

@@ -1,10 +1,10 @@
-"""Reading and verifying the files of a checkpoint: retries of failed reads, and the comparison with the digests.
+"""Reads the files of a checkpoint, retries failed reads, and compares the content with the digests.
 
-Damage is an error that no retry cures: the file is missing, is not a file, is too long or too short, or differs from
-its digest. Other errors do not concern the content of the file: no descriptor was left (EMFILE), a permission was
-missing for a moment (EACCES), a file server had forgotten a handle (ESTALE). Treating them as damage would load an
-older checkpoint, and lose steps without need. A disk that reports EIO is retried, too, and counts as damaged if the
-error persists.
+A file is damaged if it is missing, is not a regular file, has another length, or differs from its digest. No retry
+cures that. Other errors say nothing about the content of the file: too many open descriptors (EMFILE), a permission
+that is missing for a moment (EACCES), a stale handle of a file server (ESTALE). These reads are retried. If such errors
+counted as damage, a job would load an older checkpoint, and repeat steps for no reason. EIO is retried as well, but
+counts as damage if it persists.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def _sleep(pause_s: float) -> None:
 
 
 class ReadRetries:
-    """Retries reads while their errors may pass. Thread-safe.
+    """Retries failed reads, with pauses that all calls together take from one budget. Thread-safe.
 
     Args:
-        total_s: Limit of the pauses of all users together, in seconds.
+        total_s: Sum of all pauses after which failures are final, in seconds.
         pause: Sleeps for a number of seconds.
     """
 
@@ -60,32 +60,32 @@ class ReadRetries:
         self._mutex = threading.Lock()
 
     def call(self, action: Callable[[], T]) -> T:
-        """Return the result of ``action``.
+        """Call ``action`` until it succeeds or the budget of pauses is used up, and return its result.
 
         Raises:
-            OSError: The error of the last attempt.
-            Exception: Any other error of ``action``, at once.
+            OSError: The error of the last attempt. A missing file is not retried.
+            Exception: Any other error of ``action``, which is not retried.
         """
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return action()
             except OSError as error:
-                # Some of our errors are an OSError as well.
+                # Some errors of ft_transport are also an OSError, for example by way of TimeoutError.
                 if isinstance(error, (TransportError, *_ABSENT)) or not self._wait(pause_s):
                     raise
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def read(self, name: str, action: Callable[[], T]) -> T:
-        """Return the result of an ``action`` that reads a file of a checkpoint; retries as `call`.
+        """Read a file of a checkpoint with the retries of `call`, and return the result of ``action``.
 
         Args:
             name: Name of the file.
-            action: Reads it.
+            action: Reads the file.
 
         Raises:
-            CheckpointDamagedError: The file is missing, is not a file, or the disk cannot read it.
-            OSError: The file could not be read, for a reason that does not concern its content.
+            CheckpointDamagedError: The file is missing, is not a regular file, or the disk cannot read it (EIO).
+            OSError: The file could not be read for another reason, which says nothing about its content.
         """
         try:
             return self.call(action)
@@ -104,17 +104,17 @@ class ReadRetries:
 
 
 CHUNK_IS_GOOD: Final = 1
-"""Follows the bytes of a chunk that matches its digest."""
+"""The byte that `StoredFile.read` appends to a chunk that matches its digest."""
 
 
 class StoredFile:
-    """A file that is opened at the first read. Thread-safe, except `close`. A context manager.
+    """A file of a checkpoint, which the first read opens. Thread-safe, except `close`. A context manager.
 
     Args:
-        directory: The file's directory.
-        entry: The file's entry in the list of files.
-        hash_name: Hash function of its digests.
-        retries: Retries reads that may succeed later.
+        directory: The directory of the file.
+        entry: Name, length and digests of the file.
+        hash_name: Hash function of the digests.
+        retries: Retries failed reads.
     """
 
     def __init__(self, directory: Path, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> None:
@@ -127,7 +127,7 @@ class StoredFile:
         self._given_up: list[int] = []
 
     def check_length(self) -> None:
-        """Compare the length of the file.
+        """Check that the file is as long as its entry in the list of files states.
 
         Raises:
             CheckpointDamagedError: The file has another length, or is missing.
@@ -144,14 +144,14 @@ class StoredFile:
 
         num_bytes = self._retries.read(self._entry.name, look)
         if num_bytes != self._entry.num_bytes:
-            raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, it has {num_bytes}")
+            raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, the file has {num_bytes}")
 
     def read(self, number: int) -> bytearray:
-        """Return the bytes of a chunk, and behind them one more byte that marks them as good.
+        """Read a chunk and compare it with its digest. Return its bytes, followed by the byte `CHUNK_IS_GOOD`.
 
         Raises:
-            CheckpointDamagedError: The bytes differ from their digest.
-            OSError: The bytes cannot be read.
+            CheckpointDamagedError: The chunk differs from its digest, or the file is too short.
+            OSError: The chunk cannot be read.
         """
         return self._retries.read(self._entry.name, lambda: self._read(number))
 
@@ -177,7 +177,7 @@ class StoredFile:
             return self._descriptor
 
     def _give_up(self, descriptor: int) -> None:
-        """Make the next attempt reopen the file: a stale descriptor stays stale. Other threads may still be reading."""
+        """Let the next read reopen the file. `close` closes the old descriptor, which other threads may still use."""
         with self._mutex:
             if self._descriptor == descriptor:
                 self._descriptor = None
@@ -197,26 +197,32 @@ class StoredFile:
                 self._give_up(descriptor)
                 raise
             if not count:
-                raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, it ends at {position}")
+                raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, the file ends at {position}")
             position += count
         if hash_of(self._hash_name, view) != digest_of(self._entry, number, self._hash_name):
-            raise damaged(self._entry.name, f"bytes {start} to {end} differ from what was written")
+            raise damaged(self._entry.name, f"bytes {start} to {end} differ from their digest")
         chunk[-1] = CHUNK_IS_GOOD
         return chunk
 
 
 _MAX_MANIFEST_BYTES: Final = 1 << 30
-"""The digests of 100 TB take less."""
+"""Limit for the list of files. The list of a checkpoint of 100 TB is smaller."""
 _MAX_RANK_FILE_BYTES: Final = 1 << 30
-"""Larger than the descriptions of all parts of a snapshot may be (``wire.manifest``)."""
+"""Limit for ``rank-K.json``. The headers in it are smaller: ``wire.manifest`` limits each of them."""
 
 
 def read_manifest(directory: Path, step: int | None, trust: Trust, retries: ReadRetries) -> CheckpointManifest:
-    """Return the list of files of a checkpoint; a ``step`` of ``None`` accepts any, for a directory with another name.
+    """Read and verify the list of files of a checkpoint, ``manifest.json``.
+
+    Args:
+        directory: The directory of the checkpoint.
+        step: The step that the list must have; ``None`` accepts any step.
+        trust: Verifies the signature of the list.
+        retries: Retries failed reads.
 
     Raises:
         CheckpointDamagedError: The list was changed, or is missing.
-        CheckpointUntrustedError: The job token has not signed it.
+        CheckpointUntrustedError: The list has no valid signature with the job token.
         OSError: The list cannot be read.
     """
     path = directory / MANIFEST_NAME
@@ -224,17 +230,17 @@ def read_manifest(directory: Path, step: int | None, trust: Trust, retries: Read
     manifest = trust.open(encoded, name=MANIFEST_NAME)
     if step is not None and manifest.step != step:
         raise damaged(
-            MANIFEST_NAME, f"expected that of step {step}, as the directory is named, got that of step {manifest.step}"
+            MANIFEST_NAME, f"expected the list of step {step}, as the directory is named, got that of {manifest.step}"
         )
     return manifest
 
 
 def read_rank_files(directory: Path, manifest: CheckpointManifest, retries: ReadRetries) -> list[bytes]:
-    """Return each rank's description, still encoded.
+    """Return the content of each ``rank-K.json``, verified but not decoded, in the order of the ranks.
 
     Raises:
-        CheckpointDamagedError: A description differs from its digest, or has impossible content.
-        OSError: A description cannot be read.
+        CheckpointDamagedError: A file is missing, too large, or differs from its digest.
+        OSError: A file cannot be read.
     """
     entries = {entry.name: entry for entry in manifest.files}
     encoded = []
@@ -242,18 +248,18 @@ def read_rank_files(directory: Path, manifest: CheckpointManifest, retries: Read
         name = rank_file_name(rank)
         entry = entries.get(name)
         if entry is None:
-            raise damaged(MANIFEST_NAME, f"it does not list {name}")
+            raise damaged(MANIFEST_NAME, f"expected an entry for {name}, found none")
         if entry.num_bytes > _MAX_RANK_FILE_BYTES:
-            raise damaged(name, f"expected at most {_MAX_RANK_FILE_BYTES} bytes, it has {entry.num_bytes}")
+            raise damaged(name, f"expected at most {_MAX_RANK_FILE_BYTES} bytes, the file has {entry.num_bytes}")
         encoded.append(read_file(directory, entry, manifest.hash, retries))
     return encoded
 
 
 def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) -> list[StoredRank]:
-    """Decode the ranks' descriptions.
+    """Decode and check the content of each ``rank-K.json``, in the order of the ranks.
 
     Raises:
-        CheckpointDamagedError: A description has impossible content.
+        CheckpointDamagedError: A file has invalid content.
     """
     entries = {entry.name: entry for entry in manifest.files}
     ranks = []
@@ -262,18 +268,19 @@ def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) ->
         stored = decode_rank_file(each, name=name)
         if stored.data_file not in entries:
             raise damaged(name, f"expected a data file that {MANIFEST_NAME} lists, got {stored.data_file[:80]!r}")
-        if len(stored.manifests) != (2 if manifest.local_keys else 1):
-            raise damaged(name, f"expected a part for each kind of state, got {len(stored.manifests)}")
+        num_parts = 2 if manifest.local_keys else 1
+        if len(stored.manifests) != num_parts:
+            raise damaged(name, f"expected {num_parts} parts of the state, got {len(stored.manifests)}")
         stored.check_positions(entries[stored.data_file].num_bytes, name=name)
         ranks.append(stored)
     return ranks
 
 
 def read_file(directory: Path, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> bytes:
-    """Return the content of a small file.
+    """Return the whole content of a small file, verified.
 
     Raises:
-        CheckpointDamagedError: The file differs from its digest.
+        CheckpointDamagedError: The file is missing or differs from its digest.
         OSError: The file cannot be read.
     """
     return b"".join(_chunks(directory, entry, hash_name, retries))
@@ -286,17 +293,17 @@ def find_damage(
     retries: ReadRetries,
     check: Callable[[], None] | None,
 ) -> list[str]:
-    """Read files, and return a description of the damage of each damaged file.
+    """Compare files with their digests, and return a description of each damaged file.
 
     Args:
-        directory: The files' directory.
+        directory: The directory of the files.
         files: The files to read.
-        hash_name: Hash function of their digests.
-        retries: Retries reads that may succeed later.
-        check: Called now and then; ``None`` reads only the lengths of the files.
+        hash_name: Hash function of the digests.
+        retries: Retries failed reads.
+        check: Called after each chunk; an error that it raises ends the call. ``None`` compares only the lengths.
 
     Raises:
-        OSError: A file cannot be read.
+        OSError: A file cannot be read, for a reason that says nothing about its content.
     """
     damages = []
     for entry in files:

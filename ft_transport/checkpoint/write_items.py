@@ -1,9 +1,9 @@
-"""The items that a rank writes to a checkpoint, under the names that DCP gives them.
+"""Divides a rank's state into the items and values that a checkpoint stores, under the names that DCP gives them.
 
-DCP names each leaf of a nested state by its path, keys and positions joined by dots. It descends into dicts, and into
-lists that contain tensors or containers (torch/distributed/checkpoint/_traverse.py, ``traverse_state_dict``). A tensor
-is divided into boxes, each with its offset in the whole tensor. This module computes the same from a snapshot's
-manifest, without the tensors and without their process groups.
+DCP names each leaf of a nested state by its path: keys and positions joined by dots. It descends into dicts, and into
+lists that contain tensors or containers (torch/distributed/checkpoint/_traverse.py, ``traverse_state_dict``). It
+divides a DTensor into boxes, and stores the offset of each box in the whole tensor. This module computes names and
+boxes from the manifest of a snapshot, so it needs neither the tensors nor their process groups.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from ft_transport.wire.nodes import (
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 SHARED: Final = 0
-"""The part of a state that all ranks share, of which each has a portion."""
+"""Index of the shared part of a state. Its values are equal on all ranks, or shards of a DTensor."""
 LOCAL: Final = 1
-"""The rank-local part."""
+"""Index of the rank-local part of a state."""
 
 Key: TypeAlias = tuple[str, tuple[int, ...]]
 _Path: TypeAlias = tuple[str | int, ...]
 
 
 class WriteItem(NamedTuple):
-    """Bytes that lie in one piece in a data file.
+    """Bytes that a data file stores in one piece: a box of a tensor, or the bytes of another leaf.
 
     Attributes:
-        key: Items with the same key on two ranks have to be the same there.
+        key: Name and offset. Items of two ranks with the same key must have equal bytes.
         part: `SHARED` or `LOCAL`.
-        entry: The source entry in the part's table.
-        piece: Its place in the part's data; ``None`` if it has no bytes.
-        is_entry: Whether it is the whole entry.
-        names: DCP's names of the tensor that the item is a box of; empty if DCP does not list it.
-        dtype: Name of torch's dtype.
+        entry: Number of the tensor in the manifest of the part.
+        piece: Position of the bytes in the data of the part; ``None`` if the item has no bytes.
+        is_entry: Whether the item is the whole tensor of the manifest.
+        names: Names of the tensor in DCP; empty if DCP does not list the item.
+        dtype: Name of the torch dtype.
         global_shape: Shape of the whole tensor.
-        offset: Where in the whole tensor the box begins.
-        shape: Extent of the box.
+        offset: Indices of the first element of the box in the whole tensor.
+        shape: Shape of the box.
     """
 
     key: Key
@@ -79,12 +79,12 @@ class WriteItem(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Number of bytes of the item."""
         return self.piece.num_bytes if self.piece is not None else 0
 
 
 class Value(NamedTuple):
-    """A leaf that is no tensor; DCP stores it as the output of ``torch.save``."""
+    """A leaf of the state that is no tensor. DCP stores the output of ``torch.save`` for it."""
 
     name: str
     part: int
@@ -96,10 +96,11 @@ class Described:
     """All items and values of one rank.
 
     Attributes:
-        items: In the order of the state.
-        values: In the order of the state.
-        paths: By DCP name of each leaf, the keys and positions that lead to it.
-        structure: A digest of everything but bytes and values; the plan stays valid as long as it is equal.
+        items: Items, in the order of the state.
+        values: Values, in the order of the state.
+        paths: The path (keys and positions) of each leaf, by its name in DCP.
+        structure: Digest of names, shapes and positions, but not of bytes and values. A plan of the save stays valid
+            while the digests of all ranks stay equal to those at the time of the plan.
     """
 
     items: list[WriteItem] = field(default_factory=list)
@@ -108,29 +109,29 @@ class Described:
     structure: int = 0
 
     def shared_values(self) -> int:
-        """Return a digest of the values that all ranks share."""
+        """Return a digest of the values in the shared part."""
         shared = [value for value in self.values if value.part == SHARED]
-        # A key may contain lone surrogates, which msgpack's text cannot.
+        # Encoded to bytes: a key may contain lone surrogates, which msgpack refuses in text.
         return digest(
             msgspec.msgpack.encode([(value.name.encode("utf-8", "surrogatepass"), value.node) for value in shared])
         )
 
 
 def describe(manifests: Sequence[Manifest], rank: int) -> Described:
-    """Return the items and values that a rank writes to a checkpoint.
+    """Return the items and values of one rank.
 
     Args:
-        manifests: Manifests of its snapshots, by part.
-        rank: Its number, which is part of the names of its rank-local items.
+        manifests: Manifest of each part of the rank's state: `SHARED`, then `LOCAL` if there is rank-local state.
+        rank: Number of the rank, which is part of the names of its rank-local items.
 
     Raises:
-        CheckpointError: Two leaves have one name in DCP, or a tensor is not divided as torch divides tensors.
+        CheckpointError: Two leaves have the same name in DCP, or the shard of a DTensor has an unexpected shape.
     """
     return Describer().describe(manifests, rank)
 
 
 class Describer:
-    """Describes a rank's states one after the other, and re-examines only what has changed."""
+    """Describes successive states of one rank. Reuses the items of the last state if the structure is the same."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -138,7 +139,7 @@ class Describer:
         self._structure = 0
 
     def describe(self, manifests: Sequence[Manifest], rank: int) -> Described:
-        """Return the items and values; see the function of that name."""
+        """Return the items and values of one rank, as the function `describe` does."""
         described = Described()
         walks = []
         for part, manifest in enumerate(manifests):
@@ -169,10 +170,10 @@ def _digest_of(described: Described) -> int:
 
 
 class _Walk:
-    """One part of a state.
+    """Walks through one part of a state, and adds its items, values and paths to a `Described`.
 
     Attributes:
-        tensors: By node, names of its tensor: a tied tensor is stored once, under all its names.
+        tensors: The names of each tensor, by its node. A tied tensor has several names, and is stored once.
     """
 
     def __init__(self, manifest: Manifest, part: int, base: tuple[str, ...], described: Described) -> None:
@@ -185,7 +186,7 @@ class _Walk:
         self._entries: set[int] = set()
 
     def find_leaves(self) -> None:
-        """Find names, values and tensors."""
+        """Add the path of every leaf and all values to the description; collect the tensors."""
         tree = self._manifest.tree
         if not isinstance(tree, (MappingNode, DefaultDictNode)):
             raise CheckpointError("expected a state that is a dict, as torch.distributed.checkpoint does")
@@ -194,7 +195,7 @@ class _Walk:
             name = ".".join(map(str, path))
             if name in paths:
                 raise CheckpointError(
-                    "expected paths that differ when they are joined by dots, got two of one", path=name
+                    "expected paths that differ when they are joined by dots, got the same one twice", path=name
                 )
             paths[name] = path
             tensor = _tensor_of(node)
@@ -204,12 +205,12 @@ class _Walk:
                 self.tensors.setdefault(tensor, []).append(name)
 
     def add_items(self) -> None:
-        """Add the items of the tensors, and of the leaves that are none."""
+        """Add the items of the tensors, and those of leaves that have bytes but are no tensors."""
         for tensor, names in self.tensors.items():
             self._add_tensor(tensor, tuple(names))
         for index, entry in enumerate(self._manifest.tensors):
             if index not in self._entries:
-                # Bytes of leaves that are no tensors, or that tensors of other shapes view.
+                # The bytes of leaves that are no tensors, and of tensors that only other tensors view.
                 piece = Slice(entry.start, entry.end - entry.start) if entry.end > entry.start else None
                 key = (f"{self._prefix}{entry.name} (bytes)", ())
                 self._add(WriteItem(key, self._part, index, piece, True, (), "uint8", (), (), ()))
@@ -233,7 +234,7 @@ class _Walk:
 
     def _add_tensor(self, node: Node, names: tuple[str, ...]) -> None:
         local = node.local if isinstance(node, DTensorNode) else node
-        assert isinstance(local, (TensorNode, LayoutNode, ViewNode)), "a tensor"
+        assert isinstance(local, (TensorNode, LayoutNode, ViewNode)), "the node of a tensor"
         entry = self._manifest.tensors[local.index]
         shape, strides, start = entry.shape, None, entry.start
         dtype = name_of(DTYPES_BY_SAFETENSORS_NAME[entry.dtype])
@@ -257,7 +258,7 @@ class _Walk:
             region = held
             if shape_of(region) != shape:
                 raise CheckpointError(
-                    f"expected a local part of {list(shape_of(region))}, as torch divides it, got {list(shape)}",
+                    f"expected a shard of {list(shape_of(region))}, as torch divides the tensor, got {list(shape)}",
                     path=names[0],
                 )
         boxes = list(_boxes(region))
@@ -268,7 +269,7 @@ class _Walk:
         for held_origin, offset, counts in boxes:
             piece = slice_of(start, strides, held_origin, counts, item_bytes) if math.prod(counts) else None
             if piece is None and 0 not in global_shape:
-                continue  # An empty part; DCP lists it only if the whole tensor is empty.
+                continue  # DCP lists an empty box only if the whole tensor is empty.
             self._add(
                 WriteItem(
                     (base, offset), self._part, local.index, piece, is_entry, names, dtype, global_shape, offset, counts
@@ -277,12 +278,12 @@ class _Walk:
 
 
 def _label(key: Node, manifest: Manifest) -> str:
-    """Return DCP's text for a key that is no str."""
+    """Return the text by which DCP names a dict key that is no str."""
     return str(value_of(key, manifest, memoryview(b"")))
 
 
 def _tensor_of(node: Node) -> Node | None:
-    """Return the node of a tensor as it is stored, ``None`` if DCP would not treat it as a tensor."""
+    """Return the node of the stored tensor; ``None`` if DCP does not treat the node as a tensor."""
     value = node.value if isinstance(node, LeafNode) else node
     return value if isinstance(value, (TensorNode, LayoutNode, ViewNode, DTensorNode)) else None
 
@@ -292,7 +293,7 @@ def _is_list(node: Node) -> bool:
 
 
 def _is_terminal(node: Node) -> bool:
-    """Return the result of DCP's function of that name."""
+    """Return whether DCP stores the container as one value; the same as DCP's function ``_is_terminal``."""
     if isinstance(node, (MappingNode, DefaultDictNode)):
         return False
     if not isinstance(node, SequenceNode) or not _is_list(node):
@@ -301,7 +302,7 @@ def _is_terminal(node: Node) -> bool:
 
 
 def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield for each box its offset in the local part, its offset in the whole tensor, and its extent."""
+    """Yield for each box its offset in the shard, its offset in the whole tensor, and its shape."""
     by_dim = []
     for intervals in region:
         ends = list(itertools.accumulate(end - start for start, end in intervals))
@@ -318,15 +319,15 @@ def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], t
 
 
 def value_of(node: Node, manifest: Manifest, data: memoryview) -> object:
-    """Return the value that a node describes, in types that exist in every process.
+    """Decode the value of a node, without user-defined types, which other programs may lack.
 
-    A named tuple becomes a tuple, a value with a registered encoding becomes its encoded form, and the part of a
+    A named tuple becomes a tuple, a value with a registered encoding becomes its encoded form, and the shard of a
     DTensor becomes a plain tensor.
 
     Args:
-        node: The node to build.
-        manifest: The snapshot's manifest.
-        data: The snapshot's data.
+        node: The node to decode.
+        manifest: The manifest of the snapshot.
+        data: The data of the snapshot.
     """
 
     def tensor_of(index: int) -> torch.Tensor:

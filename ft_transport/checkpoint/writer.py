@@ -1,7 +1,8 @@
-"""The writer process: it receives snapshots as descriptors, and writes this rank's part of a checkpoint.
+"""The program of a writer process, which writes one rank's part of a checkpoint.
 
-Its argument is the number of a descriptor, its end of a socket pair. It has no process group and no accelerator, and
-exits when the other end closes, so that it never outlives its trainer.
+The trainer starts it with the number of a descriptor: one end of a pair of sockets. Over it, the writer receives
+requests, and descriptors of the memory with the snapshots. The writer uses no process group and no accelerator. It
+exits when the trainer closes its end, so it does not outlive the trainer.
 """
 
 from __future__ import annotations
@@ -80,17 +81,17 @@ from ft_transport.wire.nodes import Node
 from ft_transport.wire.snapshot import gathered
 
 _NICENESS: Final = 5
-"""Training has priority if there are more threads than cores."""
+"""Lowers the priority of the writer, so that training gets the cores first."""
 _DIGEST_BYTES: Final = 8
 
 _written_decoder: Final = msgspec.msgpack.Decoder(Written)
 
 
 class Writer:
-    """The work of a writer process, without its connection.
+    """Performs the requests of a trainer: plans, digests and writes its snapshots.
 
     Args:
-        check: Called now and then during writes; an error that it raises ends the write.
+        check: Called repeatedly during writes; an error that it raises ends the write.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
@@ -106,10 +107,10 @@ class Writer:
         self._dcp_metadata: tuple[list[tuple[tuple[int, int], ...]], bytes] | None = None
 
     def perform(self, request: WriterRequest, descriptors: list[int]) -> WriterAnswer:
-        """Perform a request, and close its descriptors.
+        """Perform a request, close its descriptors, and return the answer.
 
         Raises:
-            Exception: The error of the request, to be reported to the trainer.
+            Exception: The request failed. The caller reports this error to the trainer.
         """
         match request:
             case Take():
@@ -135,11 +136,11 @@ class Writer:
                 return self._describe(request)
 
     def drop(self) -> None:
-        """Release the snapshots."""
+        """Unmap the snapshots."""
         self._manifests.clear()
         self._headers.clear()
         self._described = Described()
-        # A view keeps the mapping alive, which ends with its last view.
+        # The system unmaps a snapshot when its last memoryview is deleted.
         self._data.clear()
 
     def _take(self, request: Take, descriptors: list[int]) -> Taken:
@@ -168,7 +169,7 @@ class Writer:
         try:
             merge_trees([each[SHARED].tree for each in manifests], _IgnoringTensors(), names=names)
         except RestoreError as error:
-            what = error.message.rsplit("; what belongs", 1)[0]
+            what = error.message.rsplit("; ", 1)[0]
             raise ReplicasDivergedError(f"{what}; {OWN_STATE_ADVICE}", path=error.path) from error
         self._dcp_metadata = None
         described = [describe(each, rank) for rank, each in enumerate(manifests)]
@@ -177,7 +178,7 @@ class Writer:
 
     def _create(self, directory: Path) -> Done:
         consolidation = self._planned.consolidation
-        assert consolidation is not None, "it is asked for where there is one"
+        assert consolidation is not None, "the trainer sends Create only if the plan has consolidated files"
         create_consolidated(directory, consolidation)
         return Done()
 
@@ -197,7 +198,7 @@ class Writer:
 
     @property
     def _planned(self) -> SavePlan:
-        assert self._plan is not None, "the plan comes first"
+        assert self._plan is not None, "the trainer sends Plan before any request that needs the plan"
         return self._plan
 
     def _digest(self, item: WriteItem) -> bytes:
@@ -233,7 +234,7 @@ class Writer:
                 places.append((start, file.position - start))
             data_file = file.finish()
         self._put_consolidated(directory, plan)
-        # If the trainer has died, a successor may have created a directory of this name.
+        # If the trainer has died, its successor may already write to a directory of the same name.
         self._check()
         description = encode_rank_file(name, self._headers, positions)
         description_file = write_small(directory / rank_file_name(self._rank), description, hash_name=self._hash_name)
@@ -262,7 +263,7 @@ class Writer:
             [_written_decoder.decode(each) for each in some] for some in (request.written, request.reread)
         )
         places = [each.places for each in written]
-        # The same plan usually gives the same places, and encoding 10,000 tensors takes half a second.
+        # Reuse the encoded metadata if no place has changed: encoding 10,000 tensors takes half a second.
         if self._dcp_metadata is None or self._dcp_metadata[0] != places:
             self._dcp_metadata = (places, encode_dcp_metadata(self._planned, places))
         files = [write_small(directory / DCP_METADATA_NAME, self._dcp_metadata[1], hash_name=self._hash_name)]
@@ -281,26 +282,26 @@ class Writer:
 
 
 class _IgnoringTensors:
-    """Compares leaves that are no tensors; the digests of tensors are compared elsewhere."""
+    """Lets `merge_trees` compare all leaves except tensors, whose digests `Writer` compares later."""
 
     def tensor(self, path: TreePath, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
-        """See ``wire.merging.LeafVisitor``."""
+        """Accept tensors without a comparison."""
         del path, sources
         return nodes[0]
 
     def stored(self, path: TreePath, source: int, node: StoredLeaf) -> Node:
-        """See ``wire.merging.LeafVisitor``."""
+        """Accept leaves with bytes without a comparison."""
         del path, source
         return node
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer requests until the trainer closes the connection."""
+    """Perform requests one after the other until the trainer closes the connection."""
 
     def check() -> None:
         readable, _, _ = select.select([connection], [], [], 0)
         if readable:
-            raise AbandonedError("gave up because another rank has failed, or the trainer is gone")
+            raise AbandonedError("gave up because another rank has failed, or the trainer has exited")
 
     writer = Writer(check)
     send(connection, Done())
@@ -319,10 +320,10 @@ def serve(connection: socket.socket) -> None:
 def main() -> None:
     """Run a writer process."""
     torch.set_num_threads(1)
-    # The objects here form no cycles, and the search for cycles takes longer than creating the objects.
+    # Almost no object is part of a cycle, and the search for cycles would take longer than creating all objects.
     gc.disable()
     os.nice(_NICENESS)
-    # An interrupt from a terminal is meant for the trainer.
+    # Ignore an interrupt from the terminal: the trainer decides when its writer process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):

@@ -1,7 +1,8 @@
-"""A writer process as the trainer sees it: its messages, and the end that starts, asks and ends the process.
+"""The trainer's side of a writer process: the messages between them, and the class that starts and ends the process.
 
-A message is a length, 8 bytes, big-endian, and that many bytes of msgpack, over a pair of Unix sockets. A request with
-snapshots carries their descriptors with its length (``SCM_RIGHTS``). The writer answers each request once, in order.
+A message is its length (8 bytes, big-endian), followed by as many bytes of msgpack, over a pair of Unix sockets. If a
+request has snapshots, their descriptors are sent together with the length (``SCM_RIGHTS``). The writer answers each
+request once, in order.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ _LENGTH_BYTES: Final = 8
 
 
 class Take(Struct, tag=True):
-    """Replace the writer's snapshots by these, by part; the message carries one descriptor for each.
+    """Map the snapshots of a new state, and unmap those of the last one. The message has a descriptor for each part.
 
-    ``starts`` has the offset of each safetensors file in its memory file, ``num_bytes`` its length; ``hash_name`` is
-    the hash function for the files that are written.
+    Attributes:
+        rank: Number of the rank.
+        starts: Offset of each part's safetensors file in its memory file.
+        num_bytes: Length of each part's safetensors file.
+        hash_name: Hash function for the digests of written files.
     """
 
     rank: int
@@ -41,15 +45,15 @@ class Take(Struct, tag=True):
 
 
 class Cancel(Struct, tag=True):
-    """Abort the current request, if there is one."""
+    """Abort the running request, if one is running."""
 
 
 class Drop(Struct, tag=True):
-    """Release the snapshots."""
+    """Unmap the snapshots."""
 
 
 class Plan(Struct, tag=True):
-    """Make a plan for all ranks from the headers of their snapshots, by rank and part."""
+    """Divide the work among all ranks. ``headers`` has, by rank and part, the header of each snapshot."""
 
     headers: tuple[tuple[bytes, ...], ...]
     consolidated: str | None
@@ -62,33 +66,42 @@ class Create(Struct, tag=True):
 
 
 class Reread(Struct, tag=True):
-    """Digest files that several ranks have written."""
+    """Read and digest files that several ranks have written together."""
 
     directory: str
     names: tuple[str, ...]
 
 
 class Digest(Struct, tag=True):
-    """Digest these items."""
+    """Return the digests of these items."""
 
     items: tuple[int, ...]
 
 
 class Compare(Struct, tag=True):
-    """Check whether ranks have diverged. ``digests`` by rank, 8 bytes each."""
+    """Compare the digests of the ranks' items. ``digests`` has, by rank, 8 bytes for each compared item."""
 
     digests: tuple[bytes, ...]
 
 
 class Write(Struct, tag=True):
-    """Write this rank's part of the plan into a directory."""
+    """Write the files of this rank into a directory, as the plan says."""
 
     directory: str
     plan: RankPlan
 
 
 class Describe(Struct, tag=True):
-    """Write the files that DCP reads, and answer with the list of files; ``written`` has the ranks' own files."""
+    """Write the metadata for DCP, and return the encoded list of all files.
+
+    Attributes:
+        directory: Path of the directory.
+        step: The step of the checkpoint.
+        local_keys: Top-level keys of the state whose values are rank-local.
+        written: The encoded `Written` about each rank's own files.
+        reread: The encoded `Written` of each rank about consolidated files.
+        job: Name of the run that will sign the list; empty without a signature.
+    """
 
     directory: str
     step: int
@@ -99,37 +112,42 @@ class Describe(Struct, tag=True):
 
 
 class Taken(Struct, tag=True):
-    """Digests of the snapshots' structure and of the values that all ranks share."""
+    """The answer to `Take`: digests of the structure of the state, and of the values in its shared part."""
 
     structure: int
     values: int
 
 
 class Bytes(Struct, tag=True):
-    """The requested bytes."""
+    """The answer to `Digest` and `Describe`."""
 
     content: bytes
 
 
 class RankPlans(Struct, tag=True):
-    """The plan of each rank."""
+    """The answer to `Plan`: the plan of each rank."""
 
     plans: tuple[RankPlan, ...]
 
 
 class Written(Struct, tag=True):
-    """The files that a rank has written, and the places of its items and values in its data file: offset and length."""
+    """The answer to `Write` and `Reread`.
+
+    Attributes:
+        files: The files that were written or digested.
+        places: Offset and length in the data file of each written item, then of each written value.
+    """
 
     files: tuple[FileEntry, ...]
     places: tuple[tuple[int, int], ...]
 
 
 class Done(Struct, tag=True):
-    """The request succeeded."""
+    """The answer to a request that succeeded and returns nothing; also sent when a new writer process is ready."""
 
 
 class Failed(Struct, tag=True):
-    """The request failed."""
+    """The answer to a request that failed."""
 
     failure: Failure
 
@@ -143,7 +161,7 @@ _answer_decoder: msgspec.msgpack.Decoder[WriterAnswer] = msgspec.msgpack.Decoder
 
 
 def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descriptors: Sequence[int] = ()) -> None:
-    """Send a message.
+    """Send a message, together with descriptors of snapshots if it has any.
 
     Raises:
         OSError: The peer has closed the connection.
@@ -151,7 +169,7 @@ def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descr
     body = _encoder.encode(message)
     length = len(body).to_bytes(_LENGTH_BYTES, "big")
     if descriptors:
-        # A stream socket accepts a few bytes completely.
+        # The kernel accepts so few bytes in one call.
         socket.send_fds(connection, [length], list(descriptors))
     else:
         connection.sendall(length)
@@ -159,7 +177,7 @@ def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descr
 
 
 def receive_request(connection: socket.socket) -> tuple[WriterRequest, list[int]] | None:
-    """Receive a request and its descriptors, which the caller owns; return ``None`` after the last request.
+    """Receive a request and its descriptors, which the caller must close. Return ``None`` if the trainer closed.
 
     Raises:
         OSError: The connection broke.
@@ -171,7 +189,7 @@ def receive_request(connection: socket.socket) -> tuple[WriterRequest, list[int]
 
 
 def receive_answer(connection: socket.socket) -> WriterAnswer:
-    """Receive an answer.
+    """Receive the answer of the writer process.
 
     Raises:
         EOFError: The writer has exited.
@@ -208,11 +226,16 @@ _COMMAND: Final = child_command("ft_transport.checkpoint.writer", "main")
 
 
 class WriterProcess:
-    """One writer process. Any thread may call `is_alive`, one thread at a time the rest.
+    """Starts a writer process, sends it requests, and ends it.
+
+    Any thread may call `is_alive`. Only one thread at a time may call the other methods.
 
     Args:
-        command: The command to run; the number of its socket's descriptor is appended.
-        is_private: Whether only the owner may read the written files; else the umask decides.
+        command: The command of the process, without its last argument: the number of the socket's descriptor.
+        is_private: Whether only the owner may read the written files. Otherwise the umask decides.
+
+    Attributes:
+        number: Number of processes started so far, which identifies the running one.
     """
 
     def __init__(self, command: Sequence[str] = _COMMAND, *, is_private: bool = False) -> None:
@@ -224,12 +247,12 @@ class WriterProcess:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.children``."""
+        """Return whether this object has the socket; a forked child then closes its copy (``runtime.children``)."""
         return self._connection is not None and candidate.fileno() == self._connection.fileno()
 
     @property
     def process_id(self) -> int | None:
-        """The ID of the process; ``None`` if it does not exist."""
+        """The ID of the process; ``None`` if none was started or the last one was ended."""
         return self._process.pid if self._process is not None else None
 
     def is_alive(self) -> bool:
@@ -238,10 +261,10 @@ class WriterProcess:
         return process is not None and process.poll() is None
 
     def start(self, timeout_s: float) -> None:
-        """Start a process in place of any earlier one, and wait until it has imported its modules.
+        """End an earlier process, start a new one, and wait until it has imported its modules.
 
         Raises:
-            WriterFailedError: The process could not be started, or was not ready in time.
+            WriterFailedError: The process could not be started, or was not ready within ``timeout_s`` seconds.
         """
         self.close()
         with making_socket:
@@ -271,17 +294,18 @@ class WriterProcess:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> WriterAnswer:
-        """Send a request to the writer, and return its answer.
+        """Send a request to the writer process, and return its answer.
 
         Args:
             request: The request.
-            descriptors: Descriptors of the snapshots in the request, if it has any.
-            timeout_s: Time after which the writer counts as stuck, and is ended.
-            check: Called now and then meanwhile; if it raises, the writer aborts and this raises the same error.
+            descriptors: Descriptors of snapshots that the request refers to.
+            timeout_s: Seconds after which the process counts as stuck, and is killed.
+            check: Called repeatedly while waiting. If it raises, the process aborts the request, and this method raises
+                the same error.
 
         Raises:
-            WriterFailedError: The writer died, or did not answer in time.
-            Exception: The writer's error.
+            WriterFailedError: The process died, or did not answer in time.
+            Exception: The error with which the request failed in the process.
         """
         deadline_s = time.monotonic() + timeout_s
         what = f"to answer {type(request).__name__}"
@@ -308,7 +332,7 @@ class WriterProcess:
 
     def _send(self, request: WriterRequest, descriptors: Sequence[int], what: str, deadline_s: float) -> None:
         if self._connection is None:
-            raise WriterFailedError(f"expected a writer process {what}, there is none")
+            raise WriterFailedError(f"expected a writer process {what}, none is running")
         try:
             self._connection.settimeout(max(deadline_s - time.monotonic(), _TICK_S))
             send(self._connection, request, descriptors)
@@ -317,7 +341,7 @@ class WriterProcess:
 
     def _answer(self, deadline_s: float, what: str, check: Callable[[], None]) -> WriterAnswer:
         connection = self._connection
-        assert connection is not None, "it was sent something"
+        assert connection is not None, "the process was started"
         while not select.select([connection], [], [], _TICK_S)[0]:
             if time.monotonic() > deadline_s:
                 if self._process is not None:
@@ -331,7 +355,7 @@ class WriterProcess:
             raise self._died(what) from error
 
     def _cancel(self) -> None:
-        """Abort the writer's request, and read both answers, so that the next answer is for the next request."""
+        """Abort the running request, and read the answers to it and to `Cancel`, so that none is left."""
         try:
             deadline_s = time.monotonic() + _CANCEL_S
             self._send(Cancel(), (), "to give up", deadline_s)
@@ -348,7 +372,7 @@ class WriterProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
-    """End a process that was asked to exit. Return its status, ``None`` if the system does not end it."""
+    """Wait for a process to exit, and kill it if it does not. Return its exit status; ``None`` if it still runs."""
     try:
         return process.wait(_END_S)
     except subprocess.TimeoutExpired:
@@ -356,6 +380,6 @@ def _end(process: subprocess.Popen[bytes]) -> int | None:
     try:
         return process.wait(_END_S)
     except subprocess.TimeoutExpired:
-        # The process hangs in the system, for example on a file server that does not answer, and ends when that call
-        # does.
+        # The process hangs in a system call, for example on a file server that does not answer. The kernel ends it when
+        # that call returns.
         return None

@@ -133,7 +133,7 @@ def test_a_second_store_is_refused_and_may_read(store: CheckpointStore, monkeypa
         assert reader.load().step == 1
         reader.verify(1)
         for refused in (lambda: reader.prune(1), lambda: reader.save(2, _state(2))):
-            with pytest.raises(CheckpointError, match="read-only"):
+            with pytest.raises(CheckpointError, match="read_only"):
                 refused()
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_saved_is_refused_in_the_call_and_the_next_save_succeeds(
 
 
 def test_names_that_collide_are_refused_in_the_call_and_the_next_save_succeeds(store: CheckpointStore) -> None:
-    with pytest.raises(CheckpointError, match=r"two of one .*at a\.b"):
+    with pytest.raises(CheckpointError, match=r"same one twice .*at a\.b"):
         store.save(1, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
     store.save(2, _state(2), wait=True)
     assert store.check_health().is_good
@@ -309,10 +309,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(tmp
 @pytest.mark.parametrize(
     ("into", "expected"),
     [
-        ({"model": {"weight": torch.zeros(64, 65)}}, r"model\.weight: float32\[64, 65\] here, float32\[64, 64\] there"),
+        ({"model": {"weight": torch.zeros(64, 65)}}, r"weight: float32\[64, 65\] here, float32\[64, 64\] in the"),
         ({"model": {"weight": torch.zeros(64, 64).bfloat16()}}, r"model\.weight: bfloat16\[64, 64\] here"),
-        ({"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(3)}}, r"model\.bias: not there"),
-        ({"model": {"weight": torch.zeros(64, 64)}, "ema": [torch.zeros(3)]}, r"ema\.0: not there"),
+        ({"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(3)}}, r"model\.bias: not in the checkpoint"),
+        ({"model": {"weight": torch.zeros(64, 64)}, "ema": [torch.zeros(3)]}, r"ema\.0: not in the checkpoint"),
     ],
 )
 def test_a_state_that_would_be_loaded_in_part_is_refused(
@@ -362,7 +362,7 @@ def test_a_closed_store_does_nothing_more_to_a_root_that_may_be_anothers(tmp_pat
             lambda: first.save(3, _state(3)),
             lambda: first.prefault(_state(3)),
         ):
-            with pytest.raises(CheckpointError, match="expected a store that is open, this one is closed"):
+            with pytest.raises(CheckpointError, match="expected an open store, this one has been closed"):
                 use()
         assert second.steps() == (1, 2)
 
@@ -391,7 +391,7 @@ def test_a_list_that_was_longer_fills_the_one_that_is_here(store: CheckpointStor
 
 def test_a_list_that_was_shorter_is_refused_by_what_it_lacks(store: CheckpointStore) -> None:
     store.save(1, {"history": [torch.ones(2)]}, wait=True)
-    with pytest.raises(RestoreError, match=r"are here; history\.1: not there; nothing was loaded"):
+    with pytest.raises(RestoreError, match=r"same form; history\.1: not in the checkpoint; nothing was loaded"):
         store.load(1, into={"history": [torch.zeros(2), torch.zeros(2)]})
 
 
@@ -405,25 +405,25 @@ class TestMemoryThatIsSharedInAnotherWay:
     def test_one_tensor_for_two_that_differ(self, store: CheckpointStore) -> None:
         self.saved(store, {"m": {"a": torch.ones(10), "b": torch.zeros(10)}})
         both = torch.full((10,), 5.0)
-        with pytest.raises(RestoreError, match=r"m\.b: here it shares memory in another way than there"):
+        with pytest.raises(RestoreError, match=r"m\.b: shares memory with other tensors than in the checkpoint"):
             store.load(1, into={"m": {"a": both, "b": both}})
         assert torch.equal(both, torch.full((10,), 5.0))
 
     def test_views_that_overlap(self, store: CheckpointStore) -> None:
         self.saved(store, {"a": torch.ones(10), "b": torch.zeros(10)})
         memory = torch.zeros(12)
-        with pytest.raises(RestoreError, match="b: here it shares memory"):
+        with pytest.raises(RestoreError, match="b: shares memory"):
             store.load(1, into={"a": memory[:10], "b": memory[2:]})
 
     def test_one_element_for_many(self, store: CheckpointStore) -> None:
         self.saved(store, {"a": torch.arange(10.0)})
-        with pytest.raises(RestoreError, match="a: here it shares memory"):
+        with pytest.raises(RestoreError, match="a: shares memory"):
             store.load(1, into={"a": torch.zeros(1).expand(10)})
 
     def test_memory_of_its_own_for_a_view(self, store: CheckpointStore) -> None:
         whole = torch.arange(10.0)
         self.saved(store, {"a": whole, "b": whole[2:5]})
-        with pytest.raises(RestoreError, match="b: here it shares memory"):
+        with pytest.raises(RestoreError, match="b: shares memory"):
             store.load(1, into={"a": torch.zeros(10), "b": torch.zeros(3)})
 
     def test_views_ties_and_twins_that_are_shared_alike_are_loaded(self, store: CheckpointStore) -> None:
@@ -452,7 +452,7 @@ def test_a_checkpoint_under_another_name_is_damaged(store: CheckpointStore) -> N
     store.save(3, _state(3), wait=True)
     (store.root / "step-3").rename(store.root / "step-9")
     for use in (store.verify, store.load):
-        with pytest.raises(CheckpointDamagedError, match=r"expected that of step 9.*got that of step 3"):
+        with pytest.raises(CheckpointDamagedError, match=r"expected the list of step 9.*got that of 3"):
             use(9)
 
 
@@ -464,4 +464,4 @@ def test_a_directory_without_its_list_of_files_is_warned_of(
     (store.root / "step-2" / "manifest.json").unlink()
     with caplog.at_level("WARNING"):
         assert store.steps() == (1,)
-    assert "step-2 has no manifest.json and does not count" in caplog.text
+    assert "step-2 has no manifest.json and is ignored" in caplog.text

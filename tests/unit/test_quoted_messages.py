@@ -25,7 +25,7 @@ _PUT_TOGETHER = {
     "s certificate (FT_TRANSPORT_TLS_CERT)",
     "expected manifest.json to be signed with the job token,",
     ".owner is a link or something else",
-    "has no manifest.json and does not count",
+    "has no manifest.json and is ignored",
     "expected r, lora_alpha, target_modules in the adapter",
     "cannot import name",  # Python's own
 }

@@ -106,7 +106,7 @@ _ALL = ["settings", "admit", "take", *_PLANNING, "digest", "compare", "write", "
 
 @pytest.fixture
 def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
-    monkeypatch.setattr(save_job, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(save_job, "_PAUSE_S", 0.0)
     return Saves(tmp_path)
 
 
