@@ -1,4 +1,5 @@
-"""Quorums, on three levels: the decision (pure), the membership of one replica in its job, and its loop.
+"""Quorums: the replicas agree which of them train the next step, and which have to heal first.
 
-``Manager`` imports the loop. ``lighthouse`` is the only importer of torchft.
+The modules form three levels: the loop of one replica, below it its membership in the job, and below that the decision,
+which is pure. ``Manager`` imports the loop. Only ``lighthouse`` imports torchft.
 """

@@ -1,11 +1,11 @@
-"""Digests what optimizers and schedulers change, tensors and hyperparameters, for comparison between replicas.
+"""Digests a replica's tensors and hyperparameters, which the next quorum compares between replicas.
 
-A background thread reads the tensors while forward and backward run; a read section keeps optimizers from changing them
-meanwhile. Reading takes about 0.1 s for each GB on one core, once for each comparison; a longer step does not wait.
+A background thread reads the tensors while ``forward`` and ``backward`` run, in a read section, so that no optimizer
+changes them meanwhile. That takes about 0.1 s for each GB; the training thread waits for it only in a shorter step.
 
-A learning rate that a scheduler changes on one replica alone appears in no state until the parameters differ for good.
-After a commit the hyperparameters must be equal: every replica sets them from the same step. After a failed step they
-may differ: one replica may have failed before setting them for this attempt, another one after.
+If a scheduler changes a learning rate on one replica alone, the parameters soon differ for good, and no tensor shows
+why. So the hyperparameters are compared too. After a commit they must be equal, since every replica sets them from the
+same step. After a failed step they may differ: one replica may have failed before it set them, another one after.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from manager.lifecycle import OwnedExecutor
 from manager.quorum.decision import Decision
 from manager.quorum.differences import DifferenceExchange
 from manager.quorum.quorum_round import Participant, QuorumRound
-from manager.quorum.reports import Claim
+from manager.quorum.reports import Claim, digest_of
 from manager.snapshots.requests import BOUNDARY_TIMEOUT
 from manager.state.compatibility import WITHOUT_EFFECT, leaves, named_optimizers, plain
 from manager.state.lock import Section
@@ -39,10 +39,10 @@ from manager.state.optimizer_states import belongs_to, memory_at, parameters_of
 logger = logging.getLogger(__name__)
 
 _MAX_SUSPECTED: Final = 3
-"""After this number of suspected steps without a difference, further ones are trusted."""
+"""Number of suspected steps after which `StateComparison.suspect` has no effect any more."""
 _NAMING: Final = timedelta(seconds=2)
 _MAX_DIVERGENCES: Final = 1
-"""Consecutive divergences before an error: a heal does not change values that the loop sets."""
+"""Number of heals before different hyperparameters are an error: a heal cannot change values that the loop sets."""
 
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
 """Immutable types."""
@@ -51,16 +51,16 @@ _encoder: Final = msgspec.msgpack.Encoder(enc_hook=plain, order="deterministic")
 
 
 class StateComparison:
-    """Digests a replica's state at compared boundaries. For the training thread alone.
+    """Digests a replica's state at step boundaries, for the quorum to compare. For the training thread only.
 
-    Tensors outside memory that only optimizers and write sections change are not compared.
+    A tensor counts only if nothing but optimizers and write sections changes its memory.
 
     Args:
-        participant: This replica in its quorum.
-        differences: Exchanges the digests of tensors that differ.
+        participant: This replica and its quorum.
+        differences: Finds out which tensors differ between replicas.
 
     Attributes:
-        is_wanted: Whether to compare the next boundary, whichever step it is.
+        is_wanted: Whether to compare at the next step boundary, even if ``compare_every`` does not demand it.
     """
 
     def __init__(self, participant: Participant, differences: DifferenceExchange) -> None:
@@ -72,25 +72,27 @@ class StateComparison:
         self._num_suspected = 0
 
     def suspect(self, reason: str, current: QuorumRound) -> None:
-        """Compare the next boundary, and log the reason, if several replicas make a step that may differ.
+        """Compare the replicas at the next step boundary, because the present step may make their states differ.
+
+        Logs a warning at the first time.
 
         Args:
-            reason: Why the step may differ.
-            current: The step.
+            reason: Why the states may differ, as a clause.
+            current: The round of the present step.
         """
         decision = current.decision
         if decision is None or decision.num_participants < 2 or self._num_suspected == _MAX_SUSPECTED:
             return
         if not self._num_suspected:
             logger.warning(
-                "%s; the replicas differ unless they are the same on all, so the states are compared after this step",
+                "%s; this may make the replicas' states differ, so they are compared after this step",
                 reason,
             )
         self._num_suspected += 1
         self.is_wanted = True
 
     def begin_if_due(self) -> None:
-        """Begin to digest the state of this boundary, if it is compared. Logs a state that cannot be digested."""
+        """Begin to digest the state if this step boundary is compared. If that is impossible, log the reason."""
         own, copier = self._participant.state, self._participant.snapshots.copier
         step, every = own.step, self._participant.config.compare_every
         if not self.is_wanted and (every is None or step == 0 or step % every):
@@ -107,18 +109,25 @@ class StateComparison:
             digests = TensorDigests(state, belongs_to(guarded, at_least_bytes=0))
             if self._pool is None:
                 self._pool = OwnedExecutor(1, "ft-transport-compare")
-            values = {f"{key} (values)": _digest_of_values(each) for key, each in copier.values(state).items()}
+            values = {
+                f"{key} (values)": int(digest_of(list(_leaves(each, ""))), 16)
+                for key, each in copier.values(state).items()
+            }
             self._pending = step, own.lineage, self._pool.submit(_compute, digests, values, check, section)
             section = None
         except (TransportError, ManagerError) as error:
             level = logging.DEBUG if isinstance(error, LockTimeoutError) else logging.WARNING
-            logger.log(level, "step %d is not compared with the other replicas': %s", step, error)
+            logger.log(level, "the state of step %d is not compared with the other replicas: %s", step, error)
         finally:
             if section is not None and section.is_open:
                 section.release()
 
     def claim(self, timeout: timedelta) -> Claim:
-        """Return the digest of the last compared boundary; waits for it."""
+        """Wait for the digest of the last compared step boundary, and return it; an empty claim without one.
+
+        Args:
+            timeout: Limit of the wait.
+        """
         table = self._table(timeout)
         if table is None or self._pending is None:
             return Claim()
@@ -127,12 +136,12 @@ class StateComparison:
         return Claim(
             step=step,
             lineage=lineage,
-            tensors=_digest([name for name, _ in ordered]),
-            digest=_digest([digest for _, digest in ordered]),
+            tensors=digest_of([name for name, _ in ordered]),
+            digest=digest_of([digest for _, digest in ordered]),
         )
 
     def _table(self, timeout: timedelta) -> dict[str, int] | None:
-        """Return the digest of each tensor by path; ``None`` without a compared boundary."""
+        """Return the digest of each tensor, by path; ``None`` if no step boundary was digested."""
         if self._pending is None:
             return None
         step, _, future = self._pending
@@ -142,18 +151,21 @@ class StateComparison:
             error = ManagerError(f"no digest in {timeout.total_seconds():g} s")
         if error is None:
             return future.result()
-        logger.warning("step %d is not compared with the other replicas': %s", step, error)
+        logger.warning("the state of step %d is not compared with the other replicas: %s", step, error)
         self._pending = None
         return None
 
     def name(self, error: StatesDivergedError) -> None:
-        """Add the paths of differing tensors to the error; all compared replicas call this at the same time."""
+        """Find the paths of the tensors that differ, and store them in the error.
+
+        All compared replicas call this method at the same time.
+        """
         if not error.tensors:
             table, timeout = self._table(self._participant.state.timeout), self._participant.config.connect_timeout
             error.tensors = self._differences.differing_tensors(error, table or {}, timeout)
 
     def forget(self) -> None:
-        """Discard the last digest: another state has been loaded."""
+        """Discard the last digest, after another state was loaded."""
         self._pending = None
 
     def close(self) -> None:
@@ -162,16 +174,8 @@ class StateComparison:
             self._pool.shutdown(wait=True)
 
 
-def _digest(values: Sequence[object]) -> str:
-    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
-
-
-def _digest_of_values(values: object) -> int:
-    return int(_digest(list(_leaves(values, ""))), 16)
-
-
 def _leaves(values: object, path: str) -> Iterator[str]:
-    """Yield path and text of plain values. The text of other objects may contain their address."""
+    """Yield ``path=value`` for each plain value. Other objects are skipped: their text may contain a memory address."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _leaves(value, f"{path}.{key}")
@@ -194,17 +198,17 @@ def _compute(
 
 
 class Hyperparameters:
-    """Digests the hyperparameters of a replica's optimizers. For the training thread alone.
+    """Digests the hyperparameters of a replica's optimizers, for the quorum to compare. For the training thread only.
 
-    The digest covers all values of parameter groups except those that choose a kernel, of all optimizers that are
-    attached or registered as replicated state and step with each commit.
+    The digest covers the optimizers that step with each commit and are attached or registered as replicated state. It
+    covers all values of their parameter groups, except those that only choose a kernel.
 
     Args:
-        participant: This replica in its quorum.
-        differences: Exchanges the values that differ.
+        participant: This replica and its quorum.
+        differences: Finds out which hyperparameters differ between replicas.
 
     Attributes:
-        claim: This replica's digest for the next quorum.
+        claim: The digest for the next quorum; an empty claim without one.
     """
 
     def __init__(self, participant: Participant, differences: DifferenceExchange) -> None:
@@ -218,13 +222,13 @@ class Hyperparameters:
         self._digest = ""
         self.claim = Claim()
 
-    def look(self, *, is_after_commit: bool) -> None:
-        """Digest the hyperparameters of this boundary, unless they are the same objects as at the last one.
+    def digest(self, *, is_after_commit: bool) -> None:
+        """Digest the hyperparameters at this step boundary. Unchanged immutable values are not digested again.
 
-        A digest takes 2 µs for one parameter group, 0.3 ms for 300.
+        That takes 2 µs for one parameter group, 0.3 ms for 300.
 
         Args:
-            is_after_commit: Whether the previous step was committed; otherwise nothing is compared.
+            is_after_commit: Whether the previous step was committed. If not, nothing is compared.
         """
         self.claim = Claim()
         if not is_after_commit:
@@ -247,14 +251,14 @@ class Hyperparameters:
                 step=self._state.step, lineage=self._state.lineage, tensors="hyperparameters", digest=self._digest
             )
 
-    def note(self, decision: Decision) -> None:
-        """Log the hyperparameters that differ; if this replica differs from the majority, let it heal, once.
+    def handle_divergence(self, decision: Decision) -> None:
+        """Log the hyperparameters that differ. If this replica differs from the majority, make it heal once.
 
         Args:
-            decision: The decision of the quorum that compared them.
+            decision: The decision of the quorum that compared the hyperparameters.
 
         Raises:
-            HyperparametersDivergedError: This replica differs again after the first step since its heal.
+            HyperparametersDivergedError: This replica has healed, and differs again in the next comparison.
         """
         claim, self.claim = self.claim, Claim()
         divergence, participant = decision.divergence, self._participant
@@ -270,7 +274,7 @@ class Hyperparameters:
         is_own = participant.membership.replica_id in divergence.replicas
         self._num_divergences = self._num_divergences + 1 if is_own else 0
         logger.error(
-            "%s: %s; %s differ from most, and %s",
+            "%s: %s; %s differ from most replicas, and %s",
             participant.name,
             error,
             sorted(divergence.replicas),
@@ -282,18 +286,21 @@ class Hyperparameters:
             raise error
 
     def name(self, error: HyperparametersDivergedError) -> None:
-        """Add the differing values to the error; all compared replicas call this at the same time."""
+        """Find the hyperparameters that differ, and store them with their values in the error.
+
+        All compared replicas call this method at the same time.
+        """
         table = {
-            f"{name}.param_groups.{index}.{path}": told
+            f"{name}.param_groups.{index}.{path}": text
             for name, optimizer in self._optimizers()
             if self._state.ledger.steps_with_commits(optimizer)
             for index, group in enumerate(optimizer.param_groups)
-            for path, told in leaves(group)
+            for path, text in leaves(group)
         }
         error.tensors = self._differences.differing_values(error, table, _NAMING)
 
     def _optimizers(self) -> list[tuple[str, Optimizer]]:
-        """Return the optimizers registered as replicated state, then those only attached, with names."""
+        """Return name and optimizer: first of those registered as replicated state, then of those only attached."""
         state = self._state
         attached = state.optimizers()
         signature = (state.registry.num_changes, *map(id, attached))
@@ -304,18 +311,18 @@ class Hyperparameters:
 
 
 def _digest_of(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest of the compared values; empty if they are not comparable."""
-    counted = [{name: value for name, value in group.items() if name not in WITHOUT_EFFECT} for group in groups]
+    """Return a digest of the values that affect a step; empty if one of them cannot be compared."""
+    compared = [{name: value for name, value in group.items() if name not in WITHOUT_EFFECT} for group in groups]
     try:
-        return hashlib.blake2b(_encoder.encode(counted), digest_size=8).hexdigest()
-    # Numbers beyond 64 bits, mappings with non-str keys, values that contain themselves.
+        return hashlib.blake2b(_encoder.encode(compared), digest_size=8).hexdigest()
+    # Numbers beyond 64 bits, mappings with keys other than strings, and values that contain themselves.
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
-        logger.debug("hyperparameters are not compared with the other replicas': %s", error)
+        logger.debug("the hyperparameters are not compared with the other replicas: %s", error)
         return ""
 
 
 def _is_fixed(group: Mapping[str, Any]) -> bool:
-    """Return whether every compared value of the group is immutable."""
+    """Return whether every compared value of a parameter group is immutable."""
     return all(
         name in WITHOUT_EFFECT or all(type(each) in _FIXED for each in (value if type(value) is tuple else (value,)))
         for name, value in group.items()

@@ -1,12 +1,12 @@
 """Decides from the members' reports which replicas train the next step, which heal first, and from which sources.
 
-Every member computes the decision by itself from the same list of reports. The module is pure: it does not wait, read a
-clock or use the network. The reports come from the Lighthouse (``manager.quorum.lighthouse``).
+Every member computes the decision on its own, from the same reports, which the Lighthouse sends to all of them
+(``manager.quorum.lighthouse``). The module is pure: it does not wait, read a clock or use the network.
 
 A committed state has a step and a *lineage*: a digest of all process groups that averaged its gradients since step 0.
 Replicas with the same step and lineage have the same replicated state. The step number alone does not guarantee that: a
-stopped replica may wake up and commit a step that the others have repeated without it. Then its lineage differs from
-theirs, and it heals like a replica that is behind.
+stopped replica may wake up and commit a step that the other replicas have repeated without it. Then its lineage differs
+from theirs, and it heals like a replica that is behind.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from manager.quorum.reports import (
     NO_WHOLE_STATE,
     Divergence,
     Member,
+    digest_of,
     find_divergence,
     is_in_other_order,
     misfits,
     usual_structure,
 )
 
-_AVERAGED: Final = "the tensors that were averaged for it"
+_AVERAGED: Final = "the tensors that were averaged in it"
 
 
 class WorldSizeMode(Enum):
-    """The number of replicas that contribute to a step; names and meaning as in torchft.
+    """How many replicas contribute to a step. The names and their meaning are torchft's.
 
     Attributes:
-        DYNAMIC: All replicas in the quorum.
-        FIXED_WITH_SPARES: ``min_replica_size``; the others have the same state and contribute zeros.
+        DYNAMIC: All replicas of the quorum contribute.
+        FIXED_WITH_SPARES: ``min_replica_size`` replicas contribute. The spare replicas have the same state and
+            contribute zeros.
     """
 
     DYNAMIC = 0
@@ -46,11 +48,11 @@ class WorldSizeMode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpToDate:
-    """The replica already has the common state.
+    """The role of a replica that has the common state already.
 
     Attributes:
-        serves_now: The replicas that heal at this step boundary.
-        serves_next: The replicas that will heal at the next step boundary.
+        serves_now: The ids of replicas that heal from it at this step boundary.
+        serves_next: The ids of replicas that heal from it at the next step boundary.
     """
 
     serves_now: tuple[str, ...]
@@ -59,11 +61,11 @@ class UpToDate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heals:
-    """The replica receives the state before it trains.
+    """The role of a replica that receives the common state before it trains.
 
     Attributes:
-        sources: The replicas with the state, in the order of attempts; rotated so that healing replicas spread over
-            them.
+        sources: The replicas that can serve the state, in the order in which this replica tries them. The order is
+            different on each healing replica, which spreads the load.
         receivers: All replicas that heal now, including this one; they relay received bytes to each other.
     """
 
@@ -73,11 +75,12 @@ class Heals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandsBy:
-    """The replica takes no part in this step: its possible sources train already.
+    """The role of a replica that is behind and takes no part in this step, because no source can serve it now.
 
     Attributes:
-        announced_to: Replicas that have learned of it now, and take a snapshot at the next step boundary.
-        may_heal: Whether all of its ranks wait; otherwise none of them asks again in this step.
+        announced_to: The ids of replicas that take a snapshot for this one at the next step boundary.
+        may_heal: Whether all ranks of the replica wait to heal. If not, the replica asks for no further quorum in this
+            step.
     """
 
     announced_to: frozenset[str]
@@ -86,11 +89,11 @@ class StandsBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoesNotFit:
-    """The replica could not load the common state: it takes no part, and no other replica waits for it.
+    """The role of a replica that could not load the common state. It takes no part, and no other replica waits for it.
 
     Attributes:
-        holder: A replica with the common state.
-        parts: The parts that differ from the replica's own.
+        holder: A replica that has the common state.
+        parts: The names of the parts of the state that do not fit this replica.
     """
 
     holder: Member
@@ -102,21 +105,21 @@ Role: TypeAlias = UpToDate | Heals | StandsBy | DoesNotFit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One replica's part in a step.
+    """The part of one rank of one replica in a step.
 
     Attributes:
-        step: The committed step that all members show after healing.
-        lineage: The lineage of that step.
-        group: Key of the step's process group. A replica that has this group already does not set it up again.
-        group_members: The group's members in the order of their ranks.
-        group_addresses: For each member, the address of the rank with the asking rank's number.
-        store_address: Address of the store where the process group meets.
-        rank: The replica's rank in the group; ``None`` if it stands by.
-        num_participants: Number of contributing replicas.
-        participating_rank: The replica's rank among them; ``None`` if it contributes zeros or stands by.
-        role: The replica's task before it trains.
-        divergence: The result of a comparison that found differences.
-        unfit: Replicas whose role is `DoesNotFit`.
+        step: The committed step of the common state, which all members have after healing.
+        lineage: The lineage of the common state.
+        group: Key of the process group for the step. A replica that has this group already does not set it up again.
+        group_members: The ids of the replicas in the process group, by rank in the group.
+        group_addresses: The addresses of the ranks in the process group, by rank in the group.
+        store_address: Address of the key-value store through which the process group is set up.
+        rank: The replica's rank in the process group; ``None`` if it takes no part.
+        num_participants: Number of replicas that contribute gradients.
+        participating_rank: The replica's rank among those; ``None`` if it contributes zeros or takes no part.
+        role: The task of the replica before it trains.
+        divergence: The difference between the members' states that a comparison found; ``None`` without one.
+        unfit: The ids of replicas whose role is `DoesNotFit`.
     """
 
     step: int
@@ -135,13 +138,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Settings that must be equal on all replicas of a job: they change a step's result or its participants.
+    """The settings that must be equal on all replicas of a job, because they change who trains or the result of a step.
 
     Attributes:
-        min_replica_size: The smallest number of replicas that commits.
-        world_size_mode: See `WorldSizeMode`.
-        init_sync: Whether all replicas take the state of one of them at step 0.
-        compare_every: Replicas compare their states at multiples of this step number.
+        min_replica_size: The smallest number of replicas that commits a step.
+        world_size_mode: How many replicas contribute to a step.
+        init_sync: Whether all replicas receive the initial state of one of them at step 0.
+        compare_every: Replicas compare their states at multiples of this step; ``None``: never.
     """
 
     min_replica_size: int
@@ -149,8 +152,8 @@ class Rules:
     init_sync: bool = True
     compare_every: int | None = None
 
-    def told(self) -> tuple[str, ...]:
-        """Return the rules as text, each with its name, for reports."""
+    def as_text(self) -> tuple[str, ...]:
+        """Return each rule as text ``name=value``, for a report."""
         return (
             f"min_replica_size={self.min_replica_size}",
             f"world_size_mode={self.world_size_mode.name}",
@@ -161,7 +164,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The common state of the next step, and the replicas that have it."""
+    """The state that all members have before the next step, and the replicas that have it already (the holders)."""
 
     step: int
     lineage: str
@@ -171,17 +174,18 @@ class _Target:
 def decide(
     members: Collection[Member], own_id: str, rules: Rules, *, group_rank: int = 0, num_failed_heals: int = 0
 ) -> Decision:
-    """Decide what the replica ``own_id`` does in this step.
+    """Decide the part of one replica in the next step.
 
     Args:
-        members: The quorum, in any order; the same on all members.
-        own_id: The asking replica.
-        rules: The same on all members.
-        group_rank: The asking rank within its replica. Each rank starts with another source.
-        num_failed_heals: Number of failed heals in a row. Each attempt starts with another source.
+        members: The reports of the quorum's members, in any order; the same on all members.
+        own_id: The id of the replica.
+        rules: The replica's rules.
+        group_rank: The calling rank within the replica. Each rank tries another source first.
+        num_failed_heals: Number of failed heals in a row. Each heal tries another source first.
 
     Raises:
-        QuorumError: The replica is no member, the members' settings differ, or no member has a whole state.
+        QuorumError: The replica is no member, the members' rules or numbers of ranks differ, or all members have only
+            partial states.
         StatesDivergedError: The members' states differ, and no majority agrees.
     """
     ordered = sorted(members, key=lambda member: member.replica_id)
@@ -235,7 +239,7 @@ def decide(
         group=_group_key(joined),
         group_members=names,
         group_addresses=tuple(member.addresses[group_rank] for member in joined),
-        # The store of a replica that already has the state: it has existed longest.
+        # The store of a replica with the common state, because such a replica has been running for longest.
         store_address=target.holders[group_rank % len(target.holders)].store_address,
         rank=rank,
         num_participants=num_participants,
@@ -247,7 +251,13 @@ def decide(
 
 
 def next_lineage(lineage: str, group: str, step: int) -> str:
-    """Return the lineage of a state whose gradients ``group`` averaged and which is committed as ``step``."""
+    """Return the lineage of a state after one more step.
+
+    Args:
+        lineage: The lineage before the step.
+        group: Key of the process group that averaged the gradients of the step.
+        step: Number of the step.
+    """
     return hashlib.blake2b(f"{lineage}\0{group}\0{step}".encode(), digest_size=8).hexdigest()
 
 
@@ -257,22 +267,22 @@ def commit_refusals(
     """Return the reasons why a replica does not commit a step; empty if it commits.
 
     Args:
-        num_participants: Number of contributing replicas.
-        min_replica_size: The smallest number that commits.
-        errors: This replica's errors in this step.
-        has_missed_heartbeats: Whether the Lighthouse may have declared the replica dead since the step began, so that
-            the others may have continued without it.
+        num_participants: Number of replicas that contributed.
+        min_replica_size: The smallest number of contributing replicas that commits.
+        errors: The errors of this replica in this step.
+        has_missed_heartbeats: Whether the Lighthouse may have declared the replica dead since the step began. Then the
+            other replicas may have continued without it.
     """
     refusals = list(errors)
     if num_participants < min_replica_size:
         refusals.append(f"expected at least {min_replica_size} replicas, got {num_participants}")
     if has_missed_heartbeats:
-        refusals.append("this replica was silent for so long that the others may have gone on without it")
+        refusals.append("this replica sent no heartbeats for so long that the others may have continued without it")
     return tuple(refusals)
 
 
 def _find_divergence(ordered: Sequence[Member]) -> Divergence | None:
-    """Compare the members' digests of one step; causes of different states come before the states."""
+    """Compare the members' digests. Different reductions come first, because they explain different states."""
     return (
         find_divergence("reductions", {member.replica_id: member.reductions for member in ordered})
         or find_divergence("state", {member.replica_id: member.claim for member in ordered})
@@ -294,7 +304,7 @@ def _check(ordered: Sequence[Member], own_id: str) -> None:
 
 
 def _check_rules(ordered: Sequence[Member]) -> None:
-    """Refuse replicas that would compute different steps from the same gradients."""
+    """Refuse members with different rules."""
     common = set(ordered[0].rules).intersection(*(member.rules for member in ordered))
     differing = {
         member.replica_id: ", ".join(rule for rule in member.rules if rule not in common) or "none of these"
@@ -303,15 +313,24 @@ def _check_rules(ordered: Sequence[Member]) -> None:
     }
     if differing:
         raise QuorumError(
-            f"expected replicas with the same rules, got {differing}; give all of them the same arguments of Manager"
+            f"expected replicas with the same rules, got {differing}; pass the same arguments to Manager on each"
         )
 
 
 def _choose_fitting_target(
     sound: Sequence[Member], ordered: Sequence[Member], rules: Rules
 ) -> tuple[_Target, dict[str, tuple[str, ...]]]:
-    """Choose the common state, and find members that could not load it. The structure of the majority counts."""
-    # Members that have committed a step: newcomers with another model may outnumber them.
+    """Choose the common state, and find the members that could not load it.
+
+    Args:
+        sound: The members whose state does not differ from that of the majority.
+        ordered: All members.
+        rules: The rules.
+
+    Returns:
+        The common state; and for each member that could not load it, the names of the parts that do not fit.
+    """
+    # Prefer the structure of members that have committed a step: newcomers with another model may outnumber them.
     trained = [member for member in sound if member.step > 0] or sound
     usual = usual_structure([member.structure for member in trained])
     if usual is None:
@@ -320,7 +339,7 @@ def _choose_fitting_target(
     fitting = [member for member in sound if member.replica_id not in unfit]
     target = _choose_target(fitting, rules)
     first = next((each for each in target.holders if not is_in_other_order(each.structure, usual)), target.holders[0])
-    # Holders with another order of parameters heal and take over this order: states are compared by position.
+    # Holders with another order of parameters heal, and so change to this order: states are compared by position.
     holders = [each for each in target.holders if not is_in_other_order(each.structure, first.structure)]
     return _Target(target.step, target.lineage, tuple(holders)), unfit
 
@@ -336,36 +355,35 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
     if step == 0 and rules.init_sync:
         synchronised = [member for member in newest if member.lineage]
         if not synchronised:
-            # No member knows yet whose weights count.
+            # No initial state is chosen yet: choose that of one member.
             first = next((member for member in newest if member.can_serve), newest[0])
-            # A replica may have returned under its id with other weights; then its number of groups has grown.
+            # The number of groups distinguishes this state from an earlier one of a replica that reuses its id.
             return _Target(step, next_lineage("", f"{first.replica_id}\0{first.num_groups}", 0), (first,))
         newest = synchronised
     numbers = Counter(member.lineage for member in newest)
     irregular = {member.lineage for member in newest if member.is_irregular}
-    # Between lineages of equal numbers, one without irregular steps wins.
+    # The lineage of most members wins; between equal numbers, one without irregular steps.
     lineage = min(numbers, key=lambda lineage: (-numbers[lineage], lineage in irregular, lineage))
     return _Target(step, lineage, tuple(member for member in newest if member.lineage == lineage))
 
 
 def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
-    """Return the holders that can serve ``member`` now: neither they nor the member may have begun the step."""
+    """Return the holders that can serve ``member`` now, before they or the member begin the step."""
     if not member.may_heal:
         return ()
     return tuple(holder for holder in holders if holder.can_serve or holder.replica_id in member.announced_to)
 
 
 def _group_key(joined: Sequence[Member]) -> str:
-    """Return the key of the group that all members already have, or a new, unique key.
+    """Return the key of the process group that all members have already, or a new, unique key.
 
-    A key starts with the number of its members: if that many members have it, none is missing.
+    A key starts with the number of its members. So if that many members have the key, the group is complete.
     """
-    held = {member.group for member in joined}
+    keys = {member.group for member in joined}
     prefix = f"{len(joined)}-"
-    if len(held) == 1 and (key := next(iter(held))).startswith(prefix):
+    if len(keys) == 1 and (key := next(iter(keys))).startswith(prefix):
         return key
-    said = [(member.replica_id, member.num_groups, member.group) for member in joined]
-    return prefix + hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
+    return prefix + digest_of([(member.replica_id, member.num_groups, member.group) for member in joined])
 
 
 def _rotated(sources: tuple[Member, ...], first: int) -> tuple[Member, ...]:

@@ -1,4 +1,4 @@
-"""Differences between the states of replicas: their structures, which every quorum compares, and details of others."""
+"""Compares the structures of the replicas' states in every quorum, and finds out in detail how states differ."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _values_decoder: Final = msgspec.json.Decoder(dict[str, str])
 
 
 class StructureWatch:
-    """Describes the state for comparison, and names replicas whose state does not fit.
+    """Describes the structure of this replica's state for the quorum, and logs replicas whose state does not fit.
 
     For the training thread, or the quorum thread while the training thread waits.
 
     Args:
-        participant: This replica in its quorum.
-        differences: Exchanges the descriptions.
-        executor: The quorum thread, which publishes the description.
+        participant: This replica and its quorum.
+        differences: Publishes the description, for error messages of other replicas.
+        executor: Runs the publication on the quorum thread.
 
     Attributes:
-        checked: Signature of the last check; a new object after a change of optimizers or their parameters.
+        checked: Signature of the optimizers and their parameters at the last check; a new object after a change.
     """
 
     def __init__(self, participant: Participant, differences: DifferenceExchange, executor: SafeExecutor) -> None:
@@ -61,20 +61,21 @@ class StructureWatch:
         self._published: Tables = {}
         self._glance = ModuleGlance(())
         self._structure: Structure = ()
-        self._looked_at = 0
+        self._num_changes = 0
 
     @property
     def structure(self) -> Structure:
-        """Digests of the structure, computed again after a heal that changed the order of parameters."""
-        if self._structure and self._looked_at != self._participant.state.registry.num_changes:
-            self.look()
+        """Digests of the structure of the present state, for the quorum to compare."""
+        # A heal may have changed the order of parameters.
+        if self._structure and self._num_changes != self._participant.state.registry.num_changes:
+            self.refresh()
         return self._structure
 
     def check_registered(self) -> None:
-        """Before the first step, and after each change, make sure that trained state is registered and can be served.
+        """Check that all trained state is registered and can be served: before the first step, and after each change.
 
         Raises:
-            RegistryError: A part is not registered, or no snapshot can hold it.
+            RegistryError: A part of the state is not registered, or cannot be stored in a snapshot.
         """
         self._participant.replica.encodings.check()
         state = self._participant.state
@@ -85,42 +86,42 @@ class StructureWatch:
         )
         if signature != self.checked:
             check_registered(state.registry, optimizers)
-            self.look()
+            self.refresh()
             self.checked = signature
         elif self._is_doubted or self._glance.shows_change():
-            self.look()
+            self.refresh()
         self._is_doubted = False
         if self._published != self._tables:
             self._published = self._tables
             self._executor.submit(self._differences.publish_tables, self._tables)
 
     def check_averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """In the first step, and after each change, make sure that averaged gradients belong to registered parameters.
+        """Check that averaged gradients belong to registered parameters: in the first step, and after each change.
 
         Args:
-            tensors: The averaged tensors; some may be no gradients.
+            tensors: The averaged tensors. Tensors that are no gradients are ignored.
 
         Raises:
-            RegistryError: A gradient's parameter is neither registered nor attached.
+            RegistryError: The parameter of a gradient is not registered, and no attached optimizer has it.
         """
         if self._averaged_checked != self.checked and tensors:
             self._averaged_checked = self.checked
             state = self._participant.state
             check_averaged(state.registry, state.optimizers(), tensors)
 
-    def look(self) -> None:
-        """Describe the present state."""
+    def refresh(self) -> None:
+        """Describe the structure of the present state again."""
         registry = self._participant.state.registry
         self._glance = ModuleGlance(entry.holder for entry in registry.entries("replicated"))
-        self._looked_at = registry.num_changes
+        self._num_changes = registry.num_changes
         tables: dict[str, Mapping[str, str]] = dict(tables_of(registry))
         for key, names, may_change in orders_of(registry):
             tables.update(order_tables(key, names, may_change=may_change))
         self._tables = tables
         self._structure = structure_of(tables)
 
-    def note(self, decision: Decision) -> None:
-        """Log the replicas whose state does not fit; describe this replica's state again, since it may have changed."""
+    def log_unfit(self, decision: Decision) -> None:
+        """Log the replicas whose state does not fit. If there are any, refresh the structure at the next boundary."""
         own = self._participant.membership.replica_id
         unknown = set(decision.unfit) - self._known_unfit
         if decision.unfit and own not in decision.unfit:
@@ -128,14 +129,19 @@ class StructureWatch:
         self._known_unfit = set(decision.unfit)
         if unknown and own not in unknown:
             logger.warning(
-                "%s: the state of %s differs from this one's in keys, dtypes or shapes; unless it changes, they "
-                "take no part",
+                "%s: the state of %s differs from the state of this replica in keys, dtypes or shapes; they take no "
+                "part until that changes",
                 self._participant.name,
                 sorted(unknown),
             )
 
     def error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
-        """Return an error with the differences, for a replica whose own state does not fit."""
+        """Return the error that ends this replica, whose state does not fit. It describes the differences.
+
+        Args:
+            decision: The decision of the quorum.
+            role: The role of this replica in it.
+        """
         membership = self._participant.membership
         differing = describe(role.parts, self._tables, self._differences.tables_of(role.holder.store_address))
         holder = f"{role.holder.replica_id} at {role.holder.addresses[membership.group_rank]}"
@@ -148,22 +154,28 @@ def _num_parameters(group: dict[str, Any]) -> int:
 
 
 class DifferenceExchange:
-    """Publishes details of this rank's state, and reads those of ranks with the same number. For messages alone.
+    """Exchanges details of the state with other replicas, for error messages only.
+
+    Each rank exchanges with the ranks of the same number on other replicas, through the replicas' key-value stores.
 
     Args:
-        membership: This rank's membership, whose stores carry the details.
+        membership: The membership of this rank.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
     def publish_tables(self, tables: Tables) -> None:
-        """Publish the structure of this replica's state in its own store, for replicas that do not fit."""
+        """Publish the structure of this replica's state in its own store, for replicas whose state does not fit."""
         with suppress(TransportError):
             self._membership.store.set(self._tables_key(), msgspec.json.encode(tables), _PUBLISHING)
 
     def tables_of(self, store_address: str) -> Tables | None:
-        """Return the tables that the replica of this store has published; ``None`` if it has not."""
+        """Return the structure that another replica has published; ``None`` if it is not available.
+
+        Args:
+            store_address: Address of the other replica's store.
+        """
         with suppress(TransportError):
             found = self._membership.stores.at_address(store_address).get([self._tables_key()], _ASKING)
             if found is not None:
@@ -173,11 +185,11 @@ class DifferenceExchange:
     def differing_tensors(
         self, error: StatesDivergedError, table: dict[str, int], timeout: timedelta
     ) -> tuple[str, ...]:
-        """Exchange the digest of each tensor, and return the paths of tensors that differ.
+        """Exchange the digest of each tensor, and return the paths of tensors that differ; empty without an answer.
 
         Args:
-            error: Names the replicas that differ; all of them call this.
-            table: This rank's digests by path.
+            error: The error that names the compared replicas. All of them call this method at the same time.
+            table: This rank's digests, by path of the tensor.
             timeout: Limit of the exchange.
         """
         tables = self._exchange(error, "tensors", table, _digests_decoder, timeout)
@@ -187,12 +199,12 @@ class DifferenceExchange:
     def differing_values(
         self, error: StatesDivergedError, table: dict[str, str], timeout: timedelta
     ) -> tuple[str, ...]:
-        """Exchange the hyperparameters, and describe those that differ with all their values.
+        """Exchange the hyperparameters, and describe each one that differs with its values; empty without an answer.
 
         Args:
-            error: See `differing_tensors`.
-            table: This rank's values by path.
-            timeout: See `differing_tensors`.
+            error: The error that names the compared replicas. All of them call this method at the same time.
+            table: This rank's hyperparameters as text, by path.
+            timeout: Limit of the exchange.
         """
         tables = self._exchange(error, "hyperparameters", table, _values_decoder, timeout)
         differing = []
@@ -201,7 +213,7 @@ class DifferenceExchange:
             for replica, each in zip(error.replicas, tables, strict=False):
                 replicas.setdefault(each.get(path, "missing"), []).append(replica)
             if len(replicas) > 1:
-                values = [f"{value} on {', '.join(having)}" for value, having in replicas.items()]
+                values = [f"{value} on {', '.join(ids)}" for value, ids in replicas.items()]
                 differing.append(f"{path} is {' and '.join(values)}")
         return tuple(differing)
 
@@ -213,7 +225,7 @@ class DifferenceExchange:
         decoder: msgspec.json.Decoder[dict[str, T]],
         timeout: timedelta,
     ) -> list[dict[str, T]]:
-        """Return the tables of all compared replicas, in their order; empty if one of them does not answer."""
+        """Return the tables of all compared replicas, in the order of ``error.replicas``; empty if one is missing."""
         membership = self._membership
         prefix = f"{_PREFIX}/differing/{what}/{error.step}/{membership.group_rank}"
         try:
@@ -222,7 +234,9 @@ class DifferenceExchange:
             found = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout) or []
             return [from_json(each, decoder) for each in found]
         except TransportError as unanswered:
-            logger.warning("replica %s: which %s differ is not known: %s", membership.replica_id, what, unanswered)
+            logger.warning(
+                "replica %s: could not find out which %s differ: %s", membership.replica_id, what, unanswered
+            )
             return []
 
     def _tables_key(self) -> str:

@@ -1,4 +1,4 @@
-"""Forms quorums: in the background if this replica's state is the common one, otherwise with healing."""
+"""Forms the quorum of a step. A replica with the common state forms it in the background; any other replica heals."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 
 _MAX_STAND_BYS: Final = 10
 _MAX_MISFITS: Final = 1
-_GIVEN_UP: Final = "the step was given up before this rank was healed"
+_GIVEN_UP: Final = "the step failed before this rank had healed"
 _NO_DEADLINE: Final = Deadline()
 
 
 class QuorumFormation:
-    """Forms one quorum in each round, heals this replica if needed, and configures the process group.
+    """Forms the quorum of each round, heals this replica if needed, and configures the process group.
 
     Args:
-        participant: This replica in its quorum.
-        executor: The quorum thread.
+        participant: This replica and its quorum.
+        executor: Runs jobs on the quorum thread.
 
     Attributes:
-        comparison: Digests the state at boundaries that are compared.
-        structures: Compares the structure of states.
-        hyperparameters: Digests the hyperparameters after each commit.
-        changes: Logs changes of membership.
+        comparison: Digests the state, for comparison between replicas.
+        structures: Compares the structures of the replicas' states.
+        hyperparameters: Digests the hyperparameters, for comparison between replicas.
+        changes: Logs which replicas join and leave.
     """
 
     def __init__(self, participant: Participant, executor: SafeExecutor) -> None:
@@ -59,19 +59,26 @@ class QuorumFormation:
         participant.state.registry.loaders.may_heal = True
 
     def begin_step(self, *, hold: bool = False) -> bool:
-        """Run the step boundary, with a digest of the state if this step is compared."""
-        is_kept = self._participant.replica.begin_step(self._state.step, hold=hold)
+        """Run the step boundary, and begin to digest the state if this step is compared.
+
+        Args:
+            hold: Whether optimizers wait until the quorum is formed, so that it can still request a snapshot.
+
+        Returns:
+            Whether a snapshot of this boundary has begun or can still be requested.
+        """
+        can_serve = self._participant.replica.begin_step(self._state.step, hold=hold)
         self.comparison.begin_if_due()
-        return is_kept
+        return can_serve
 
     @spanned("_async_quorum")
     def form_in_background(self, current: QuorumRound, request: QuorumRequest, can_serve: bool) -> None:
-        """Form the quorum of ``current`` on the quorum thread, while ``forward`` runs.
+        """Form the quorum of a round on the quorum thread, while ``forward`` runs.
 
         Args:
             current: The round.
             request: The arguments of ``start_quorum``.
-            can_serve: Whether a snapshot of the boundary can still be taken for newcomers.
+            can_serve: Whether a snapshot of the step boundary can still be taken for newcomers.
         """
         try:
             try:
@@ -86,7 +93,7 @@ class QuorumFormation:
                 self._configure(decision, request.deadline)
             else:
                 self._participant.report_error(
-                    QuorumError(f"this replica is behind step {decision.step}, and heals next")
+                    QuorumError(f"this replica is behind step {decision.step}; it heals before its next step")
                 )
         except BaseException as error:
             current.end_quorum(error)
@@ -99,13 +106,13 @@ class QuorumFormation:
         num_stand_bys = num_misfits = 0
         began_s = time.monotonic()
         membership = self._participant.membership
-        # Before other replicas wait for this one.
+        # A loader that is ahead raises here, before other replicas wait for this one.
         self._participant.replica.check_loaders()
         try:
             if request.may_heal:
                 self._warm_join.run(request.deadline)
             while True:
-                # Earlier snapshots belong to an earlier attempt, perhaps at the same step.
+                # Earlier snapshots belong to an earlier attempt, which may have had the same step number.
                 self._participant.snapshots.replaced()
                 if self._participant.healing is not None:
                     self._participant.healing.phase("quorum")
@@ -124,7 +131,7 @@ class QuorumFormation:
                     case Heals() as role:
                         self._begin_record(began_s)
                         if self._heal(decision, role):
-                            self.changes.healed(decision, time.monotonic() - began_s, self._healer.source)
+                            self.changes.log_heal(decision, time.monotonic() - began_s, self._healer.source)
                             break
                     case StandsBy() as role:
                         if not self._may_wait_for_snapshot(request, decision, role):
@@ -133,7 +140,7 @@ class QuorumFormation:
                         if num_stand_bys > _MAX_STAND_BYS:
                             raise QuorumError(
                                 f"{self._participant.name}: expected a snapshot of step {decision.step} from one of "
-                                f"{sorted(role.announced_to)}, and none came in {_MAX_STAND_BYS} quorums"
+                                f"{sorted(role.announced_to)}, got none in {_MAX_STAND_BYS} quorums"
                             )
                         logger.info("%s: waits for a snapshot after step %d", self._participant.name, decision.step)
                         self._participant.announced_to = role.announced_to
@@ -141,23 +148,23 @@ class QuorumFormation:
                         num_misfits += 1
                         if num_misfits > _MAX_MISFITS:
                             raise self.structures.error(decision, role)
-                        # The known structure of either state may be outdated.
-                        self.structures.look()
+                        # This replica may have reported an outdated structure.
+                        self.structures.refresh()
         except BaseException as error:
             self._participant.is_settled = False
             self._end_record(error)
             if isinstance(error, HealFailedError):
-                # The process usually ends: the other replicas need not wait for that.
-                membership.fall_silent()
+                # This process probably exits now. Without heartbeats the other replicas stop waiting for it sooner.
+                membership.stop_heartbeats()
             raise
         self._leave_record()
         current.end_quorum(None)
 
     def _serving(self, deadline: Deadline) -> AbstractContextManager[None]:
-        """Serve the state while this replica waits for others: one of them may still heal in an abandoned step.
+        """Serve the state while this replica waits for a quorum, because another replica may still be healing from it.
 
-        Only after a step that was not committed. A replica without the common state has nothing to serve, and after a
-        committed step no other replica heals from this one.
+        This happens only after a failed step, when healing replicas may not have noticed the failure yet. A replica
+        without the common state serves nothing.
         """
         participant, state = self._participant, self._state
         if participant.is_settled or state.partial is not None or not state.lineage:
@@ -165,15 +172,17 @@ class QuorumFormation:
         return self._participant.snapshots.serving(deadline.cap(state.timeout))
 
     def _may_wait_for_snapshot(self, request: QuorumRequest, decision: Decision, role: StandsBy) -> bool:
-        """Return whether a replica that is behind asks again; otherwise report its step as failed."""
+        """Return whether this replica, which is behind, asks for another quorum. If not, report its step as failed."""
         if not request.may_heal:
             self._state.refuse_partial()
-            self._participant.report_error(QuorumError(f"this replica is behind step {decision.step}"))
+            self._participant.report_error(
+                QuorumError(f"this replica is behind step {decision.step}, and start_quorum forbids it to heal")
+            )
         elif not role.may_heal:
             self._participant.report_error(
                 QuorumError(
-                    f"this replica is behind step {decision.step}, and heals next: its other ranks have begun the "
-                    "step already"
+                    f"this replica is behind step {decision.step}, and its other ranks have begun the step already; it "
+                    "heals before its next step"
                 )
             )
         return request.may_heal and role.may_heal
@@ -213,11 +222,11 @@ class QuorumFormation:
         participant.announced_to = frozenset()
         self._participant.metrics.add("quorum_seconds", by=time.monotonic() - start_s)
         self._participant.metrics.set("participants", to=decision.num_participants)
-        self.changes.note(decision)
-        participant.tell_irregular_steps()
-        self._tell_divergence(decision)
-        self.hyperparameters.note(decision)
-        self.structures.note(decision)
+        self.changes.log_changes(decision)
+        participant.log_irregular_steps()
+        self._handle_divergence(decision)
+        self.hyperparameters.handle_divergence(decision)
+        self.structures.log_unfit(decision)
         logger.debug(
             "%s: quorum of %d for step %d after %.1f ms: %s",
             participant.name,
@@ -248,13 +257,14 @@ class QuorumFormation:
             logger.error("%s: %s", self._participant.name, error)
             raise
 
-    def _tell_divergence(self, decision: Decision) -> None:
+    def _handle_divergence(self, decision: Decision) -> None:
+        """Log which replicas have a divergent state; if this replica is one of them, make it heal."""
         divergence = decision.divergence
         if divergence is None or divergence.compared == "hyperparameters":
             return
         is_own = self._participant.membership.replica_id in divergence.replicas
         if is_own:
-            # Until it has healed, its state must not count, even in a comparison after other replicas die.
+            # Until this replica has healed, its state must not count, even if other replicas die and it becomes common.
             self.comparison.forget()
             self._participant.disown_state("the state differs from that of most replicas")
         logger.error(
@@ -262,14 +272,14 @@ class QuorumFormation:
             self._participant.name,
             sorted(divergence.replicas),
             divergence.step,
-            "this replica heals" if is_own else "it takes no part before it has healed",
+            "this replica heals" if is_own else "they take no part before they have healed",
         )
 
     def _configure(self, decision: Decision, deadline: Deadline = _NO_DEADLINE) -> None:
         participant = self._participant
         current = participant.round
         if current is not None and current.error is not None:
-            # A group aborted in this step is not configured again under the same key.
+            # A process group that was aborted in this step cannot be configured again under the same key.
             participant.membership.process_group.decline(decision, str(current.error))
             return
         try:
@@ -299,37 +309,43 @@ class QuorumFormation:
     # -------------------------------------------------------------------------------------------------------- healing
 
     def _request_snapshot(self, role: UpToDate) -> None:
-        """Request a snapshot of this boundary, or of the next one if this one has passed."""
+        """Request a snapshot for healing replicas: of this step boundary, or of the next one if this one has passed."""
         if not (role.serves_now or role.serves_next):
             return
-        logger.info("%s: serves %s now, %s next", self._participant.name, role.serves_now, role.serves_next)
-        # Shared memory is safe: no optimizer steps before the newcomer has healed.
+        name = self._participant.name
+        logger.info("%s: serves its state to %s now, to %s at the next step", name, role.serves_now, role.serves_next)
+        # The snapshot may share the trainer's memory: no optimizer steps before the newcomer has healed.
         with span("_checkpoint_transport::send_checkpoint"):
             self._participant.snapshots.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
-        """Report an error if no snapshot can be taken, so that the step is repeated instead of waited for."""
+        """Fail the step at once if no snapshot can be taken, so that healing replicas do not wait for it in vain."""
         if role.serves_now and not self._participant.snapshots.shows_present_state():
-            self._participant.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
+            self._participant.report_error(
+                QuorumError(f"expected to take a snapshot for {role.serves_now}, which heal now, and could not")
+            )
 
     def _heal(self, decision: Decision, role: Heals) -> bool:
-        """Receive the state from one of the sources; return whether that succeeded. Otherwise call it again.
+        """Receive the common state on all ranks of this replica.
+
+        Returns:
+            Whether that succeeded. If not, the replica forms another quorum and heals there.
 
         Raises:
-            HealFailedError: The last attempt has failed.
+            HealFailedError: This was the last attempt.
         """
         participant, membership, healer = self._participant, self._participant.membership, self._healer
-        # The others wait in the process group, so this replica joins it while the state arrives.
+        # The other replicas wait in the process group already, so this replica joins it while it receives the state.
         configuring = self._executor.submit(self._configure, decision)
         with span("_checkpoint_transport::recv_checkpoint"):
             failures = healer.receive(decision, role)
         phase("rendezvous")
         configuring.result()
-        # Either all ranks of the replica heal, or none counts as healed.
-        is_given_up = participant.round is not None and participant.round.error is not None
+        # The replica has healed only if all of its ranks have.
+        has_failed = participant.round is not None and participant.round.error is not None
         refusals = membership.agree(
             Exchange.HEAL,
-            failures[-1:] or ((_GIVEN_UP,) if is_given_up else ()),
+            failures[-1:] or ((_GIVEN_UP,) if has_failed else ()),
             timeout=2 * self._participant.config.timeout,
         )
         if not refusals:
@@ -342,15 +358,19 @@ class QuorumFormation:
         if participant.round is not None:
             participant.round.error = None
         if all(_GIVEN_UP in refusal for refusal in refusals):
-            # A source that abandoned the step may have served its state before or after forward. In the next quorum all
-            # replicas start from one state again; this one counts only if none is better.
+            # A source that gave the step up may have served its state of before or after ``forward``. With a lineage of
+            # its own, the received state counts in the next quorum only if no other replica has a better one.
             participant.disown_state(f"healed in a step that was given up, {membership.replica_id}")
         else:
             healer.failed(decision.step, failures or refusals, agreed=refusals)
         return False
 
     def _begin_record(self, began_s: float) -> None:
-        """Begin the record of a heal, from the start of the wait for its quorum."""
+        """Begin the record of a heal, unless it has begun.
+
+        Args:
+            began_s: When the replica began to wait for the quorum, by the monotonic clock.
+        """
         participant, transport = self._participant, self._participant.replica.transport
         if participant.healing is None and transport is not None:
             membership = participant.membership
@@ -363,13 +383,14 @@ class QuorumFormation:
             )
 
     def _leave_record(self) -> None:
-        """Count the time until the first commit as the caller's step."""
+        """Enter the last phase of the record of a heal, which ends with the first commit."""
         healing = self._participant.healing
         if healing is not None:
             healing.phase("first_step")
             healing.leave()
 
     def _end_record(self, error: BaseException) -> None:
+        """End the record of a heal that failed."""
         healing, self._participant.healing = self._participant.healing, None
         if healing is not None:
             healing.end("failed", error=error)

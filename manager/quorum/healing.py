@@ -1,15 +1,15 @@
-"""Brings this replica to the common state of a quorum: before its first quorum as far as possible, and in a quorum.
+"""Receives the state that this replica lacks: `Healer` within a quorum, `WarmJoin` before the first quorum.
 
-In a quorum all replicas wait for one that heals. Work before the quorum costs the others nothing:
+All replicas of a quorum wait until the slowest one has healed. They do not wait for work before the quorum:
 
-- If much of the state seldom changes (frozen weights, or DiLoCo's synchronised ones), the newcomer receives it from a
-  running replica, at a rate that the replica hardly notices. In the quorum it receives only the changes since.
-- If every step changes all of the state, an early copy would be outdated at once and would cost the other replica
-  memory and time. Then the newcomer only makes the memory for the state resident.
+- If most of the state seldom changes (frozen weights, or weights that DiLoCo synchronises), a newcomer receives the
+  state early from a running replica, at a rate that the sender hardly notices. In the quorum it receives only the rest.
+- If every step changes most of the state, an early copy would be outdated at once, and would cost the sender memory and
+  time. Then the newcomer only makes the memory for the state resident.
 
-The Lighthouse's status page, which is not authenticated, names the running replicas. With a job token the answering
-replica proves the token; without one the page is as trustworthy as a quorum. The received state is a whole, verified
-state of one step: in the quorum the newcomer is like any replica that is some steps behind.
+The addresses of running replicas come from the Lighthouse's status page, which is not authenticated. With a job token,
+the sender proves that it has the token. Without a token, the page is as trustworthy as a quorum. A newcomer always
+receives a complete, verified state of one step. So in the quorum it is like any replica that is some steps behind.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -42,51 +43,48 @@ from manager.state.registration_check import nonfinite_parameters
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS: Final = 3
-"""A replica gives up after as many failed rounds in a row, each over all sources."""
+"""A replica gives up after this number of failed heals in a row. Each heal tries all sources."""
 _SHARE_WITHOUT_PROGRESS: Final = 0.25
-"""A source that sends nothing for this share of the remaining time is dropped for the next one. A source that sends may
-use all of the time: with shares for each source, many sources would leave each too little."""
+"""If a source sends nothing for this share of the remaining time, the next source replaces it. A source that sends may
+use all of the time: an equal share for each of many sources would be too short."""
 
 _MAX_SHOWN: Final = 5
 _MAX_PROBED_AT_ONCE: Final = 16
-_HEAL_PROBE_S: Final = 0.5
-_JOIN_PROBE_S: Final = 0.2
-"""Limits of a probe for a closed port."""
+_PROBE_S: Final = 0.5
+"""Limit of a probe for a closed port."""
 
 _PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, StateNotServedError, UnknownHostError)
 _HOPELESS: Final = "no further attempt can succeed: "
-"""Start of the last reason if no source can ever deliver. Ranks exchange reasons as text."""
+"""Prefix of the last reason if no source can ever serve the state. A prefix, because ranks exchange reasons as text."""
 _LEAST_LASTING_SHARE: Final = 0.5
-"""Receive early only if at least this share of the state seldom changes."""
+"""A newcomer receives the state early only if at least this share of its bytes seldom changes."""
 _MAX_SOURCES: Final = 2
 _SHARE_OF_CALL: Final = 0.5
-"""Maximum share of the caller's remaining time in ``start_quorum``."""
+"""Share of the caller's remaining time in ``start_quorum`` that a warm join may use."""
 _PATIENCE: Final = 2.0
 """A transfer may take this many times as long as its rate limit implies."""
 _BYTES_PER_S: Final = 4e8
-
 _STAND_IN_SHAPE: Final = (64, 64)
-
 _own_random = random.Random()
-"""Separate from the process's generator, which the trainer uses."""
+"""Separate from the random generator of the process, which the trainer uses."""
 
 
 def _listening(addresses: Sequence[str]) -> list[str]:
-    """Return the addresses with an open port: a request to a source that has just died would wait."""
+    """Return the addresses without a closed port, since a request to a source that has just died may wait long."""
     with SafeExecutor(min(len(addresses), _MAX_PROBED_AT_ONCE), "ft-transport-probe") as pool:
-        is_gone = list(pool.map(lambda address: nobody_listens(address, _HEAL_PROBE_S), addresses))
-    return [address for address, gone in zip(addresses, is_gone, strict=True) if not gone]
+        is_closed = list(pool.map(lambda address: nobody_listens(address, _PROBE_S), addresses))
+    return [address for address, closed in zip(addresses, is_closed, strict=True) if not closed]
 
 
 class Healer:
-    """Receives the state that this replica lacks in a quorum. For the training thread alone.
+    """Receives the common state of a quorum. For the training thread only.
 
     Args:
-        participant: This replica in its quorum.
+        participant: This replica and its quorum.
 
     Attributes:
-        num_failures: Number of failed attempts in a row.
-        source: The replicas that served the last state.
+        num_failures: Number of failed heals in a row.
+        source: The ids of the replicas that served the last received state, as text.
     """
 
     def __init__(self, participant: Participant) -> None:
@@ -96,17 +94,17 @@ class Healer:
         self.num_failures = 0
 
     def receive(self, decision: Decision, role: Heals) -> tuple[str, ...]:
-        """Receive the state: from all sources at once, together with other healing replicas; or from one by one.
+        """Receive the state. Several healing replicas use all sources at once; a single one tries each in turn.
 
-        The quorum may include a replica that died within the last ``heartbeat_timeout``: a source with a closed port is
-        tried after the others.
+        A source that died within the last ``heartbeat_timeout`` may still be a member of the quorum. So a source with a
+        closed port is tried last.
 
         Args:
-            decision: Names the state.
-            role: The sources in order, and the other healing replicas.
+            decision: The decision with the step and lineage of the state.
+            role: The sources, in the order of attempts, and the other healing replicas.
 
         Returns:
-            The reasons of all failures; empty after a success.
+            One reason for each failed attempt; empty after a success.
         """
         participant, group_rank = self._participant, self._participant.membership.group_rank
         deadline_s = time.monotonic() + participant.config.timeout.total_seconds()
@@ -119,14 +117,14 @@ class Healer:
         while waiting:
             source = waiting.popleft()
             address = source.addresses[group_rank]
-            if waiting and address not in postponed and nobody_listens(address, _HEAL_PROBE_S):
+            if waiting and address not in postponed and nobody_listens(address, _PROBE_S):
                 postponed.add(address)
                 waiting.append(source)
                 continue
             left = timedelta(seconds=max(0.0, deadline_s - time.monotonic()))
-            # Sources with closed ports are no alternative to this one.
-            has_others = any(each.addresses[group_rank] not in postponed for each in waiting)
-            options = self._options(left, left * _SHARE_WITHOUT_PROGRESS if has_others else None)
+            # A source with a closed port is no alternative, so it does not shorten this attempt.
+            has_alternative = any(each.addresses[group_rank] not in postponed for each in waiting)
+            options = self._options(left, left * _SHARE_WITHOUT_PROGRESS if has_alternative else None)
             failure = self._failure_from(address, decision, options, source.replica_id)
             if failure is None:
                 return ()
@@ -137,32 +135,25 @@ class Healer:
         return tuple(failures)
 
     def _receive_together(self, decision: Decision, role: Heals) -> bool:
-        """Receive the state from all sources and from other healing replicas at once; return whether that succeeded."""
+        """Receive the state from all sources and all other healing replicas at once. Return whether that succeeded."""
         group_rank = self._participant.membership.group_rank
         listening = _listening([source.addresses[group_rank] for source in role.sources])
         if not listening:
             return False
         timeout = self._participant.config.timeout
-        options = self._options(
-            timeout,
-            timeout * _SHARE_WITHOUT_PROGRESS,
+        options = replace(
+            self._options(timeout, timeout * _SHARE_WITHOUT_PROGRESS),
             others=tuple(listening[1:]),
             relays=tuple(receiver.addresses[group_rank] for receiver in role.receivers),
         )
         from_all = f"{len(listening)} sources, {len(role.receivers)} replicas together,"
         if self._failure_from(listening[0], decision, options, from_all) is not None:
-            logger.warning("%s: the sources are asked one by one", self._participant.name)
+            logger.warning("%s: now tries each source alone", self._participant.name)
             return False
         self.source = ", ".join(source.replica_id for source in role.sources)
         return True
 
-    def _options(
-        self,
-        timeout: timedelta,
-        progress_timeout: timedelta | None,
-        others: tuple[str, ...] = (),
-        relays: tuple[str, ...] = (),
-    ) -> PeerOptions:
+    def _options(self, timeout: timedelta, progress_timeout: timedelta | None) -> PeerOptions:
         config = self._participant.config
         return PeerOptions(
             timeout=timeout,
@@ -170,14 +161,16 @@ class Healer:
             progress_timeout=progress_timeout,
             in_quorum=True,
             verify=config.verify_heal,
-            others=others,
-            relays=relays,
         )
 
     def _failure_from(
         self, address: str, decision: Decision, options: PeerOptions, source: str
     ) -> tuple[str, bool] | None:
-        """Receive the state from an address; return the failure and if it is permanent, or ``None`` after a success."""
+        """Receive the state from one address.
+
+        Returns:
+            ``None`` after a success; otherwise the reason of the failure, and whether a retry would fail as well.
+        """
         participant, start_s = self._participant, time.monotonic()
         try:
             with participant.watch.waiting(f"{participant.name}: receiving step {decision.step} from {address}"):
@@ -202,19 +195,19 @@ class Healer:
         return None
 
     def succeeded(self) -> None:
-        """Reset the failures: all ranks of the replica have healed."""
+        """Reset the count of failures, after all ranks of the replica have healed."""
         self._reasons.clear()
         self.num_failures = 0
 
     def warn_of_damage(self, decision: Decision) -> None:
-        """Log parameters of the received state with a NaN or an infinity, which the source has as well."""
+        """Log the parameters of the received state that contain NaN or infinity; they are damaged at the source too."""
         state = self._participant.state
         damaged = nonfinite_parameters(state.registry, state.optimizers())
         if damaged:
             more = f" and {len(damaged) - _MAX_SHOWN} more" if len(damaged) > _MAX_SHOWN else ""
             logger.error(
-                "%s: the state of step %d that %s served holds NaN or infinity in %s%s, and training does not mend it; "
-                "load a durable checkpoint from before",
+                "%s: the state of step %d that %s served holds NaN or infinity in %s%s; training cannot repair this, "
+                "load an older durable checkpoint",
                 self._participant.name,
                 decision.step,
                 self.source,
@@ -223,31 +216,30 @@ class Healer:
             )
 
     def failed(self, step: int, reasons: tuple[str, ...], *, agreed: tuple[str, ...]) -> None:
-        """Count a failure of any rank of the replica.
+        """Count a failed heal of the replica, which fails if one of its ranks fails.
 
         Args:
-            step: The step to receive.
-            reasons: The reasons on this rank.
-            agreed: The reasons of all ranks, the same on each of them.
+            step: The step of the state that was not received.
+            reasons: Why this rank failed.
+            agreed: Why any rank failed; the same on all ranks, so that all give up together.
 
         Raises:
-            HealFailedError: The limit is reached, or no further attempt of a rank can succeed.
+            HealFailedError: This was the last attempt, or a rank can never succeed.
         """
         self._reasons.extend(reasons)
         self.num_failures += 1
-        is_hopeless = any(_HOPELESS in reason for reason in agreed)
-        if is_hopeless or self.num_failures >= MAX_ATTEMPTS:
-            every = tuple(self._reasons)
+        if self.num_failures >= MAX_ATTEMPTS or any(_HOPELESS in reason for reason in agreed):
+            all_reasons = tuple(self._reasons)
             self.succeeded()
             self._participant.peers.discard_partial()
-            raise HealFailedError(step=step, reasons=every)
+            raise HealFailedError(step=step, reasons=all_reasons)
 
 
 class WarmJoin:
-    """Prepares a newcomer before its first quorum, while the other replicas train. For the training thread alone.
+    """Prepares a newcomer before its first quorum, while the other replicas train. For the training thread only.
 
     Args:
-        participant: This replica in its quorum.
+        participant: This replica and its quorum.
     """
 
     def __init__(self, participant: Participant) -> None:
@@ -255,10 +247,12 @@ class WarmJoin:
         self._is_over = not participant.config.warm_join
 
     def run(self, deadline: Deadline) -> None:
-        """Prepare, once, if other replicas train and this one is behind. Failures are logged; the quorum heals anyway.
+        """Prepare this replica if it is behind running replicas. Only the first call does anything.
+
+        Failures are logged only, because the replica then heals in the quorum.
 
         Args:
-            deadline: The caller's deadline; at most half of the remaining time is used.
+            deadline: The caller's deadline. The preparation uses at most half of the remaining time.
         """
         participant = self._participant
         if self._is_over:
@@ -269,23 +263,23 @@ class WarmJoin:
             return
         began_s = time.monotonic()
         try:
-            with participant.watch.waiting(f"{participant.name}: getting ready while the others train"):
-                self._get_ready(sources, deadline)
+            with participant.watch.waiting(f"{participant.name}: preparing to join while the other replicas train"):
+                self._prepare(sources, deadline)
         except (TransportError, ManagerError) as error:
             logger.warning(
-                "%s: joins without what it could have got before, after %.1f s: %s",
+                "%s: the preparation before the first quorum failed after %.1f s; this replica heals in the quorum: %s",
                 participant.name,
                 time.monotonic() - began_s,
                 format_error(error),
             )
 
     def _sources(self, members: Sequence[RunningMember], group_rank: int) -> list[str]:
-        """Return addresses with the newest state, in random order so that newcomers spread over them."""
+        """Return addresses of replicas with the newest state, in random order, so that newcomers spread over them."""
         state = self._participant.state
         if not members:
             return []
         own_step = state.step if state.partial is None else 0
-        # The step of the majority, so that a single false report cannot mislead newcomers.
+        # The most frequent step, so that a single false report cannot mislead newcomers.
         newest = max(Counter(member.step for member in members).items(), key=lambda each: (each[1], each[0]))[0]
         if newest <= own_step:
             return []
@@ -295,10 +289,10 @@ class WarmJoin:
             if member.step == newest and len(member.addresses) > group_rank
         ]
         _own_random.shuffle(found)
-        listening = [address for address in found[: 2 * _MAX_SOURCES] if not nobody_listens(address, _JOIN_PROBE_S)]
+        listening = [address for address in found[: 2 * _MAX_SOURCES] if not nobody_listens(address, _PROBE_S)]
         return listening[:_MAX_SOURCES]
 
-    def _get_ready(self, sources: Sequence[str], deadline: Deadline) -> None:
+    def _prepare(self, sources: Sequence[str], deadline: Deadline) -> None:
         participant, state = self._participant, self._participant.state
         with state.lock.read("size of the state"):
             content = state.content()
@@ -307,7 +301,8 @@ class WarmJoin:
             num_missing_bytes = missing_bytes(state.optimizers()) + copied_bytes(content)
             participant.peers.prefault(num_missing_bytes)
             logger.info(
-                "%s: every step changes most of the state, which is received in the quorum; %d bytes are made ready",
+                "%s: every step changes most of the state, so this replica receives it in the quorum; now it only "
+                "allocates %d bytes for it",
                 participant.name,
                 num_missing_bytes,
             )
@@ -315,7 +310,7 @@ class WarmJoin:
         self._recover(sources, num_bytes, deadline)
 
     def _sizes(self, content: Mapping[str, object]) -> tuple[int, int]:
-        """Return the bytes of the state, and of the part that neither optimizer steps nor ``forward`` change."""
+        """Return the bytes of the state, and of its part that neither optimizer steps nor ``forward`` change."""
         participant = self._participant
         stepped = memory_of_optimizers(participant.state.optimizers())
         lasting = participant.snapshots.copier.stable(content) - stepped
@@ -324,11 +319,11 @@ class WarmJoin:
 
     def _recover(self, sources: Sequence[str], num_bytes: int, deadline: Deadline) -> None:
         participant, config = self._participant, self._participant.config
-        # Under DiLoCo the next snapshot comes with the next synchronisation.
+        # Under DiLoCo a source takes its next snapshot only at the next synchronisation.
         timeout = max(config.timeout, config.quorum_timeout)
         bytes_per_s = _BYTES_PER_S
         if config.world_size not in (None, 1):
-            # The other ranks wait up to ``timeout``.
+            # The other ranks of this replica wait up to ``config.timeout`` for this one.
             longest = config.timeout
             bytes_per_s = max(bytes_per_s, 2 * _PATIENCE * num_bytes / longest.total_seconds())
         else:
@@ -350,7 +345,7 @@ class WarmJoin:
                     raise
                 continue
             logger.info(
-                "%s: has got step %d from %s in %.1f s, while the others trained",
+                "%s: received step %d from %s in %.1f s, while the other replicas trained",
                 participant.name,
                 recovery.step,
                 address,
@@ -360,7 +355,7 @@ class WarmJoin:
 
 
 def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the future size of the states of optimizers that have not stepped yet; torch's own classes only."""
+    """Return how many bytes torch's own optimizers will allocate in their first step; 0 for those that have stepped."""
     num_bytes = 0.0
     for optimizer in optimizers:
         if optimizer.state or not type(optimizer).__module__.startswith("torch.optim"):
@@ -371,7 +366,7 @@ def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def copied_bytes(content: object) -> int:
-    """Return the size of tensors that cannot receive in place: on a device, or not row-major."""
+    """Return the bytes of the tensors that cannot receive in place, because they are on a device or not row-major."""
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors_in(content))
     memories = {
         memory_at(tensor)
@@ -386,17 +381,17 @@ def _length(memory: Memory | None) -> int:
 
 
 def _state_share(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the bytes of state for each byte of a parameter, from a trial with a small one."""
+    """Return the bytes of optimizer state per byte of a parameter, measured by one step on a small parameter."""
     if not group["params"]:
         return 0.0
     try:
         stand_in = torch.nn.Parameter(torch.zeros(_STAND_IN_SHAPE, dtype=group["params"][0].dtype))
-        made: Any = type(optimizer)
-        taken = inspect.signature(made).parameters
-        tried = made([stand_in], **{name: value for name, value in group.items() if name in taken and name != "params"})
+        kind: Any = type(optimizer)
+        accepted = inspect.signature(kind).parameters.keys() - {"params"}
+        trial = kind([stand_in], **{name: value for name, value in group.items() if name in accepted})
         stand_in.grad = torch.zeros_like(stand_in)
-        tried.step()
+        trial.step()
     except Exception as error:
         logger.debug("the state of %s is not known before its first step: %s", type(optimizer).__name__, error)
         return 0.0
-    return sum(tensor.nbytes for tensor in tensors_in(list(tried.state.values()))) / stand_in.nbytes
+    return sum(tensor.nbytes for tensor in tensors_in(list(trial.state.values()))) / stand_in.nbytes

@@ -1,11 +1,13 @@
-"""Sends heartbeats to the Lighthouse, and detects that it may have missed some.
+"""Sends heartbeats to the Lighthouse, and detects silences after which it may have declared this replica dead.
 
-Native threads send them (torchft's ``ManagerServer``), so that a replica stays a member while other code holds the GIL.
-A slow Python thread sends a few more; their answers show that the Lighthouse is reachable.
+Native threads of torchft's ``ManagerServer`` send the heartbeats, so that a replica stays a member while Python code
+holds the GIL. Nothing reports whether these heartbeats arrive. So a Python thread sends a few heartbeats too; the
+Lighthouse answers them, which shows that it is reachable.
 
-After a long silence of the Python thread, the native threads may have been silent as well, or not: they run while the
-GIL is held, and stop with the process (``SIGSTOP``, a frozen container, a paused machine). The kernel counts how often
-they give up the processor, a nearly constant number between two heartbeats.
+If the Python thread was silent for long, the native threads may have run (another thread held the GIL) or not (the
+process was stopped by ``SIGSTOP``, a frozen container or a paused machine). To distinguish the two, this module reads
+how often the native threads have given up the processor. The kernel counts that, and between two heartbeats the number
+is nearly constant.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ _NATIVE_NAMES: Final = (b"Name:\ttorchft", b"Name:\ttokio")
 _COUNTER: Final = b"\nvoluntary_ctxt_switches:"
 _MOST_STATUS_BYTES: Final = 16 * 1024
 _MOST_RUNS: Final = 6.0
-"""Assumed number of runs of native threads for each heartbeat before a measurement: four in torchft 0.2."""
+"""Number of runs of the native threads per heartbeat that is assumed before the first measurement; 4 in torchft 0.2."""
 _SHARE_OF_TIMEOUT: Final = 0.25
 _SHARE_OF_WINDOW: Final = 0.5
 _NUM_WINDOWS: Final = 16
 _SHARE_OF_SIGN: Final = 0.01
-"""A sign serves all messages within this share of the timeout, because taking one costs a step 0.1 ms."""
+"""`MissedHeartbeats.now` returns the same sign for this share of the timeout, because a new one costs 0.1 ms."""
 _SHORT_READ_S: Final = 0.02
 _NUM_READS: Final = 3
 
@@ -45,25 +47,25 @@ _starting = threading.Lock()
 
 
 class NativeThreads:
-    """The kernel's counters of the threads that ``start`` starts.
+    """Starts native threads, and counts how often they run.
 
     Args:
-        start: Starts the threads.
+        start: Starts the threads, and returns an object that owns them.
 
     Attributes:
-        owner: The result of ``start``.
+        owner: The object that ``start`` returned.
     """
 
     def __init__(self, start: Callable[[], Any]) -> None:
         with _starting:
             before = _tasks()
             self.owner: Any = start()
-            # Not by name: under load a thread names itself later, even after another group has been started.
+            # The threads are not found by name: under load, a thread may get its name much later.
             self._tasks = _tasks() - before
 
     def num_runs(self) -> int | None:
-        """Return how often the threads have given up the processor; ``None`` if the kernel does not say."""
-        # Threads of other libraries that began at the same moment have other names, or have ended.
+        """Return how often the threads have given up the processor; ``None`` if the kernel does not count that."""
+        # Skip threads that another library started at the same moment: they have other names, or have ended.
         counts = [count for task in self._tasks if (count := _num_runs(task)) is not None]
         return sum(counts) if counts else None
 
@@ -76,7 +78,7 @@ def _tasks() -> frozenset[str]:
 
 def _num_runs(task: str) -> int | None:
     try:
-        # `pathlib` and `open` would take four times as long: this runs in each step.
+        # This runs in each step, and `pathlib` or `open` would take four times as long.
         file = os.open(f"{_TASKS}/{task}/status", os.O_RDONLY)
         try:
             status = os.read(file, _MOST_STATUS_BYTES)
@@ -89,7 +91,12 @@ def _num_runs(task: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A moment at which this replica was alive: the time, and the native threads' number of runs."""
+    """A sign of life: a moment at which this replica was running.
+
+    Attributes:
+        sent_s: The moment, by the monotonic clock.
+        num_runs: Result of `NativeThreads.num_runs` at that moment.
+    """
 
     sent_s: float
     num_runs: int | None
@@ -99,10 +106,10 @@ class MissedHeartbeats:
     """Counts silences after which the Lighthouse may have declared this replica dead. Any thread may call it.
 
     Args:
-        timeout_s: The Lighthouse's heartbeat timeout in seconds.
+        timeout_s: The Lighthouse declares a replica dead after this many seconds without a heartbeat.
         interval_s: Seconds between two heartbeats of the native threads.
-        num_runs: See `NativeThreads`.
-        clock: Returns seconds.
+        num_runs: Returns how often the native threads have run; see `NativeThreads.num_runs`.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -124,12 +131,12 @@ class MissedHeartbeats:
         self._last = self._window = self.now()
 
     def now(self) -> Sign:
-        """Return the sign of a message that is about to be sent."""
+        """Return a sign of life for a message to the Lighthouse that the caller sends next."""
         last = self._newest
         if last is not None and self._clock() - last.sent_s < self._timeout_s * _SHARE_OF_SIGN:
             return last
         for _ in range(_NUM_READS):
-            # Reading releases the GIL: time and number must belong to one moment.
+            # Reading the number releases the GIL. Read again if that took long: both must be of the same moment.
             begun_s, num_runs = self._clock(), self._num_runs()
             if self._clock() - begun_s < _SHORT_READ_S:
                 break
@@ -137,7 +144,11 @@ class MissedHeartbeats:
         return sign
 
     def note(self, sign: Sign) -> None:
-        """Record that the Lighthouse has answered the message of this sign."""
+        """Record that the Lighthouse has answered a message.
+
+        Args:
+            sign: The sign of life from before the message was sent.
+        """
         with self._mutex:
             self._judge(sign)
             self._has_failed = False
@@ -146,14 +157,14 @@ class MissedHeartbeats:
                 self._learn(sign)
 
     def note_failure(self) -> None:
-        """Record that the Lighthouse was unreachable."""
+        """Record that the Lighthouse did not answer a message."""
         with self._mutex:
             self._has_failed = True
 
     def count(self) -> int:
         """Return the number of silences so far."""
         with self._mutex:
-            # Not in each step: a new sign asks the kernel.
+            # Only after a silence, because a new sign of life costs a system call for each thread.
             if self._clock() - self._last.sent_s >= self._timeout_s:
                 self._judge(self.now())
             return self._num_lapses
@@ -168,7 +179,7 @@ class MissedHeartbeats:
         self._last = self._window = now
 
     def _running_s(self, now: Sign) -> float:
-        """Return for how many seconds the native threads have run since the last sign."""
+        """Return how many seconds' worth of heartbeats the native threads have sent since the last sign of life."""
         if now.num_runs is None or self._last.num_runs is None:
             return 0.0
         rate = median(self._rates) if self._rates else self._assumed_rate
@@ -187,15 +198,15 @@ class Heartbeat:
     """Sends heartbeats until `close`.
 
     Args:
-        start: Starts the native threads; its result has ``shutdown()``.
-        beat: Sends one more heartbeat and waits for the answer.
-        name: Names the Lighthouse in messages.
+        start: Starts the native threads; returns an object with a method ``shutdown``.
+        beat: Sends one heartbeat, and waits for the answer for at most the given time.
+        name: Name of the replica and of the Lighthouse, for messages.
         interval: Time between two heartbeats of the native threads.
-        timeout: The Lighthouse's heartbeat timeout.
+        timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
 
     Attributes:
-        missed_heartbeats: Counts silences.
-        was_unreachable: Set when the Lighthouse was unreachable; the reader clears it.
+        missed_heartbeats: Counts the silences of this replica.
+        was_unreachable: Whether the Lighthouse was unreachable since the caller last set this to false.
     """
 
     def __init__(
@@ -238,7 +249,7 @@ class Heartbeat:
                 self.missed_heartbeats.note_failure()
                 self.was_unreachable = self.was_unreachable or not isinstance(error, TimeoutError)
                 if not is_silenced:
-                    logger.warning("%s: no heartbeat reaches it: %s", self._name, error)
+                    logger.warning("%s: does not answer heartbeats: %s", self._name, error)
                 is_silenced = True
             else:
                 is_silenced = False

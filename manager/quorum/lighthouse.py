@@ -1,10 +1,10 @@
-"""Membership by torchft's Lighthouse; the only file that imports torchft.
+"""The client side of torchft's Lighthouse, which forms the quorums. The only module that imports torchft.
 
-The Lighthouse (torchft's ``src/lighthouse.rs``) is one server per job. A replica that is ready for a step asks it for a
-quorum. The Lighthouse answers when all replicas with heartbeats have asked, and passes on each replica's report. It
-leaves out a replica without a heartbeat for ``heartbeat_timeout_ms``.
+The Lighthouse (torchft's ``src/lighthouse.rs``) is one server for the whole job. A replica that is ready for a step
+asks it for a quorum. The Lighthouse answers when all replicas that send heartbeats have asked, and sends every
+replica's report to all of them. It leaves out a replica that has sent no heartbeat for ``heartbeat_timeout_ms``.
 
-This module uses torchft's public low-level interface ``torchft.coordination``: ``LighthouseServer``,
+From torchft this module uses the public low-level interface ``torchft.coordination``: ``LighthouseServer``,
 ``LighthouseClient``, and the heartbeats of ``ManagerServer``.
 """
 
@@ -46,7 +46,7 @@ _INSTALL: Final = (
 _LOG_LEVEL: Final = "RUST_LOG"
 
 _own_random = random.Random()
-"""Separate from the process's generator: requests to a server must not change the trainer's random numbers."""
+"""Separate from the random generator of the process: requests to a server must not change the trainer's numbers."""
 
 _embedded: list[Any] = []
 _embedded_mutex = threading.Lock()
@@ -58,16 +58,15 @@ def embedded_lighthouse(
     heartbeat_timeout: timedelta = timedelta(seconds=5),
     join_timeout: timedelta = timedelta(seconds=80),
 ) -> str:
-    """Start a Lighthouse inside this process and return its address; it ends with the process.
+    """Start a Lighthouse inside this process, and return its address. It ends with the process.
 
-    All callers in a process share one Lighthouse. Replicas in other processes of this machine can reach it by its
-    address.
+    All callers in a process share one Lighthouse. Other processes on this machine can reach it at its address.
 
     Args:
-        min_replicas: The size of a first quorum.
-        heartbeat_timeout: The Lighthouse declares a replica dead after this silence.
-        join_timeout: The Lighthouse waits this long for replicas that send heartbeats but do not ask for the quorum. It
-            must exceed the delay of a failing step: otherwise replicas that have just started would train without the
+        min_replicas: The smallest number of replicas that form the first quorum.
+        heartbeat_timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
+        join_timeout: The Lighthouse waits this long for replicas that send heartbeats and do not ask for the quorum.
+            This must be longer than a failing step. Otherwise replicas that have just started would train without the
             only replica that has the state.
 
     Raises:
@@ -94,38 +93,39 @@ def embedded_lighthouse(
 
 @contextmanager
 def _typed_panics() -> Iterator[None]:
-    """Raise a panic of torchft's Rust code, which is not an ``Exception``, as an error of the manager."""
+    """Convert a panic of torchft's Rust code, which is not an ``Exception``, into an error of the manager."""
     try:
         yield
     except BaseException as error:
-        # PyO3 makes the class at run time; it cannot be imported.
+        # PyO3 creates the class at run time, so it cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise QuorumError(
-            f"expected torchft to talk to the Lighthouse, its Rust code panicked: {error}; see whether this process "
-            "has descriptors, threads and memory left, and whether all timeouts are finite"
+            f"expected torchft to talk to the Lighthouse, its Rust code panicked: {error}; check that this process has "
+            "descriptors, threads and memory left, and that all timeouts are finite"
         ) from error
 
 
 class _NoAnswerError(Exception):
-    """The request ended without a quorum."""
+    """A request for a quorum timed out."""
 
 
 class LighthouseSession:
-    """One replica's requests and heartbeats to the Lighthouse; heartbeats continue until `close`.
+    """Sends one replica's requests and heartbeats to the Lighthouse, until `close`.
 
-    A restarted Lighthouse knows no replicas and grants a quorum to the first ones that ask. Replicas that train in two
-    halves would have different states under one step number. So after the Lighthouse was unreachable, or has restarted
-    its quorum numbers, the session accepts only a quorum with all members of the last one, until ``timeout``.
+    A restarted Lighthouse has forgotten all replicas, and forms a quorum of the first ones that ask. So the job could
+    split into two halves with different states of the same step. To prevent that, the session checks the next quorum
+    after the Lighthouse was unreachable, or if its quorum numbers start again: until ``timeout``, it asks again if a
+    member of the last quorum is missing.
 
     Args:
         address: ``http://host:port`` of the Lighthouse.
-        replica_id: Unique to this start of the replica.
+        replica_id: The replica's id, which is unique to this start of the replica.
         connect_timeout: Limit of one attempt to connect.
         heartbeat_interval: Time between two heartbeats.
-        heartbeat_timeout: The Lighthouse declares a replica dead after this silence.
-        keys: The keys of the job token; replicas that do not prove it take no part.
-        is_awaited: Whether to send heartbeats from now on, or only from the first request on.
+        heartbeat_timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
+        keys: The keys of the job token; ``None`` without a token. Replicas that do not prove the token are ignored.
+        starts_heartbeat: Whether to send heartbeats at once; otherwise from the first request on.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the Lighthouse does not answer.
@@ -140,9 +140,9 @@ class LighthouseSession:
         heartbeat_interval: timedelta,
         heartbeat_timeout: timedelta,
         keys: Keys | None,
-        is_awaited: bool = True,
+        starts_heartbeat: bool = True,
     ) -> None:
-        self._telling = SignedReports(keys)
+        self._reports = SignedReports(keys)
         self._address = address
         self._replica_id = replica_id
         self._connect_timeout = connect_timeout
@@ -154,24 +154,24 @@ class LighthouseSession:
         self._heartbeat_client = self._connect(connect_timeout)
         self._client: Any = self._heartbeat_client
         self._heartbeat_timeout = heartbeat_timeout
-        self._heartbeat: Heartbeat | None = self._start_heartbeat() if is_awaited else None
+        self._heartbeat: Heartbeat | None = self._start_heartbeat() if starts_heartbeat else None
 
     def quorum(
         self, member: Member, *, timeout: timedelta, deadline: Deadline, shrink_only: bool, num_retries: int
     ) -> tuple[Member, ...]:
-        """Ask for a quorum, and wait for one that includes this replica.
+        """Ask for a quorum, wait for it, and return the reports of its members.
 
         Args:
             member: This replica's report.
-            timeout: Limit of one request, including retries of an unreachable Lighthouse.
+            timeout: Limit of one request, including retries if the Lighthouse is unreachable.
             deadline: Limit of the whole call.
-            shrink_only: Whether new replicas have to wait.
-            num_retries: Number of further requests after one that timed out.
+            shrink_only: Whether replicas that are not in the last quorum have to wait.
+            num_retries: Number of further requests after the first one timed out.
 
         Raises:
-            LighthouseUnavailableError: The Lighthouse could not be reached.
-            QuorumTimeoutError: No quorum in time.
-            QuorumError: The answer is invalid.
+            LighthouseUnavailableError: The Lighthouse was unreachable until the timeout.
+            QuorumTimeoutError: No quorum was formed in time.
+            QuorumError: A report is invalid, or the members have different job tokens.
         """
         heartbeat = self._heartbeat = self._heartbeat or self._start_heartbeat()
         began_s = time.monotonic()
@@ -197,11 +197,11 @@ class LighthouseSession:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     self._pause(min(pause_s * _own_random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
                     continue
-                members = self._telling.members_of(quorum.participants, self._replica_id)
+                members = self._reports.members_of(quorum.participants, self._replica_id)
                 missing = self._missing(quorum.quorum_id, members)
                 if missing and time.monotonic() + _ASK_AGAIN_S < deadline_s:
-                    there = [each.replica_id for each in members]
-                    logger.warning("%s may have been restarted: %s lacks %s", self._name(), there, missing)
+                    ids = [each.replica_id for each in members]
+                    logger.warning("%s may have been restarted: the quorum of %s lacks %s", self._name(), ids, missing)
                     self._pause(_ASK_AGAIN_S)
                     continue
                 self._quorum_id = quorum.quorum_id
@@ -216,37 +216,37 @@ class LighthouseSession:
         )
 
     @property
-    def is_heard(self) -> bool:
-        """Whether this replica sends heartbeats, so that the others wait for it."""
+    def has_heartbeat(self) -> bool:
+        """Whether this replica sends heartbeats, so that other replicas wait for it."""
         return self._heartbeat is not None
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the Lighthouse could not be reached since the last quorum."""
+    def was_unreachable(self) -> bool:
+        """Whether the Lighthouse was unreachable since the last quorum."""
         heartbeat = self._heartbeat
         return self._is_suspect or (heartbeat is not None and heartbeat.was_unreachable)
 
     def missing(self) -> str:
-        """Describe the replicas that this one waits for; empty if the Lighthouse does not say."""
+        """Describe which replicas the quorum waits for; empty if the Lighthouse's status page is unreadable."""
         status = read_status(self._address)
         return status.missing(self._replica_id) if status is not None else ""
 
     def num_missed_heartbeats(self) -> int:
-        """Return how often the Lighthouse may have declared this replica dead after a silence."""
+        """Return how often the Lighthouse may have declared this replica dead, because heartbeats were missed."""
         return self._heartbeat.missed_heartbeats.count() if self._heartbeat is not None else 0
 
-    def fall_silent(self) -> None:
-        """End the heartbeats until the next request."""
+    def stop_heartbeats(self) -> None:
+        """End the heartbeats until the next call of `quorum`."""
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.close()
 
     def close(self) -> None:
-        """End the heartbeats, so that the others stop waiting for this replica soon."""
+        """End the heartbeats, so that the other replicas soon stop waiting for this one."""
         self._closed.set()
         if self._heartbeat is not None:
             self._heartbeat.close()
-        # Each keeps threads and sockets until its last reference.
+        # A client frees its threads and sockets with the last reference to it.
         self._heartbeat_client = self._client = None
 
     def _start_heartbeat(self) -> Heartbeat:
@@ -264,7 +264,7 @@ class LighthouseSession:
                 return _coordination().ManagerServer(
                     replica_id=self._replica_id,
                     lighthouse_addr=self._address,
-                    # It also serves torchft's managers; this replica has none.
+                    # This server could also serve torchft's managers, which this replica does not have.
                     hostname="127.0.0.1",
                     bind="127.0.0.1:0",
                     store_addr="",
@@ -301,13 +301,12 @@ class LighthouseSession:
             raise QuorumError(f"replica {self._replica_id}: has been shut down")
 
     def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
-        """Return members of the last quorum that a restarted Lighthouse may have forgotten."""
+        """Return the members of the last quorum that this one lacks, if the Lighthouse may have been restarted."""
         names = {name_of(member.replica_id) for member in members}
-        # A restarted replica has its old name.
+        # By name, because a restarted replica has another id.
         missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)
-        was_unreachable = self._heartbeat is not None and self._heartbeat.was_unreachable
         starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
-        return missing if self._is_suspect or was_unreachable or starts_again else []
+        return missing if self.was_unreachable or starts_again else []
 
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
         client = self._client
@@ -315,25 +314,25 @@ class LighthouseSession:
             raise QuorumError(f"replica {self._replica_id}: has been shut down")
         if client is None:
             client = self._client = self._connect(min(timeout, self._connect_timeout))
-        assert self._heartbeat is not None, "the first request starts it"
+        assert self._heartbeat is not None, "the first request starts the heartbeats"
         missed_heartbeats = self._heartbeat.missed_heartbeats
         sign = missed_heartbeats.now()
         request = partial(
             client.quorum,
             replica_id=self._replica_id,
             timeout=timeout,
-            # Newcomers find the addresses on the status page before they have a quorum (`running_members`).
+            # Newcomers read the addresses from the status page before their first quorum (`running_members`).
             address=" ".join(member.addresses),
             store_address=member.store_address,
             step=member.step,
             world_size=len(member.addresses),
             shrink_only=shrink_only,
-            data=self._telling.data_of(member),
+            data=self._reports.data_of(member),
         )
         try:
             quorum = outcome_of(_typed_panics()(request))
         except BaseException:
-            # The client still runs the interrupted request.
+            # A signal handler has raised, and the client still runs the request: make another client next time.
             self._client = None
             raise
         if isinstance(quorum, TimeoutError):
@@ -348,7 +347,7 @@ class LighthouseSession:
 
 
 def _coordination() -> Any:
-    # The Rust code reads its log level once, at import. Children must inherit only a level that the user has set.
+    # The Rust code reads its log level once, at import. Child processes must not inherit a level that is set here.
     is_level_set = _LOG_LEVEL in os.environ
     os.environ.setdefault(_LOG_LEVEL, "error")
     try:

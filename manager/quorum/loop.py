@@ -1,4 +1,4 @@
-"""The fault-tolerant loop of one replica: a round begins with a quorum and ends with a commit, or without one."""
+"""The fault-tolerant loop of one replica. Each round is one attempt at a step: a quorum, work, a vote on the commit."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ _NO_DEADLINE: Final = Deadline()
 
 
 class QuorumLoop:
-    """Runs the rounds of one replica. `Manager` is its interface.
+    """Runs the rounds of one replica for `Manager`, which is the public interface.
 
-    For the training thread alone, except `report_error`.
+    Only the training thread may call it; any thread may call `report_error`.
 
     Args:
-        config: The configuration.
-        replica: This replica; it has a transport.
+        config: The configuration, completed from the environment.
+        replica: This replica, which must have a transport.
         process_group: Runs the collectives; ``None`` for gloo.
-        watch: Reports long waits.
+        watch: Logs waits that take too long.
 
     Attributes:
-        membership: The replica's membership.
+        membership: The membership of this replica in its job.
 
     Raises:
-        QuorumError: The Lighthouse or the replica's store cannot be reached.
-        TransportError: The address for peers does not lead to this replica's transport.
+        QuorumError: The Lighthouse or the replica's key-value store does not answer.
+        TransportError: The address that peers receive does not lead to this replica's transport.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class QuorumLoop:
     # ------------------------------------------------------------------------------------------------------ the round
 
     def start(self, *, may_heal: bool, shrink_only: bool, deadline: Deadline, is_async: bool) -> None:
-        """See `Manager.start_quorum`."""
+        """Begin a round; see `Manager.start_quorum`."""
         participant, state = self._participant, self._state
         period_s = state.steps.begin()
         if period_s is not None:
@@ -111,9 +111,9 @@ class QuorumLoop:
             self._leave(participant.round, deadline)
         self.membership.process_group.begin_step()
         warn_of_unguarded(state.optimizers())
-        participant.note_irregular_steps()
+        participant.check_irregular_steps()
         self._formation.structures.check_registered()
-        self._formation.hyperparameters.look(
+        self._formation.hyperparameters.digest(
             is_after_commit=participant.round is not None and participant.round.is_committed
         )
         self._participated_last_round = self.is_participating()
@@ -134,32 +134,32 @@ class QuorumLoop:
         try:
             participant.round = current
             if participant.is_settled and is_async and state.partial is None:
-                # The quorum shows only later which replicas need a snapshot of this boundary.
+                # Only the quorum shows which replicas need a snapshot of this step boundary, and it is not formed yet.
                 can_serve = self._formation.begin_step(hold=True)
                 self._executor.submit(self._formation.form_in_background, current, request, can_serve)
             else:
                 self._formation.form_and_heal(current, request)
         except BaseException as error:
             self._participant.snapshots.settle()
-            # The round refers to the error, and its frames may hold sections of the lock, so they are cleared. This
-            # frame must not refer to the round, or error and frame would form a cycle.
+            # The round refers to the error, and the error to frames that may hold sections of the lock: clear them.
+            # The error also refers to this frame, so this frame must not refer to the round.
             traceback.clear_frames(error.__traceback__)
             current.end_quorum(error)
             del current
             raise
 
     def wait(self) -> None:
-        """See `Manager.wait_quorum`."""
+        """Wait until the quorum is formed; see `Manager.wait_quorum`."""
         self._wait_for(self._current_round())
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> ManagedWork:
-        """See `Manager.allreduce`."""
+        """Begin to reduce a tensor; see `Manager.allreduce`."""
         current = self._current_round()
         self._wait_for(current)
         return self._reductions.begin(current, tensor, reduce_op)
 
     def average_gradients(self, parameters: NamedParameters) -> bool:
-        """See `Manager.average_gradients`."""
+        """Average the gradients over the replicas; see `Manager.average_gradients`."""
         current = self._current_round()
         self._wait_for(current)
         gradient = next((each.grad for _, each in parameters if each.grad is not None), None)
@@ -170,7 +170,7 @@ class QuorumLoop:
         return self._reductions.average_gradients(current, parameters)
 
     def commit(self, deadline: Deadline) -> bool:
-        """See `Manager.should_commit`."""
+        """End the round: vote on the commit, and return the result; see `Manager.should_commit`."""
         participant, state, current = self._participant, self._state, self._current_round()
         if current.is_over or current.is_left:
             raise ManagerError(
@@ -187,9 +187,9 @@ class QuorumLoop:
             has_missed_heartbeats=self.membership.num_missed_heartbeats() != current.num_missed_heartbeats,
         )
         with self._participant.watch.waiting(
-            f"{participant.name}: waiting for the other ranks of this replica to agree"
+            f"{participant.name}: waiting for the other ranks of this replica to vote on the commit"
         ):
-            # If the others do not answer, they may have committed or not.
+            # If the other ranks do not answer, this rank cannot know whether they have committed.
             participant.is_settled = False
             refusals = self._agree(refusals, deadline)
         current.is_voted = True
@@ -199,7 +199,7 @@ class QuorumLoop:
                 participant.healing.retry(f"the first step was not committed: {'; '.join(refusals)}")
             self._refuse_commit(current, refusals)
             if current.error is not None and isinstance(current.error.original_exception, UnfinishedReductionError):
-                # The loop would make the same mistake in each step.
+                # A mistake in the user's loop, which would repeat it in each step.
                 raise current.error.original_exception
             return False
         self._accept(current)
@@ -210,22 +210,22 @@ class QuorumLoop:
         return True
 
     def compare_at_next_boundary(self) -> None:
-        """See `Manager.compare_replicas`."""
+        """Compare the replicas' states at the next step boundary; see `Manager.compare_replicas`."""
         self._formation.comparison.is_wanted = True
 
-    # -------------------------------------------------------------------------------------------------- what is known
+    # --------------------------------------------------------------------------------------------------------- status
 
     def report_error(self, error: Exception, *, is_own: bool) -> None:
-        """See `Manager.report_error`; ``is_own`` as in `Participant.report_error`."""
+        """Prevent the commit of this step; see `Participant.report_error`."""
         self._participant.report_error(error, is_own=is_own)
 
     def errored(self) -> ReportedError | None:
-        """See `Manager.errored`."""
+        """Return the error that prevents the commit of this step, if any; see `Manager.errored`."""
         current = self._participant.round
         return current.error if current is not None else None
 
     def decision(self) -> Decision | None:
-        """Return the present quorum's decision; waits for it. ``None`` before the first round."""
+        """Wait for the decision of the present quorum, and return it; ``None`` before the first round."""
         current = self._participant.round
         if current is None:
             return None
@@ -233,12 +233,12 @@ class QuorumLoop:
         return current.decision
 
     def num_participants(self) -> int:
-        """See `Manager.num_participants`."""
+        """Return the number of replicas that contribute to this step; see `Manager.num_participants`."""
         decision = self.decision()
         return decision.num_participants if decision is not None else 0
 
     def is_participating(self) -> bool:
-        """See `Manager.is_participating`."""
+        """Return whether this replica contributes to this step; see `Manager.is_participating`."""
         current = self._participant.round
         if current is None:
             return False
@@ -247,10 +247,14 @@ class QuorumLoop:
             return self._participated_last_round and not current.quorum.done()
         return decision.participating_rank is not None
 
-    # -------------------------------------------------------------------------------------------------------- the end
+    # ------------------------------------------------------------------------------------------------------- shutdown
 
     def close(self, *, wait: bool) -> None:
-        """Leave the job and end the threads."""
+        """Leave the job, and end the threads.
+
+        Args:
+            wait: Whether to wait until the quorum thread has ended.
+        """
         healing, self._participant.healing = self._participant.healing, None
         if healing is not None:
             healing.end("abandoned")
@@ -259,17 +263,17 @@ class QuorumLoop:
             closing.callback(self._executor.shutdown, wait=wait)
             closing.callback(self.membership.close)
 
-    # --------------------------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------------------------------------- private
 
     def _has_gradients(self) -> bool:
-        """Whether an optimizer is about to step with gradients."""
+        """Return whether a parameter of an optimizer that steps with each commit has a gradient."""
         state = self._state
         stepping = [each for each in state.optimizers() if state.ledger.steps_with_commits(each)]
         return any(parameter.grad is not None for parameter in parameters_of(stepping))
 
     def _current_round(self) -> QuorumRound:
         if self._participant.round is None:
-            raise ManagerError("expected start_quorum before this, and it was not called")
+            raise ManagerError("expected a call of start_quorum before this call, got none")
         return self._participant.round
 
     def _wait_for(self, current: QuorumRound, deadline: Deadline = _NO_DEADLINE) -> None:
@@ -294,29 +298,31 @@ class QuorumLoop:
         )
 
     def _leave(self, earlier: QuorumRound, deadline: Deadline) -> None:
-        """Make sure that no work of an earlier step continues in the next one."""
+        """End the work of an earlier round, so that none of it continues in the next round."""
         participant = self._participant
-        # Callers that waited for it have received its error.
-        self._await(earlier.quorum, "a quorum that nobody waited for", deadline)
+        # The error of this quorum does not matter here: callers that waited for the quorum have received the error.
+        self._await(earlier.quorum, "the quorum of the previous step to be formed", deadline)
         failed = earlier.quorum.exception() is not None
         if failed:
             participant.announced_to = frozenset()
-            # After an exception of a handler in start_quorum, work on the quorum thread may continue.
-            self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
+            # If a signal handler raised in start_quorum, work on the quorum thread may continue.
+            self._await(self._executor.submit(_do_nothing), "the work of an interrupted start_quorum to end", deadline)
         if not earlier.is_over:
             self._participant.metrics.add("steps_refused_total", "Abandoned")
-            # The other replicas may wait in collectives that this one has not begun.
-            logger.warning("%s: the step before was abandoned, and its process group is ended", participant.name)
+            # The other replicas may wait in collectives that this replica has not begun.
+            logger.warning(
+                "%s: should_commit was not called for the previous step; its process group is aborted", participant.name
+            )
             self.membership.process_group.abort()
         if failed or not earlier.is_over:
             participant.is_settled = False
         if not failed and not earlier.is_voted:
-            # The other ranks of this replica may be voting on the step and waiting for this rank.
+            # The other ranks of this replica may have begun the vote on the step, and wait for this rank.
             earlier.is_voted = True
-            if not self._agree(("the step was abandoned",), deadline):
+            if not self._agree(("should_commit was not called for the step",), deadline):
                 logger.warning(
-                    "%s: the other ranks of this replica have committed the step with a vote that was interrupted on "
-                    "this one; it heals now",
+                    "%s: an exception interrupted should_commit on this rank after its vote, and the other ranks of "
+                    "this replica have committed the step; this rank heals",
                     participant.name,
                 )
 
@@ -331,7 +337,7 @@ class QuorumLoop:
         self._participant.metrics.add("step_until_commit_seconds", by=length_s)
         self._errors.note(self._participant.name, f"not committed: {cause}")
         logger.warning(
-            "%s: not committed, %d in a row: %s",
+            "%s: not committed, failed attempt %d: %s",
             self._participant.name,
             self._num_refused_commits,
             cause,
@@ -341,19 +347,19 @@ class QuorumLoop:
         try:
             self._own_errors.refused(self._state.step, refusals)
         except ReplicaFaultError:
-            self.membership.fall_silent()
+            self.membership.stop_heartbeats()
             raise
         max_retries = self._config.max_retries
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._state.step, num_failures=self._num_refused_commits, reasons=refusals)
 
     def _accept(self, current: QuorumRound) -> None:
-        """Count the step as committed."""
+        """Record the commit of the step."""
         participant, state, decision = self._participant, self._state, current.decision
-        # First: after an exception of a handler below, the ledger still expects this step of every optimizer, so the
-        # lineage differs from the others' and this replica heals.
+        # This comes first. If a signal handler raises below, the ledger still expects a step of every optimizer; then
+        # the lineage differs from that of the other replicas, and this replica heals.
         state.ledger.committed()
-        # From here on the caller may change memory that serves a newcomer, even without the lock.
+        # From here on the caller may change memory that a newcomer reads, even without the lock.
         state.before_change(is_optimizer_step=True)
         assert decision is not None, "a replica without a decision has an error"
         state.lineage = next_lineage(state.lineage, decision.group, state.step + 1)
@@ -385,4 +391,4 @@ class QuorumLoop:
 
 
 def _do_nothing() -> None:
-    """Runs after all earlier jobs of the executor."""
+    """Do nothing: when the quorum thread has run this job, it has ended all earlier jobs."""

@@ -1,17 +1,16 @@
-"""The replicas beside this one: their reports through the Lighthouse, its status page, and their own answers.
+"""Information about the other replicas of the job, from three sources.
 
-Any client that reaches the Lighthouse can ask for a quorum, under any name and with any step. With a job token each
-replica signs its report. Replicas ignore reports without a valid signature: they do not heal from their senders, wait
-for them or form process groups with them.
-
-The status page of torchft's Lighthouse is made for people and differs between versions of torchft; unknown parts are
-ignored. It is not authenticated, and a name on it may have any characters. So a name is the whole text before the last
-age in its line, and messages escape all text of the page.
-
-A replica cannot leave the Lighthouse: after its first request the Lighthouse waits for it until its heartbeats expire.
-So a newcomer that cannot load the others' state, or has other rules, would stop them for ``heartbeat_timeout`` at each
-of its starts. Therefore it first asks the running replicas for their structure and rules, and decides on the answers.
-Each answer arrives through a connection on which both sides have proved the job token, if there is one.
+- **Reports in a quorum** (`SignedReports`). Any client that reaches the Lighthouse can ask for a quorum, under any name
+  and with any step. With a job token, each replica signs its report. Replicas ignore a report without a valid
+  signature: they do not heal from its sender, wait for it, or form a process group with it.
+- **The status page of torchft's Lighthouse** (`read_status`). The page is made for people and differs between versions
+  of torchft, so unknown parts are skipped. It is not authenticated, and a name on it may have any characters. So a name
+  is the whole text before the last age in its line, and messages escape all text of the page.
+- **The replicas' own status** (`refusing_members`). A replica cannot leave the Lighthouse: after a first request, the
+  Lighthouse waits for it until its heartbeats expire. A newcomer that cannot load the common state, or has other rules,
+  would stop all replicas for ``heartbeat_timeout`` at each of its starts. So it first requests the structure and the
+  rules of running replicas, and does not join if they do not match. With a job token, both sides of the connection
+  prove the token.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ logger = logging.getLogger(__name__)
 AskState: TypeAlias = Callable[[str, timedelta], ProcessState]
 
 NAMELESS: Final = "replica"
-"""The name of replicas without a configured one."""
+"""The name of replicas for which no name is configured."""
 _PURPOSE: Final = "member"
 _WARN_EVERY_S: Final = 60.0
 _MAX_REMEMBERED: Final = 10_000
 _MAX_SHOWN: Final = 3
 _MAX_SHOWN_CHARACTERS: Final = 100
 
-# No pattern can match the same characters in two ways: otherwise a name of 60,000 spaces would take minutes.
+# No pattern matches the same characters in two ways. Otherwise matching a name of 60,000 spaces could take minutes.
 _HEARTBEAT: Final = re.compile(r'<li class="heartbeat([^<>]{0,200})>([^<]*)<')
 _AGE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)s ago")
 _REASON: Final = re.compile(r"quorum status:([^<\[]+)")
@@ -60,7 +59,7 @@ _MEMBER: Final = re.compile(r"<b>([^<]+)</b>\s*<br/>\s*Step: (-?[0-9]{1,19})\s*<
 _STATUS_S: Final = 0.2
 _LONGEST_PAGE_BYTES: Final = 1 << 20
 _PATIENCE: Final = 5
-"""The whole page may take this many times as long as one wait."""
+"""Reading the whole page may take this many times as long as one wait for bytes."""
 _MAX_NAMED: Final = 10
 _MAX_NAME: Final = 100
 _MAX_REASON: Final = 500
@@ -70,14 +69,14 @@ _ANSWERING: Final = timedelta(seconds=1)
 
 _encoder: Final = msgspec.json.Encoder(order="deterministic")
 _numbers = itertools.count(1)
-"""Per process: a later manager of it may reuse the id of an earlier one."""
+"""Numbers of reports. They ascend in the whole process, because a later manager may reuse the id of an earlier one."""
 
 
 class SignedReports:
-    """Writes this replica's reports, and reads those of others. For the quorum thread alone.
+    """Signs this replica's reports, and verifies the reports of other replicas. For the quorum thread only.
 
     Args:
-        keys: The keys of the job token; ``None`` without one.
+        keys: The keys of the job token; ``None`` without a token.
     """
 
     def __init__(self, keys: Keys | None) -> None:
@@ -88,52 +87,53 @@ class SignedReports:
         self._warned_s = -_WARN_EVERY_S
 
     def data_of(self, member: Member) -> dict[str, Any]:
-        """Return a replica's report as plain values, signed if the job has a token."""
-        said = msgspec.structs.replace(
+        """Return this replica's report as plain values, signed if the job has a token."""
+        report = msgspec.structs.replace(
             member, process=f"{os.getpid()} on {socket.gethostname()}", number=next(_numbers), signature=""
         )
         if self._keys is not None:
-            said = msgspec.structs.replace(said, signature=self._keys.sign(_PURPOSE, _encoder.encode(said)))
-        plain: dict[str, Any] = msgspec.to_builtins(said)
+            report = msgspec.structs.replace(report, signature=self._keys.sign(_PURPOSE, _encoder.encode(report)))
+        plain: dict[str, Any] = msgspec.to_builtins(report)
         return plain
 
     def members_of(self, participants: Sequence[Any], own_id: str) -> tuple[Member, ...]:
-        """Return the members of a quorum that belong to the job, in the quorum's order.
+        """Return the participants of a quorum that prove the job token, in the order of the quorum.
 
         Args:
-            participants: The Lighthouse's answer.
+            participants: The participants in the Lighthouse's answer.
             own_id: This replica's id.
 
         Raises:
-            QuorumError: A participant does not run this package. Or no other participant of this replica's first quorum
-                belongs to the job: this replica may have a wrong token, and must not train alone. Or half of the last
-                quorum's members sign with another token now, which would split the job.
+            QuorumError: A participant does not run this package. Or, in this replica's first quorum, no other
+                participant proves the job token: then this replica may have a wrong token, and must not train alone.
+                Or at least half of the last quorum now sign with another token, which would split the job.
         """
-        told = [(participant.replica_id, self._member_of(participant)) for participant in participants]
-        strangers = [replica_id for replica_id, member in told if member is None]
-        members = tuple(member for _, member in told if member is not None)
+        reports = [(participant.replica_id, self._member_of(participant)) for participant in participants]
+        strangers = [replica_id for replica_id, member in reports if member is None]
+        members = tuple(member for _, member in reports if member is not None)
         if strangers:
-            has_company = any(member.replica_id != own_id for member in members)
-            self._note(strangers, may_be_wrong=not has_company and not self._is_established)
-            self._refuse_to_part(members, participants)
+            is_alone = all(member.replica_id == own_id for member in members)
+            self._report_strangers(strangers, may_be_wrong=is_alone and not self._is_established)
+            self._refuse_to_split(members, participants)
         self._is_established = True
         self._proved = frozenset(member.replica_id for member in members)
         return members
 
-    def _refuse_to_part(self, members: Sequence[Member], participants: Sequence[Any]) -> None:
-        """Refuse to continue if at least half of the last quorum's members sign with another token."""
+    def _refuse_to_split(self, members: Sequence[Member], participants: Sequence[Any]) -> None:
+        """Raise an error if at least half of the last quorum's members now sign with another token."""
         num_left = sum(member.replica_id in self._proved for member in members)
-        parted = [
+        changed = [
             each.replica_id for each in participants if each.replica_id in self._proved and self._has_other_token(each)
         ]
-        if parted and len(parted) >= num_left:
+        if changed and len(changed) >= num_left:
             raise QuorumError(
-                f"expected replicas with the same job token, and {_shown(parted)} of the last quorum sign with another "
-                f"one now; a token is replaced by 'old new' everywhere, then 'new old', then 'new' ({TOKEN_VARIABLE})"
+                f"expected replicas with the same job token, and {_shown(changed)} of the last quorum now sign with "
+                f"another one; to replace a token, set {TOKEN_VARIABLE} everywhere to 'old new', then to 'new old', "
+                "then to 'new'"
             )
 
     def _has_other_token(self, participant: Any) -> bool:
-        """Return whether a participant signs with a key that this replica lacks."""
+        """Return whether a participant signs its report with a key that this replica does not have."""
         try:
             data = _data_of(participant)
         except msgspec.ValidationError:
@@ -141,7 +141,8 @@ class SignedReports:
         key_id, is_signed, _ = data.signature.partition(":")
         return bool(is_signed) and self._keys is not None and self._keys.with_id(key_id) is None
 
-    def _note(self, strangers: Sequence[str], *, may_be_wrong: bool) -> None:
+    def _report_strangers(self, strangers: Sequence[str], *, may_be_wrong: bool) -> None:
+        """Log participants that do not prove the job token; raise an error if this replica's token may be wrong."""
         shown = _shown(strangers)
         what = f"{len(strangers)} in the quorum do not prove this replica's job token ({TOKEN_VARIABLE}): {shown}"
         if self._keys is None:
@@ -161,7 +162,7 @@ class SignedReports:
                 return None
             raise QuorumError(
                 "expected replicas that run this package in the quorum, and "
-                f"{replica_id[:_MAX_SHOWN_CHARACTERS]!r} says of itself {str(participant.data)[:200]!r}: {error}"
+                f"{replica_id[:_MAX_SHOWN_CHARACTERS]!r} reports {str(participant.data)[:200]!r}: {error}"
             ) from error
         member = msgspec.structs.replace(
             data,
@@ -177,7 +178,7 @@ class SignedReports:
             return not signature
         if not self._keys.verifies(signature, _PURPOSE, _encoder.encode(member)):
             return False
-        # Refuse replays: another client may repeat an earlier report.
+        # Refuse a replay: another client may send a copy of an earlier report.
         if member.number < self._last_numbers.get(member.replica_id, 0):
             return False
         if member.replica_id not in self._last_numbers and len(self._last_numbers) >= _MAX_REMEMBERED:
@@ -187,7 +188,7 @@ class SignedReports:
 
 
 def _data_of(participant: Any) -> Member:
-    # The Lighthouse's client has already decoded the JSON.
+    # The JSON is decoded already, by the Lighthouse's client.
     return msgspec.convert(participant.data, Member)  # noqa: TID251 # safe: ``reports`` has made a decoder
 
 
@@ -197,12 +198,13 @@ def _shown(replica_ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningMember:
-    """A member of the last quorum, from the page; not authenticated.
+    """A member of the last quorum, as the Lighthouse's status page shows it; not authenticated.
 
     Attributes:
         replica_id: The replica's id.
-        step: Its committed step at that time.
-        addresses: The address of each rank, which serves its state; older versions give the first one only.
+        step: The committed step that it reported in that quorum.
+        addresses: The addresses at which its ranks serve their state, by rank. Older versions of this package report
+            only the address of rank 0.
     """
 
     replica_id: str
@@ -212,14 +214,14 @@ class RunningMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LighthouseStatus:
-    """The content of the page.
+    """The content of the Lighthouse's status page.
 
     Attributes:
-        reason: The Lighthouse's reason for the lack of a quorum; empty without one.
-        num_asking: Number of replicas that have asked for a quorum; ``None`` if the page does not say.
-        alive: The replicas with a fresh heartbeat.
-        silent: The replicas without a fresh heartbeat, and the age of the last one in seconds.
-        members: The members of the last quorum that have a fresh heartbeat.
+        reason: Why the Lighthouse has formed no quorum yet; empty if the page gives no reason.
+        num_asking: Number of replicas that have asked for a quorum; ``None`` if the page does not show it.
+        alive: The ids of replicas whose last heartbeat is recent.
+        silent: The ids of other replicas, and the age of their last heartbeats in seconds.
+        members: The members of the last quorum whose last heartbeat is recent.
     """
 
     reason: str
@@ -229,35 +231,39 @@ class LighthouseStatus:
     members: tuple[RunningMember, ...] = ()
 
     def missing(self, own_id: str) -> str:
-        """Describe, as a clause, which replicas ``own_id`` waits for."""
+        """Describe which replicas the quorum waits for, as clauses for a message.
+
+        Args:
+            own_id: The id of the replica that waits.
+        """
         others = [replica_id for replica_id in self.alive if replica_id != own_id]
         reason = escape_peer_text(self.reason, max_characters=_MAX_REASON)
-        clauses = [f"the Lighthouse says '{reason}'"] if reason else []
+        clauses = [f"the Lighthouse reports '{reason}'"] if reason else []
         if self.num_asking is not None:
             clauses.append(f"{self.num_asking} of {max(len(self.alive), self.num_asking)} live replicas have asked")
         if others and self.num_asking == 1:
             clauses.append(f"alive without asking: {_named(others)}")
         elif others and (self.num_asking is None or self.num_asking <= len(others)):
-            clauses.append(f"the others with a heartbeat: {_named(others)}")
+            clauses.append(f"the other live replicas: {_named(others)}")
         if self.silent:
             seconds = [f" for {age_s:.0f} s" for _, age_s in self.silent]
-            clauses.append(f"silent: {_named([replica_id for replica_id, _ in self.silent], seconds)}")
+            clauses.append(f"without heartbeats: {_named([replica_id for replica_id, _ in self.silent], seconds)}")
         return "; ".join(clauses)
 
 
 def read_status(address: str, timeout_s: float = _STATUS_S) -> LighthouseStatus | None:
-    """Read the page of the Lighthouse at ``address``; ``None`` if it does not arrive in time.
+    """Read the status page of a Lighthouse; return ``None`` if it does not arrive in time.
 
     Args:
-        address: ``http://host:port``.
-        timeout_s: Limit of each wait in seconds.
+        address: ``http://host:port`` of the Lighthouse.
+        timeout_s: Limit of each wait for bytes, in seconds.
     """
     parts = urlsplit(address)
     until_s = time.monotonic() + _PATIENCE * timeout_s
     answer = bytearray()
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=timeout_s) as connected:
-            # The server closes the connection after an answer to this version (RFC 9112, section 9.3).
+            # HTTP/1.0, so that the server closes the connection after its response (RFC 9112, section 9.3).
             connected.sendall(f"GET /status HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode("ascii", "replace"))
             while len(answer) <= _LONGEST_PAGE_BYTES and (received := connected.recv(1 << 16)):
                 answer += received
@@ -270,11 +276,13 @@ def read_status(address: str, timeout_s: float = _STATUS_S) -> LighthouseStatus 
 
 
 def running_members(address: str, name: str) -> tuple[RunningMember, ...]:
-    """Return the running replicas of a Lighthouse from its status page, unauthenticated; empty if it is unreadable.
+    """Return the replicas that train, as a Lighthouse's status page shows them; empty if the page is unreadable.
+
+    The page is not authenticated.
 
     Args:
-        address: The Lighthouse's address.
-        name: The asking replica's name; its earlier starts are left out.
+        address: ``http://host:port`` of the Lighthouse.
+        name: The configured name of this replica, whose earlier starts are left out.
     """
     status = read_status(address)
     members = status.members if status is not None else ()
@@ -283,18 +291,18 @@ def running_members(address: str, name: str) -> tuple[RunningMember, ...]:
 
 
 def name_of(replica_id: str) -> str:
-    """Return the part of an id that survives a restart; the whole id of a replica without a name."""
+    """Return the configured name in a replica's id, which survives a restart; the whole id if no name is configured."""
     name, _, start = replica_id.rpartition(":")
     return replica_id if name in ("", NAMELESS) or not start else name
 
 
 def parse_status(page: str) -> LighthouseStatus:
-    """Parse the page."""
+    """Parse the HTML of the Lighthouse's status page."""
     reason, asking = _REASON.search(page), _ASKING.search(page)
     alive: set[str] = set()
     silent: list[tuple[str, float]] = []
-    for kind, told in _HEARTBEAT.findall(page):
-        name, _, age = told.strip().rpartition(": seen ")
+    for kind, text in _HEARTBEAT.findall(page):
+        name, _, age = text.strip().rpartition(": seen ")
         found = _AGE.fullmatch(age)
         if name and found is not None and "old" in kind:
             silent.append((html.unescape(name), float(found[1])))
@@ -315,42 +323,45 @@ def parse_status(page: str) -> LighthouseStatus:
 
 def _named(names: Sequence[str], details: Sequence[str] = ()) -> str:
     shown = [escape_peer_text(name, max_characters=_MAX_NAME) for name in names[:_MAX_NAMED]]
-    told = [name + detail for name, detail in itertools.zip_longest(shown, details[:_MAX_NAMED], fillvalue="")]
+    texts = [name + detail for name, detail in itertools.zip_longest(shown, details[:_MAX_NAMED], fillvalue="")]
     rest = len(names) - _MAX_NAMED
-    return ", ".join(told) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(texts) + (f" and {rest} more" if rest > 0 else "")
 
 
 def refusing_members(
     own: Member, running: Sequence[RunningMember], rules: Rules, ask: AskState, *, has_token: bool
 ) -> tuple[Member, ...]:
-    """Return the members of a quorum that would refuse ``own``; empty if it may ask for a quorum.
+    """Check before a newcomer's first quorum that running replicas would accept it. Takes about a second at most.
 
-    Replicas that do not answer are left out; the real quorum decides about them. Takes `_ANSWERING` at most.
+    Replicas that do not answer are left out of the check; the real quorum decides about them.
 
     Args:
         own: This replica's report.
         running: The running replicas, from the Lighthouse's status page.
         rules: This replica's rules.
-        ask: Asks a replica for its state report.
+        ask: Requests the status of the replica at an address.
         has_token: Whether this replica has a job token.
 
+    Returns:
+        The members of a quorum, with this replica, in which it would not fit; empty if it may ask for a quorum.
+
     Raises:
-        QuorumError: The members' settings differ, or all of them reject this replica, which has no token.
+        QuorumError: The replicas' rules differ, or all replicas refuse the connection because this one has no token.
     """
-    # Only replicas ahead of this one: otherwise this replica's structure may be the one that counts.
+    # Only replicas that are ahead of this one: in a quorum with them, its structure cannot become the common one.
     ahead = sorted((each for each in running if each.step > own.step and each.addresses), key=lambda each: -each.step)
     if not ahead:
         return ()
     asked = ahead[:_MAX_ASKED]
     with SafeExecutor(len(asked), "ft-transport-members") as pool:
         answers = list(pool.map(lambda each: _answer_of(each, ask), asked))
-    # With a token, forged addresses on the page must not keep a replica out: the quorum alone shows all members.
+    # A replica with a token goes on: the addresses on the page may be forged, and the quorum shows the real members.
     is_stranger = not has_token and all(isinstance(answer, PeerAuthenticationError) for answer in answers)
     if is_stranger and len(asked) == len(ahead):
         shown = ", ".join(repr(each.replica_id[:_MAX_SHOWN_CHARACTERS]) for each in asked)
         raise QuorumError(
             "expected replicas with the same job token and certificates; this replica has no token "
-            f"({TOKEN_VARIABLE}), and those that train do not let it in: {shown}: {answers[0]}"
+            f"({TOKEN_VARIABLE}), and the running replicas refuse it: {shown}: {answers[0]}"
         )
     members = (*(answer for answer in answers if isinstance(answer, Member)), own)
     if len(members) == 1:
@@ -360,20 +371,24 @@ def refusing_members(
 
 
 def _answer_of(named: RunningMember, ask: AskState) -> Member | Exception | None:
-    """Return a replica's report as a member of a quorum, an error, or ``None`` if another replica answers."""
+    """Request the status of a running replica.
+
+    Returns:
+        Its report as a member of a quorum; an error if it does not answer; ``None`` if another process answers.
+    """
     try:
-        told = ask(named.addresses[0], _ANSWERING).manager
+        status = ask(named.addresses[0], _ANSWERING).manager
     except (TransportError, OSError) as error:
-        logger.debug("replica %s does not tell what it looks like: %s", named.replica_id, error)
+        logger.debug("replica %s does not send its status: %s", named.replica_id, error)
         return error
-    if told is None or told.replica_id != named.replica_id or not told.rules:
+    if status is None or status.replica_id != named.replica_id or not status.rules:
         return None
     return Member(
         replica_id=named.replica_id,
         step=named.step,
         lineage="",
-        store_address=told.store_address,
+        store_address=status.store_address,
         addresses=named.addresses,
-        rules=told.rules,
-        structure=told.structure,
+        rules=status.rules,
+        structure=status.structure,
     )

@@ -1,7 +1,7 @@
-"""One replica's membership in its job: its quorums and its process group.
+"""The membership of one replica in its job: `Membership` asks for quorums, and owns the process group.
 
-Combines the Lighthouse, the replica's ranks and the process group; has no access to the state. The training thread and
-the quorum thread call it, never both at once.
+It combines the session with the Lighthouse, the exchange between the replica's ranks, and the process group. It has no
+access to the state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from manager.quorum.reports import Member, RankReport, StateReport, member_of
 logger = logging.getLogger(__name__)
 
 _GRACE: Final = timedelta(milliseconds=200)
-"""Other ranks wait longer than rank 0 by this time, so that they receive its error."""
+"""The other ranks of a replica wait this much longer than rank 0, so that they still receive its error."""
 _NO_DEADLINE: Final = Deadline()
 _PROBE_S: Final = 0.2
 
@@ -47,8 +47,8 @@ class QuorumRequest:
 
     Attributes:
         rules: Settings that must be equal on all replicas.
-        deadline: The caller's deadline. Without one each wait has a timeout of the configuration.
-        shrink_only: Whether new replicas have to wait.
+        deadline: The caller's deadline. If it is unlimited, the timeouts of the configuration limit each wait.
+        shrink_only: Whether replicas that are not in the last quorum have to wait.
         may_heal: Whether this replica heals if it is behind.
     """
 
@@ -59,27 +59,29 @@ class QuorumRequest:
 
 
 class Membership:
-    """See the module.
+    """The membership of one rank, and of its replica, in the job.
+
+    The training thread and the quorum thread may call it, never both at once.
 
     Args:
         config: The configuration, completed from the environment.
         address: The address at which this rank serves its state to peers.
-        keys: The keys of the job token, if the job has one.
+        keys: The keys of the job token; ``None`` without a token.
         process_group: Runs the collectives; ``None`` for gloo.
-        ask_state: Asks a replica for its state report.
+        ask_state: Requests the status of the replica at an address.
 
     Attributes:
-        replica_id: ``name:`` and a random part; unique among live replicas (``replica_identity``).
+        replica_id: The configured name, a colon and a random part; unique among live replicas (``replica_identity``).
         group_rank: This rank within its replica.
-        process_group: The process group between replicas.
-        stores: Connections to the stores of all replicas.
-        store: The store of this replica.
+        process_group: The process group between this rank and the ranks of other replicas.
+        stores: Connections to the key-value stores of all replicas.
+        store: The key-value store of this replica.
         members: The members of the last quorum.
-        lighthouse: The Lighthouse's address, if this rank knows it.
-        said: The replica's report in the last quorum; ``None`` before, and on ranks other than 0.
+        lighthouse: The address of the Lighthouse; empty if this rank does not know it.
+        last_report: The replica's report in its last quorum; ``None`` before the first, and on ranks other than 0.
 
     Raises:
-        QuorumError: The Lighthouse or the replica's store cannot be reached.
+        QuorumError: The Lighthouse or the replica's key-value store does not answer.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Membership:
         self._address = address
         self._keys = keys
         self._ask_state = ask_state
-        self.said: Member | None = None
+        self.last_report: Member | None = None
         self.group_rank = config.rank
         self.members: tuple[Member, ...] = ()
         self.lighthouse = config.lighthouse_addr or ""
@@ -115,7 +117,7 @@ class Membership:
         self._incarnation: Incarnation | None = None
         self._ranks = RankExchange(None, "", 0, 1)
         self._own_id: ReplicaId | None = None
-        # A store in this process ends with the last reference.
+        # A store that this process hosts closes with the last reference to it.
         self._store: ReplicaStore | None = None
         self._is_asking = False
         try:
@@ -145,8 +147,8 @@ class Membership:
         if self.group_rank == 0:
             if config.lighthouse_addr is None:
                 logger.warning(
-                    "replica %s: no other replica will find this one, because it runs a Lighthouse of its own; to "
-                    "train with others, start torchft_lighthouse and set %s=http://host:port (or lighthouse_addr)",
+                    "replica %s: no other replica can find this one, because it runs a Lighthouse of its own; to train "
+                    "with other replicas, start torchft_lighthouse and set %s=http://host:port (or lighthouse_addr)",
                     self.replica_id,
                     LIGHTHOUSE_ENV,
                 )
@@ -157,10 +159,10 @@ class Membership:
                 heartbeat_interval=config.heartbeat_interval,
                 heartbeat_timeout=config.heartbeat_timeout,
                 keys=self._keys,
-                # Running replicas do not wait for a newcomer before its first request: it first receives their state.
-                is_awaited=not (config.warm_join and self.running_members()),
+                # A newcomer with a warm join sends no heartbeats yet: running replicas would wait for its request.
+                starts_heartbeat=not (config.warm_join and self.running_members()),
             )
-            logger.info("replica %s: takes part in the quorum of %s", self.replica_id, lighthouse)
+            logger.info("replica %s: connected to the Lighthouse at %s", self.replica_id, lighthouse)
 
     def _find_lighthouse(self, config: ManagerConfig) -> str:
         return config.lighthouse_addr or embedded_lighthouse(
@@ -170,33 +172,36 @@ class Membership:
         )
 
     def running_members(self) -> tuple[RunningMember, ...]:
-        """Return the running replicas from the Lighthouse's page, unauthenticated; on any rank. Takes 0.2 s at most."""
+        """Return the running replicas that the Lighthouse's status page names, which is not authenticated.
+
+        Any rank may call it. A Lighthouse that does not answer costs about 0.2 s.
+        """
         address = self._config.lighthouse_addr
-        # A Lighthouse inside this process has no earlier replicas.
+        # Without an address, the Lighthouse runs inside this process, and no replica is running yet.
         return running_members(address, self._config.replica_id or NAMELESS) if address is not None else ()
 
     def decide(
         self, report: StateReport, request: QuorumRequest, *, announced_to: frozenset[str], num_failed_heals: int
     ) -> Decision:
-        """Ask for a quorum and decide this rank's part in it.
+        """Ask for a quorum, and decide the part of this rank in it.
 
         Args:
-            report: This rank's state, without its process group. The replica heals only if all of its ranks may.
+            report: The report of this rank's state; the fields of the process group are filled in here.
             request: The arguments of ``start_quorum``.
-            announced_to: See `Member`.
-            num_failed_heals: See ``quorum.decision.decide``.
+            announced_to: Replicas that learned in the previous quorum that this one needs a snapshot.
+            num_failed_heals: Number of failed heals in a row; each attempt starts with another source.
 
         Raises:
-            QuorumError: No quorum, a missing rank of this replica, or members with different settings.
+            QuorumError: No quorum was formed, a rank of this replica is missing, or the members' settings differ.
         """
         own = msgspec.structs.asdict(report)
-        own.update(group=self.process_group.held, num_groups=self.process_group.num_begun, address=self._address)
+        own.update(group=self.process_group.group, num_groups=self.process_group.num_begun, address=self._address)
         deadline = request.deadline
-        # A rank that is just leaving a failed collective comes later by as much.
+        # A rank that waits in a failed collective arrives this much later.
         gathering = self._config.timeout + self._config.connect_timeout
-        # Rank 0 may take all of its attempts.
+        # Rank 0 may need all of its requests to the Lighthouse.
         asking = (deadline.left() or self._config.quorum_timeout) * (self._config.quorum_retries + 1)
-        answered = self._ranks.exchange(
+        answer = self._ranks.exchange(
             Exchange.QUORUM,
             RankReport(**own),
             lambda reports: self._ask(reports, request, announced_to),
@@ -204,22 +209,22 @@ class Membership:
             answering=deadline.cap(gathering + asking) + _GRACE,
         )
         with quorum_errors():
-            members = self.members = from_json(answered, _members_decoder)
+            members = self.members = from_json(answer, _members_decoder)
         return decide(
             members, self.replica_id, request.rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals
         )
 
     def _ask(self, reports: Sequence[RankReport], request: QuorumRequest, announced_to: frozenset[str]) -> bytes:
-        """Ask the Lighthouse on behalf of all ranks; return the members as JSON."""
-        assert self._session is not None, "rank 0 has one"
+        """Ask the Lighthouse on behalf of all ranks of this replica. Return the members of the quorum, in JSON."""
+        assert self._session is not None, "only rank 0 asks, and it has a session"
         own = member_of(
             reports,
             replica_id=self.replica_id,
             store_address=self._store_address,
             announced_to=announced_to,
-            rules=request.rules.told(),
+            rules=request.rules.as_text(),
         )
-        if not self._session.is_heard:
+        if not self._session.has_heartbeat:
             refusing = refusing_members(
                 own, self.running_members(), request.rules, self._ask_state, has_token=self._keys is not None
             )
@@ -235,7 +240,7 @@ class Membership:
             num_retries=self._config.quorum_retries,
         )
         self._is_asking = False
-        self.said = own
+        self.last_report = own
         self._warn_of_namesakes(members)
         return msgspec.json.encode(members)
 
@@ -246,7 +251,7 @@ class Membership:
             if is_known or name == self.replica_id or name_of(member.replica_id) != name:
                 continue
             self._known_namesakes.add(member.replica_id)
-            # The Lighthouse may still have a request of a replica that was killed a moment ago.
+            # The other one may have been killed a moment ago, after its request to the Lighthouse.
             if not nobody_listens(member.addresses[0], _PROBE_S):
                 logger.warning(
                     "replica %s: another live replica has the name %r, process %s: give every replica a replica_id of "
@@ -259,56 +264,59 @@ class Membership:
     def agree(
         self, kind: Exchange, refusals: tuple[str, ...], *, timeout: timedelta, deadline: Deadline = _NO_DEADLINE
     ) -> tuple[str, ...]:
-        """Return all ranks' reasons not to commit, or not to count as healed; empty if there are none.
+        """Vote with the other ranks of this replica on a commit, or on whether the replica has healed.
 
         Args:
             kind: ``COMMIT`` or ``HEAL``.
-            refusals: This rank's reasons.
+            refusals: The reasons of this rank to vote against it; empty to agree.
             timeout: Limit of the wait for the other ranks.
             deadline: Limit of the whole call.
 
+        Returns:
+            The reasons of all ranks against it; empty if all agree.
+
         Raises:
-            QuorumError: A rank did not answer in time.
+            QuorumError: A rank did not vote in time.
         """
-        # A rank that is just leaving a failed collective comes later by as much.
+        # A rank that waits in a failed collective arrives this much later.
         gathering = timeout + self._config.connect_timeout
-        # Rank 0 may wait that long for another rank, and then name it.
+        # Rank 0 may wait that long for a missing rank before it reports which one.
         answering = deadline.cap(2 * gathering) + _GRACE
         return self._ranks.agree(kind, refusals, gathering=deadline.cap(gathering), answering=answering)
 
     def missing(self) -> str:
-        """Describe the replicas that a quorum waits for; empty on other ranks than 0, or if they are unknown."""
+        """Describe which replicas the quorum waits for; empty if that is unknown, as on ranks other than 0."""
         return self._session.missing() if self._session is not None else ""
 
     def is_lighthouse_lost(self) -> bool:
-        """Return whether the Lighthouse was unreachable since the last quorum; known to rank 0 alone."""
-        return self._session is not None and self._session.is_lost
+        """Return whether the Lighthouse was unreachable since the last quorum; false on ranks other than 0."""
+        return self._session is not None and self._session.was_unreachable
 
     def num_missed_heartbeats(self) -> int:
-        """Return how often the Lighthouse may have declared this replica dead; known to rank 0 alone."""
+        """Return how often the Lighthouse may have declared this replica dead; 0 on ranks other than 0."""
         return self._session.num_missed_heartbeats() if self._session is not None else 0
 
     def readings(self) -> Iterator[Reading]:
-        """See ``telemetry.metrics.Source``."""
+        """Yield the metrics of the membership; see ``telemetry.metrics.Source``."""
         yield Reading("member_info", 1, (self.replica_id, str(self.group_rank)))
         yield Reading("missed_heartbeats_total", self.num_missed_heartbeats())
 
-    def fall_silent(self) -> None:
-        """End the heartbeats until the next request, so that the others stop waiting for this replica."""
+    def stop_heartbeats(self) -> None:
+        """End the heartbeats until the next quorum, so that other replicas stop waiting for this one."""
         if self._session is not None:
-            self._session.fall_silent()
+            self._session.stop_heartbeats()
 
     def close(self) -> None:
-        """Leave: end the heartbeats and the process group."""
+        """Leave the job: end the heartbeats, and shut the process group down."""
         self.process_group.wait_for_readers()
         self._ranks.close()
         if self._session is not None:
             self._session.close()
         self.process_group.close()
         own_id, self._own_id = self._own_id, None
-        # Not after a request without an answer: the Lighthouse may still answer it, under the reused id.
+        # After an unanswered request the id must not be reused: the Lighthouse may still answer that request.
         if own_id is not None and not self._is_asking:
-            # Plus one, so that the next manager's first state differs from this one's.
+            # Plus one, so that the first state of the next manager gets another lineage than the first one of this.
             give_back_id(replace(own_id, num_groups=self.process_group.num_begun + 1))
         if self._incarnation is not None:
             self._incarnation.close()

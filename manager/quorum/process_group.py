@@ -1,4 +1,4 @@
-"""This rank's process group between replicas: its members, and the meeting with those of the next one."""
+"""The process group between replicas, which is set up again whenever its members change."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from manager.quorum.reports import Claim
 
 _PREFIX: Final = "ft_transport"
 _TORCHFT_GLOO: Final = "torchft-gloo"
-"""torchft's name for its gloo group in this process; its other group runs in a child process."""
+"""The backend name of torchft's gloo group that runs in this process; its other gloo group runs in a child process."""
 _MEETING: Final = "meeting"
 _DECLINING: Final = timedelta(seconds=1)
 _READING_S: Final = 0.5
-"""Time for other members to read a refusal before its store closes; otherwise they wait ``connect_timeout``."""
+"""Time that other members have to read a refusal before its store closes. Otherwise they wait ``connect_timeout``."""
 
 
 class QuorumProcessGroup:
-    """The process group of one rank, configured again for each set of members.
+    """The process group of one rank with the ranks of the same number on other replicas.
 
     Any thread may call `abort`. The training thread and the quorum thread may call the rest, never both at once.
 
     Args:
         process_group: Runs the collectives; ``None`` for gloo. This object shuts it down.
-        stores: The connections by which members meet.
+        stores: Connections to the key-value stores through which the members find each other.
         group_rank: This rank within its replica.
         world_size: Number of ranks of the replica.
-        timeout: Limits each collective of gloo.
-        connect_timeout: Limits the meeting of members.
+        timeout: Limit of each collective of gloo.
+        connect_timeout: Limit of the wait for the other members.
 
     Attributes:
-        wrapped: Runs the collectives.
-        held: Key of the working group; empty without one.
-        num_begun: Number of groups that this replica has begun to set up under its id.
+        wrapped: The object that runs the collectives.
+        group: Key of the process group that is set up; empty without one.
+        num_begun: Number of process groups that this replica has begun to set up under its id.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class QuorumProcessGroup:
         if isinstance(process_group, (GlooProcessGroup, ReconfigurableGroup)):
             process_group.stores = stores
         self.wrapped = cast("ReplicaProcessGroup", process_group)
-        self.held = ""
+        self.group = ""
         self.num_begun = 0
         self._stores = stores
         self._group_rank = group_rank
@@ -87,21 +87,21 @@ class QuorumProcessGroup:
         self._log = ReductionLog()
 
     def configure(self, decision: Decision, deadline: Deadline, *, replica_id: str) -> float:
-        """Meet the members of a process group, unless this rank already has that group.
+        """Set up the process group of a quorum, unless this rank has that group already.
 
         Args:
-            decision: Names the group.
-            deadline: Limit of the whole call, besides ``connect_timeout``.
-            replica_id: This replica's id.
+            decision: The decision of the quorum.
+            deadline: Limit of the whole call, in addition to ``connect_timeout``.
+            replica_id: The id of this replica.
 
         Returns:
             The duration in seconds; 0 if the rank has the group already.
 
         Raises:
             OSError: This process has too few descriptors left.
-            Exception: The process group failed, for example because a member did not arrive.
+            Exception: The group could not be set up, for example because a member did not arrive.
         """
-        if decision.rank is None or decision.group == self.held:
+        if decision.rank is None or decision.group == self.group:
             return 0.0
         start_s = time.monotonic()
         with self._mutex:
@@ -109,16 +109,14 @@ class QuorumProcessGroup:
                 raise QuorumError(f"replica {replica_id}: has been shut down")
             if decision.group == self._begun:
                 raise QuorumError(f"the process group {decision.group} was given up in this step")
-            self._begun = decision.group
-            self.held = ""
-            self.num_begun += 1
+            self._begin(decision)
         prefix = self._prefix(decision)
         if len(decision.group_members) > 1:
             if isinstance(self.wrapped, GlooProcessGroup):
                 try:
                     self.wrapped.check_descriptors(len(decision.group_members))
                 except OSError as error:
-                    self._tell_refusal(decision, str(error))
+                    self._publish_refusal(decision, str(error))
                     raise
             with quorum_errors():
                 rendezvous(
@@ -142,29 +140,32 @@ class QuorumProcessGroup:
             None,
         )
         with self._mutex:
-            self.held, self._members, self._sequence = decision.group, decision.group_members, None
+            self.group, self._members, self._sequence = decision.group, decision.group_members, None
         return time.monotonic() - start_s
 
     def decline(self, decision: Decision, reason: str) -> None:
-        """Tell the other members not to wait for this rank in a process group that it will not set up.
+        """Refuse to set up the process group of a quorum, so that its other members do not wait for this rank.
 
         Args:
-            decision: Names the group.
-            reason: The reason, for the other members' messages.
+            decision: The decision of the quorum.
+            reason: Why this rank refuses, for messages of the other members.
         """
         if decision.rank is None or len(decision.group_members) <= 1:
             return
         with self._mutex:
             if self._is_closed or decision.group == self._begun:
                 return
-            # The next attempt has another key; under this one the others find the refusal.
-            self._begun = decision.group
-            self.held = ""
-            self.num_begun += 1
-        self._tell_refusal(decision, reason)
+            # The next attempt has another key: under this one the other members read the refusal.
+            self._begin(decision)
+        self._publish_refusal(decision, reason)
 
-    def _tell_refusal(self, decision: Decision, reason: str) -> None:
-        assert decision.rank is not None, "a replica that stands by is waited for by nobody"
+    def _begin(self, decision: Decision) -> None:
+        self._begun = decision.group
+        self.group = ""
+        self.num_begun += 1
+
+    def _publish_refusal(self, decision: Decision, reason: str) -> None:
+        assert decision.rank is not None, "no other member waits for a replica that takes no part"
         self._refused_s = time.monotonic()
         with suppress(TransportError):
             decline(
@@ -179,44 +180,44 @@ class QuorumProcessGroup:
         return f"{_PREFIX}/{decision.group}/{self._group_rank}"
 
     def _limit_connecting(self, deadline: Deadline) -> None:
-        """Set the timeout of this package's groups in advance: torchft's ``configure`` has no such argument."""
+        """Set the connect timeout of this package's groups, because torchft's ``configure`` has no argument for it."""
         if isinstance(self.wrapped, (GlooProcessGroup, ReconfigurableGroup)):
             self.wrapped.connect_timeout = deadline.cap(self._connect_timeout)
 
     def abort(self) -> None:
         """End the process group at once, so that other members stop waiting for this replica."""
         with self._mutex:
-            was_held, self.held = self.held, ""
+            group, self.group = self.group, ""
             sequence, self._sequence = self._sequence, None
         if sequence is not None:
             sequence.fail(RuntimeError("expected a process group, and it has been aborted"))
-        if was_held:
+        if group:
             self.wrapped.abort()
 
     def wait_for_readers(self) -> None:
-        """After a refusal, give the other members time to read it: its store may be in this process."""
+        """After a refusal, wait until the other members could read it, because this process may host its store."""
         waited_s = time.monotonic() - self._refused_s
         if waited_s < _READING_S:
             time.sleep(_READING_S - waited_s)
 
     def have_members_left(self) -> bool:
-        """Return whether the process group shows that another member has ended it. Thread-safe."""
+        """Return whether another member has ended the process group, as far as this rank knows. Thread-safe."""
         if isinstance(self.wrapped, GlooProcessGroup):
             return self.wrapped.have_members_left()
         return self.wrapped.errored() is not None
 
     def error(self) -> Exception | None:
-        """Return an error that the process group noticed by itself."""
+        """Return an error that the process group detected outside of a collective; ``None`` without one."""
         return self.wrapped.errored()
 
     def allreduce(self, tensor: torch.Tensor, reduction: Reduction) -> Any:
-        """Begin an allreduce in place over the members.
+        """Begin to reduce a tensor in place over the members. Return the work, to wait for.
 
-        Over gloo nothing is sent before all members have begun the same one (`ReductionSequence`).
+        Over gloo, nothing is sent before all members have begun the same reduction (`ReductionSequence`).
 
         Args:
-            tensor: The tensor; the local part of a DTensor.
-            reduction: Describes the reduction.
+            tensor: The tensor, or the local part of a DTensor.
+            reduction: The name of the tensor and the operation.
         """
         sequence = self._present_sequence()
         if sequence is not None:
@@ -225,7 +226,7 @@ class QuorumProcessGroup:
         return self.wrapped.allreduce([tensor], reduction.options)
 
     def _end_reducing(self, deadline: Deadline) -> None:
-        """Wait for the reductions of an earlier group: otherwise they would continue in the next one.
+        """Wait for the reductions of the previous group to end, so that they do not continue in the next one.
 
         Raises:
             QuorumTimeoutError: They did not end in time.
@@ -245,7 +246,7 @@ class QuorumProcessGroup:
         self._has_reduced = False
 
     def begin_step(self) -> None:
-        """Discard the reductions of the previous step, including those after its commit."""
+        """Forget the reductions of the previous step, including those after its commit."""
         self._sequence = None
         self._log = ReductionLog()
 
@@ -256,13 +257,13 @@ class QuorumProcessGroup:
             sequence.end()
 
     def compare_step(self, timeout: timedelta | None) -> Claim:
-        """After `end_step`, make sure that the members have made the same reductions.
+        """Check after `end_step` that all members have made the same reductions in this step.
 
         Args:
             timeout: Limit of the wait for the other members to end the step.
 
         Returns:
-            A claim for the next quorum to compare, without step and lineage; empty if the members have compared.
+            A claim without step and lineage, for the next quorum to compare; empty if they are compared already.
 
         Raises:
             ReductionMismatchError: The reductions differ.
@@ -283,7 +284,7 @@ class QuorumProcessGroup:
         """Shut the process group down."""
         with self._mutex:
             self._is_closed = True
-            self.held = ""
+            self.group = ""
             sequence, self._sequence = self._sequence, None
         if sequence is not None:
             sequence.fail(RuntimeError("expected a process group, and it has been shut down"))
@@ -291,8 +292,8 @@ class QuorumProcessGroup:
         self._reducing.shutdown(wait=False)
 
     def _present_sequence(self) -> ReductionSequence | None:
-        """Return the present step's sequence; ``None`` if reductions run without a comparison first."""
-        if self._sequence is None and self.held and len(self._members) > 1 and _is_gloo(self.wrapped):
+        """Return the reductions of this step; ``None`` if the backend does not need a comparison before each one."""
+        if self._sequence is None and self.group and len(self._members) > 1 and _is_gloo(self.wrapped):
             group = cast("GatheringGroup", self.wrapped)
             self._has_reduced = True
             self._sequence = ReductionSequence(group, self._members, timeout=self._timeout, executor=self._reducing)
@@ -300,11 +301,11 @@ class QuorumProcessGroup:
 
 
 def _is_gloo(group: Any) -> bool:
-    """Return whether a mismatched reduction on another member would end this process."""
+    """Return whether the group is a gloo group in this process, which a mismatched reduction would crash."""
     name = getattr(group, "getBackendName", str)()
     return isinstance(group, GlooProcessGroup) or name == _TORCHFT_GLOO
 
 
 def group_number(group: str) -> int:
-    """Return a number for a group's key: torchft's groups use it as the quorum id in names and logs."""
+    """Return a number for the key of a process group, which serves as torchft's quorum id in names and logs."""
     return int(group.rpartition("-")[2], 16) >> 1

@@ -1,4 +1,4 @@
-"""One attempt at a step, and this replica's status in it."""
+"""One attempt at a step (`QuorumRound`), and this replica as a participant in it (`Participant`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OWN: Final = "this replica's own error: "
 _MAX_OWN_ERRORS: Final = 3
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _GLOO: Final = "gloo/transport"
-"""In the messages of gloo's errors."""
+"""A part of the messages of gloo's errors: the path of a C++ source file."""
 
 
 @dataclass(slots=True)
@@ -42,19 +42,19 @@ class QuorumRound:
     """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
 
     Attributes:
-        num_missed_heartbeats: Number of the replica's missed heartbeats at its beginning.
-        decision: The quorum's decision; ``None`` until then.
-        quorum: Done when the quorum and the process group are ready.
-        error: The first error.
-        is_own_error: Whether this replica caused the error, and others could have continued.
-        works: The collectives begun.
-        gradients: The map of gradients (``gradients_of``) that the first `Manager.allreduce` made.
-        num_averaging: Number of `Manager.average_gradients` calls in progress.
-        reductions: Digest of the reductions, if only the next quorum can compare them.
+        num_missed_heartbeats: Result of `Membership.num_missed_heartbeats` at the beginning of the attempt.
+        decision: The decision of the quorum; ``None`` before the quorum is formed.
+        quorum: Completes when the quorum is formed and the process group is ready.
+        error: The first error of the attempt, which prevents the commit; ``None`` without one.
+        is_own_error: Whether this replica caused the error, so that the other replicas could have committed.
+        works: The collectives that this replica has begun.
+        gradients: The result of ``gradients_of`` in the first `Manager.allreduce`; ``None`` before.
+        num_averaging: Number of calls of `Manager.average_gradients` that have begun and not returned.
+        reductions: Digest of the reductions, which the next quorum compares; empty if they have been compared already.
         is_left: Whether `Manager.start_quorum` was called again.
         is_over: Whether the reductions have ended, in `Manager.should_commit`.
         is_voted: Whether the replica's ranks have voted on the commit.
-        is_committed: Whether they committed.
+        is_committed: Whether the replica's ranks have committed the step.
     """
 
     num_missed_heartbeats: int
@@ -73,7 +73,7 @@ class QuorumRound:
     _reducing: dict[int, ManagedWork] = field(default_factory=dict)
 
     def note_reducing(self, local: torch.Tensor, work: ManagedWork) -> None:
-        """Record that a reduction uses the tensor until a wait for ``work``."""
+        """Record that a reduction uses the tensor until ``work`` has been waited for."""
         if local.numel():
             self._reducing[local.data_ptr()] = work
 
@@ -87,24 +87,28 @@ class QuorumRound:
         if earlier is not None and not earlier.is_completed():
             raise UnfinishedReductionError(
                 f"expected a tensor that is not being reduced, got one of shape {list(tensor.shape)} for the second "
-                "time in this step; call .wait() on what the first allreduce returned before you reduce it again"
+                "time in this step; call .wait() on the result of the first allreduce before you reduce it again"
             )
 
     def forget_works(self) -> None:
-        """Drop the finished collectives, and with them the gradients."""
+        """Drop the references to finished collectives and to gradients."""
         self.works.clear()
         self._reducing.clear()
         self.gradients = None
 
     def refusals(self) -> list[str]:
-        """Return the reasons not to commit, as text that marks this replica's own errors (`OwnErrors`)."""
+        """Return the reasons not to commit, as text. A prefix marks errors that this replica caused (`OwnErrors`)."""
         if self.error is None:
             return []
         has_others = self.decision is not None and len(self.decision.group_members) > 1
         return [f"{_OWN}{self.error}" if self.is_own_error and has_others else str(self.error)]
 
     def end_quorum(self, error: BaseException | None) -> None:
-        """Complete `quorum`, once: after an exception of a handler it may be complete already."""
+        """Complete `quorum`, unless it is complete, as it may be after a signal handler raised.
+
+        Args:
+            error: The error of the quorum; ``None`` after a success.
+        """
         with suppress(InvalidStateError):
             if error is not None:
                 self.quorum.set_exception(error)
@@ -113,33 +117,35 @@ class QuorumRound:
 
 
 class Participant:
-    """This replica in its quorum: its state, its name, its round, and whether its state is the common one.
+    """This replica in its quorum: what the parts of the loop share.
 
-    The training thread changes it, or the quorum thread while the training thread waits. Any thread may call
+    The training thread calls it, or the quorum thread while the training thread waits. Any thread may call
     `report_error`.
 
     Args:
         config: The configuration.
-        replica: The replica's parts; it has a transport.
-        membership: The replica's membership.
-        watch: Reports long waits.
+        replica: This replica, which must have a transport.
+        membership: The membership of this replica in its job.
+        watch: Logs waits that take too long.
 
     Attributes:
-        config: See above.
-        replica: See above.
-        membership: See above.
-        watch: See above.
+        config: The configuration.
+        replica: This replica.
+        membership: The membership of this replica in its job.
+        watch: Logs waits that take too long.
         state: The replica's state.
-        snapshots: The snapshots that heal newcomers.
+        snapshots: Takes and serves snapshots, from which other replicas heal.
         peers: Receives the state of other replicas.
-        metrics: Counts rounds and quorums.
+        metrics: Metrics of rounds and quorums.
         round: The present round; ``None`` before the first.
-        is_settled: Whether the state is known to be the committed one.
-        irregularity: Why the state has a lineage of its own; empty if it does not.
-        is_irregularity_new: Whether the next quorum has yet to show if the others did the same.
-        announced_to: Replicas that have promised this one a snapshot.
-        reductions: Digest of the present step's reductions, if the members have not compared them.
-        healing: The record of a heal, from its quorum to the first commit after it.
+        is_settled: Whether the state is certainly the last committed one, so that the next quorum may form in the
+            background.
+        irregularity: Why the state has a lineage of its own; empty if it has the common lineage.
+        is_irregularity_new: Whether no quorum has compared the irregularity with the other replicas yet.
+        announced_to: Replicas that take a snapshot for this one at their next step boundary.
+        reductions: Digest of the last committed step's reductions, for the next quorum to compare; empty if the
+            members have compared them already.
+        healing: The record of a heal, from its quorum to the first commit after it; ``None`` at other times.
     """
 
     def __init__(self, config: ManagerConfig, replica: Replica, membership: Membership, watch: StallWatch) -> None:
@@ -165,16 +171,16 @@ class Participant:
 
     @property
     def name(self) -> str:
-        """The replica and its step, for logs."""
+        """The replica's id and step, as the start of log messages."""
         return f"replica {self.membership.replica_id} step {self.state.step}"
 
     def report_error(self, error: Exception, *, is_own: bool = False) -> None:
-        """See `Manager.report_error`.
+        """Prevent the commit of this step, and abort the process group; see `Manager.report_error`.
 
         Args:
-            error: The error that fails the step.
-            is_own: Whether this replica caused it. An error of a collective, or after a member has left the process
-                group, never counts as its own.
+            error: The cause. Only the first error of a round counts.
+            is_own: Whether this replica caused the error. Ignored if another replica may have caused it: if it is an
+                error of a collective, or if a member has left the process group.
         """
         current = self.round
         with self._error_mutex:
@@ -193,7 +199,14 @@ class Participant:
     def record(
         self, kind: Literal["quorums", "commits", "errors"], what: str, decision: Decision | None, **fields: object
     ) -> None:
-        """Write a structured log record under torchft's name, with torchft's fields: its tools collect these."""
+        """Write a structured log record with torchft's logger name and fields, which torchft's tools collect.
+
+        Args:
+            kind: The part of the logger's name after ``torchft_``.
+            what: The message.
+            decision: The decision of the quorum; ``None`` before the quorum is formed.
+            **fields: Fields besides the ones that every record has.
+        """
         log = logging.getLogger(f"torchft_{kind}")
         if log.isEnabledFor(logging.INFO):
             common = {
@@ -204,22 +217,23 @@ class Participant:
             }
             log.info("%s", what, extra={**common, **fields})
 
-    def note_irregular_steps(self) -> None:
-        """Give a state with irregular optimizer steps a lineage of its own."""
+    def check_irregular_steps(self) -> None:
+        """Give the state a lineage of its own if an optimizer did not make exactly one step for the last commit."""
         irregularity = self.state.ledger.irregularity(self.state.optimizers())
         if not irregularity:
             return
         self.is_settled = False
-        # Lineage first: after an exception of a handler below, a repeated call changes it once more, which is safe.
+        # Lineage first: if a signal handler raises below, the next call changes the lineage once more, which is safe.
         self.state.lineage = next_lineage(self.state.lineage, f"stepped {irregularity}", self.state.step)
         self.state.ledger.replaced()
         self.irregularity = irregularity
         self.is_irregularity_new = True
 
-    def tell_irregular_steps(self) -> None:
+    def log_irregular_steps(self) -> None:
         """Warn of irregular optimizer steps, unless all replicas made the same ones.
 
-        Without a scaler, warn once even then: these optimizers may not step with each commit.
+        Without a gradient scaler, the first ones cause a warning even if all replicas made them: such an optimizer
+        probably does not step with each commit.
         """
         if not self.irregularity or not self.is_irregularity_new:
             return
@@ -235,11 +249,15 @@ class Participant:
             "step with each commit: attach(..., every_commit=False)",
             self.name,
             self.irregularity,
-            f"{differing} did something else, and the fewer heal" if differing else "all replicas did the same",
+            f"{differing} made other steps; the minority heals" if differing else "all replicas made the same steps",
         )
 
     def disown_state(self, irregularity: str) -> None:
-        """Give the state a lineage of its own, so that this replica heals: the others have another state."""
+        """Give the state a lineage of its own, because it differs from that of the other replicas; then it heals.
+
+        Args:
+            irregularity: Why the state differs.
+        """
         self.reductions = Claim()
         self.irregularity = irregularity
         self.state.lineage = next_lineage(self.state.lineage, irregularity, self.state.step)
@@ -247,16 +265,16 @@ class Participant:
 
 
 class OwnErrors:
-    """Counts steps since the last commit that failed by this replica's own errors; equal on all of its ranks.
+    """Counts the steps since the last commit that this replica made fail; the same count on all of its ranks.
 
-    A replica that fails in every step prevents all others from committing. After a few such steps it leaves.
+    A replica that fails in every step prevents all others from committing. After a few failed steps it must leave.
     """
 
     def __init__(self) -> None:
         self._reasons: list[str] = []
 
     def committed(self) -> None:
-        """Reset the count."""
+        """Reset the count after a commit."""
         self._reasons.clear()
 
     def refused(self, step: int, refusals: Sequence[str]) -> None:
@@ -267,7 +285,7 @@ class OwnErrors:
             refusals: The reasons of all ranks of the replica.
 
         Raises:
-            ReplicaFaultError: The count has reached its limit.
+            ReplicaFaultError: This replica has caused too many failed steps in a row.
         """
         own = [refusal.replace(_OWN, "", 1) for refusal in refusals if _OWN in refusal]
         self._reasons += own[:1]
@@ -278,12 +296,12 @@ class OwnErrors:
 
 
 def is_own_shortage(error: Exception) -> bool:
-    """Return whether the error shows that this process lacks resources for a process group."""
+    """Return whether this process lacks descriptors or memory, so that no other replica caused the error."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def _is_of_collectives(error: Exception) -> bool:
-    """Return whether another replica may have caused the error through a collective."""
+    """Return whether the error comes from a collective, so that another replica may have caused it."""
     return isinstance(error, (DistError, TimeoutError)) or _GLOO in str(error)
 
 
@@ -293,12 +311,12 @@ def format_error(error: BaseException) -> str:
 
 
 def refusal_cause(error: ReportedError | None, *, has_enough: bool, was_silent: bool) -> str:
-    """The first reason, for the metrics, why a rank did not commit a step, in the order of `commit_refusals`.
+    """Return the first reason why a rank did not commit a step, as a label of a metric.
 
     Args:
-        error: The error of this rank in the step, if any.
-        has_enough: Whether as many replicas contributed as are needed.
-        was_silent: Whether heartbeats were missed since the step began.
+        error: The error of this rank in the step; ``None`` without one.
+        has_enough: Whether at least ``min_replica_size`` replicas contributed.
+        was_silent: Whether this replica has missed heartbeats since the step began.
     """
     if error is not None:
         return type(error.original_exception).__name__

@@ -1,7 +1,8 @@
-"""Exchanges between the ranks of one replica, through their launcher's store (torch's TCPStore).
+"""Exchanges between the ranks of one replica, through the key-value store of their launcher (torch's ``TCPStore``).
 
-Group rank 0 represents the replica: it asks the Lighthouse, and passes the answer on. A step is committed by all ranks
-or by none. Each exchange has its own number, and its keys are removed once all ranks have reached a later one.
+Rank 0 represents the replica: it asks the Lighthouse, and sends the answer to the other ranks. Votes make sure that
+all ranks commit a step, or none. Each exchange has its own number. Its keys are removed after all ranks have reached a
+later exchange.
 """
 
 from __future__ import annotations
@@ -24,24 +25,28 @@ from manager.quorum.reports import RankReport
 
 _LONGEST: Final = timedelta(days=1)
 _PARTING: Final = timedelta(milliseconds=200)
-"""Timeout of messages after the actual timeout, or to a rank that may have exited."""
+"""Timeout of a message that is sent after the caller's timeout, or to a rank that may have exited."""
 
 
 class Exchange(Enum):
-    """The kinds of exchange between the ranks of a replica, and their meaning for ranks that came for another kind."""
+    """The kinds of exchange, and what happens if another rank takes part in the same exchange for another kind."""
 
     QUORUM = "quorum"
-    """Before a step. Absent ranks give their step up, and then come; so this exchange is repeated."""
+    """Before a step. The exchange is repeated, because the other rank gives its step up and then takes part."""
     HEAL = "heal"
-    """After receiving a state: a vote. A rank that comes for another exchange has not healed."""
+    """A vote, after receiving a state. It fails, because the other rank has not healed."""
     COMMIT = "commit"
-    """After a step: a vote. A rank that comes for another exchange has given the step up."""
+    """A vote, after a step. It fails, because the other rank has given the step up."""
 
 
 class _Sent(msgspec.Struct, frozen=True):
-    """A rank's report, the kind of exchange, the number of its attempt at this exchange, and its nonce.
+    """The message of one rank to rank 0.
 
-    The rank's process draws the nonce, so that no signed answer of another run applies to this rank.
+    Attributes:
+        kind: The kind of exchange that the rank takes part in.
+        report: The rank's report.
+        attempt: How often the rank has begun this exchange.
+        nonce: Random text of the rank's process. An answer repeats it, so that no signed answer of another run counts.
     """
 
     kind: Exchange
@@ -51,16 +56,16 @@ class _Sent(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's answer to all ranks, published once for each exchange.
+    """The answer of rank 0 to all ranks, which it publishes once for each exchange.
 
     Attributes:
-        kind: The common kind of all ranks; ``None`` if kinds differ, or a rank is missing.
-        result: The result, for ranks that came for this kind.
-        attempts: The answered attempt of each rank.
-        nonces: The nonces of the ranks.
-        error: Why there is no result.
-        is_at_odds: Whether the ranks came for different kinds.
-        is_timeout: Whether a rank did not come in time.
+        kind: The kind of the exchange; ``None`` if the ranks' kinds differ, or if a rank is missing.
+        result: The result, in JSON.
+        attempts: The attempts that are answered, by rank.
+        nonces: The nonces of the answered messages, by rank.
+        error: Why there is no result; empty with a result.
+        is_at_odds: Whether the error is that the ranks' kinds differ.
+        is_timeout: Whether the error is that a rank did not take part in time.
     """
 
     kind: Exchange | None = None
@@ -78,22 +83,22 @@ _refusals_decoder: Final = msgspec.json.Decoder(tuple[str, ...])
 
 
 class _AtOddsError(QuorumError):
-    """Ranks of one replica came for different exchanges."""
+    """The ranks of one replica took part in the same exchange for different kinds."""
 
 
 class RankExchange:
-    """The ranks of one replica. Every rank makes the same exchanges in the same order; none from two threads at once.
+    """Runs the exchanges of one rank. All ranks make the same exchanges in the same order. One thread at a time.
 
-    A rank may miss its turn: a signal handler raises while it waits, or it comes too late. So an exchange that a rank
-    has begun stays open until it has the answer; the rank's next exchange uses the same number. Ranks that meet there
-    for different kinds find that out without waiting for a timeout.
+    A rank may fail to read its answer, because a signal handler raises while it waits, or because it is late. Then the
+    exchange stays open: the rank's next call takes part in the exchange with the same number. So ranks that are out of
+    step take part in one exchange for different kinds, and learn that at once, without waiting for a timeout.
 
     Args:
-        store: Shared by the ranks; ``None`` for a replica of one rank, which agrees with itself.
-        prefix: Prefix of the keys in it; never used before.
-        rank: Rank within the replica.
-        world_size: Number of ranks.
-        keys: Keys of the job token, which sign the messages between ranks.
+        store: The key-value store that the ranks share; ``None`` for a replica of one rank.
+        prefix: Prefix of all keys in the store; no earlier object may have used it.
+        rank: This rank within the replica.
+        world_size: Number of ranks of the replica.
+        keys: The keys of the job token, which sign the messages between ranks; ``None`` without a token.
     """
 
     def __init__(
@@ -106,8 +111,8 @@ class RankExchange:
         self._prefix = prefix
         self.rank = rank
         self.world_size = world_size
-        # Number of the open or next exchange, and how often this rank has begun it. One value, so that a handler that
-        # raises leaves both of one exchange.
+        # The number of the open or next exchange, and how often this rank has begun it. Both are set in one operation,
+        # so that they stay consistent if a signal handler raises.
         self._current = (1, 0)
         self._old_keys: list[str] = []
 
@@ -120,17 +125,17 @@ class RankExchange:
         gathering: timedelta,
         answering: timedelta,
     ) -> bytes:
-        """Send every rank's report to group rank 0, and its answer to every rank.
+        """Send the reports of all ranks to rank 0, and return its answer on every rank, in JSON.
 
         Args:
             kind: The kind of exchange.
-            report: This rank's.
-            answer: Makes the answer, in JSON, from all reports in the order of ranks. Called on group rank 0 alone.
-            gathering: How long rank 0 waits for the others.
-            answering: How long the others wait for rank 0.
+            report: The report of this rank.
+            answer: Returns the answer, given the reports by rank. Called on rank 0 only.
+            gathering: How long rank 0 waits for the reports of the other ranks.
+            answering: How long the other ranks wait for the answer.
 
         Raises:
-            QuorumError: A rank did not come in time, or rank 0 has no answer; then all ranks that wait raise it.
+            QuorumError: A rank did not take part in time, or ``answer`` failed. All ranks that wait raise it.
         """
         messages = self._messages
         if messages is None:
@@ -148,16 +153,16 @@ class RankExchange:
     def agree(
         self, kind: Exchange, refusals: tuple[str, ...], *, gathering: timedelta, answering: timedelta
     ) -> tuple[str, ...]:
-        """Return every rank's reasons not to commit, the same for all ranks. Empty if the replica commits.
+        """Vote, and return the reasons of all ranks against it, the same on every rank; empty if all ranks agree.
 
         Args:
             kind: ``HEAL`` or ``COMMIT``.
-            refusals: This rank's.
-            gathering: See `exchange`.
-            answering: See `exchange`.
+            refusals: The reasons of this rank to vote against it; empty to agree.
+            gathering: How long rank 0 waits for the votes of the other ranks.
+            answering: How long the other ranks wait for the result.
 
         Raises:
-            QuorumError: A rank did not answer in time.
+            QuorumError: A rank did not vote in time.
         """
         if self._messages is None:
             return refusals
@@ -171,7 +176,7 @@ class RankExchange:
             return from_json(agreed, _refusals_decoder)
 
     def close(self) -> None:
-        """End the waits of other ranks for this one, if the store still answers."""
+        """Make other ranks stop waiting for this one, if the store still answers."""
         if self._messages is not None:
             with contextlib.suppress(TransportError):
                 self._messages.channel.set(self._left_key(self.rank), "", _PARTING)
@@ -186,17 +191,17 @@ class RankExchange:
         deadline: Deadline,
         publishing: timedelta,
     ) -> bytes:
-        """Run group rank 0's part of one exchange."""
+        """Run one exchange on rank 0."""
         number, num_begun = self._current
         with quorum_errors():
             key = self._key(number, "answer")
             is_answered = bool(num_begun) and not messages.channel.missing([key], deadline.cap(_LONGEST))
         if is_answered:
-            # Rank 0 was interrupted after it had answered: the others have that answer.
-            answered = self._answer(messages, number, deadline)
+            # A signal handler interrupted rank 0 after it had answered, and the other ranks use that answer.
+            published = self._answer(messages, number, deadline)
             self._current = number, num_begun = number + 1, 0
-            if answered.kind is kind is not Exchange.QUORUM:
-                return bytes(answered.result)
+            if published.kind is kind is not Exchange.QUORUM:
+                return bytes(published.result)
         sent = _Sent(kind, report, num_begun + 1, messages.nonce)
         self._current = (number, sent.attempt)
         keys = {self._key(number, rank): rank for rank in range(1, self.world_size)}
@@ -205,26 +210,26 @@ class RankExchange:
             with quorum_errors():
                 all_sent = (sent, *(from_json(each, _sent_decoder) for each in found))
             if len({each.kind for each in all_sent}) > 1:
-                came = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
-                raise _AtOddsError(f"the ranks of this replica came for different things: {came}")
+                kinds = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
+                raise _AtOddsError(f"expected the ranks of this replica in the same kind of exchange, got {kinds}")
             result = answer(tuple(each.report for each in all_sent))
         except QuorumError as error:
             with contextlib.suppress(QuorumError):
                 self._publish(messages, number, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
-        # A rank that comes to this exchange has the answers of all earlier ones.
+        # All ranks that take part in this exchange have read the answers of the earlier ones.
         old, self._old_keys = self._old_keys, []
         nonces = tuple(each.nonce for each in all_sent)
         answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts, nonces=nonces)
         published = self._publish(messages, number, answer_to_all, publishing, remove=old)
         if published.error:
-            raise QuorumError(f"rank 0 of this replica has already told the others: {published.error}")
+            raise QuorumError(f"rank 0 of this replica has already answered the other ranks: {published.error}")
         self._refuse_foreign(messages, published)
         return bytes(published.result)
 
     def _follow(self, messages: RankMessages, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
-        """Run another rank's part of one exchange."""
+        """Run one exchange on a rank other than 0."""
         number, num_begun = self._current
         sent = _Sent(kind, report, num_begun + 1, messages.nonce)
         self._current = (number, sent.attempt)
@@ -237,16 +242,16 @@ class RankExchange:
             error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
             raise error_type(f"rank 0 of this replica: {answer.error}")
         self._refuse_foreign(messages, answer)
-        is_to_this = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
-        # A vote counts as it was cast, even if this rank has decided otherwise meanwhile.
-        if is_to_this or answer.kind is kind is not Exchange.QUORUM:
+        is_current = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
+        # The result of a vote counts even if rank 0 has counted an earlier vote of this rank.
+        if is_current or answer.kind is kind is not Exchange.QUORUM:
             return bytes(answer.result)
-        raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
+        raise _AtOddsError(f"rank 0 of this replica has answered an earlier message of rank {self.rank}")
 
     def _refuse_foreign(self, messages: RankMessages, answer: _Answer) -> None:
         if answer.nonces[self.rank : self.rank + 1] != (messages.nonce,):
             raise QuorumError(
-                f"rank {self.rank}: expected an answer to what this rank has said, got one to another rank"
+                f"rank {self.rank}: expected an answer to this rank's message, got one to a message of another process"
             )
 
     def _answer(self, messages: RankMessages, number: int, deadline: Deadline) -> _Answer:
@@ -257,7 +262,7 @@ class RankExchange:
     def _publish(
         self, messages: RankMessages, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
     ) -> _Answer:
-        """Publish the answer. Returns the answer that the others read: an earlier one, if it exists."""
+        """Publish an answer, unless this exchange has one. Return the answer that the other ranks read."""
         key = self._key(number, "answer")
         with quorum_errors():
             signed = messages.signed(key, msgspec.json.encode(answer)).decode()
@@ -268,7 +273,7 @@ class RankExchange:
             return from_json(messages.opened(key, stored), _answer_decoder)
 
     def _await(self, messages: RankMessages, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
-        """Wait for the values of other ranks; ``keys`` maps each key to its rank."""
+        """Wait for messages of other ranks; return them in the order of ``keys``, which maps each key to its rank."""
         store = messages.channel
         missing, reason = list(keys), ""
         left = {self._left_key(rank): rank for rank in keys.values()}
@@ -276,11 +281,11 @@ class RankExchange:
             with quorum_errors():
                 if (values := store.get(missing, timeout, unless=list(left))) is not None:
                     return [messages.opened(key, value) for key, value in zip(missing, values, strict=True)]
-                gone = set(left) - set(store.missing(list(left), _PARTING))
+                closed = set(left) - set(store.missing(list(left), _PARTING))
                 missing = store.missing(missing, _PARTING)
-            if gone:
-                ranks = sorted(left[key] for key in gone)
-                raise QuorumError(f"expected all ranks of this replica, and of ranks {ranks} the manager was shut down")
+            if closed:
+                ranks = sorted(left[key] for key in closed)
+                raise QuorumError(f"expected all ranks of this replica, and ranks {ranks} have shut down")
         except QuorumTimeoutError as error:
             reason = f" ({error})"
         raise QuorumTimeoutError(

@@ -1,8 +1,9 @@
 """The identity of one replica: its key-value store, its id, and the incarnation that its ranks share.
 
-The Lighthouse remembers a replica for ``heartbeat_timeout`` after its last heartbeat, and requires a majority of the
-replicas that it remembers. So the next manager of a process would wait that long, unless it reuses the id of one that
-has been shut down. An id must never set up the same process group twice, so the number of groups travels with it.
+A process reuses the id of a manager that it has shut down (`take_id`). The Lighthouse remembers a replica for
+``heartbeat_timeout`` after its last heartbeat, and requires a majority of the remembered replicas for a quorum. With a
+new id, the next manager would wait that long. The keys of process groups contain the id and a number that must never
+repeat, so the number of process groups is stored together with the id.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 logger = logging.getLogger(__name__)
 
 _NUM_PORTS: Final = 3
-"""Attempts to start a store: among thousands, one was seen whose own connection failed for its whole timeout."""
+"""Number of attempts to start a store. One in thousands does not answer even its own process until the timeout."""
 _free: Final[dict[tuple[int, str, str], ReplicaId]] = {}
 _mutex: Final = threading.Lock()
 _RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
@@ -38,17 +39,17 @@ _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
 _NO_NAME: Final = ""
 _LOOK_AGAIN_S: Final = 0.02
 _PARTING: Final = timedelta(milliseconds=200)
-"""Timeout of a message to a rank that may have exited."""
+"""Timeout of a call to a store whose process may have exited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStore:
-    """The store through which a replica's ranks agree, and in which process groups may meet.
+    """The key-value store of a replica. Its ranks agree through it, and process groups between replicas are set up.
 
     Attributes:
-        channel: A channel to the store.
-        address: ``host:port`` for peers.
-        store: The store if it runs in this process; it ends with the last reference.
+        channel: The channel through which this rank calls the store.
+        address: The ``host:port`` at which other replicas reach the store.
+        store: The store, if this process hosts it; ``None`` otherwise. It closes with the last reference to it.
     """
 
     channel: StoreChannel
@@ -57,15 +58,15 @@ class ReplicaStore:
 
 
 def find_store(config: ManagerConfig, connections: StoreConnections, *, state_address: str) -> ReplicaStore:
-    """Return the store that the launcher gave, or make one.
+    """Return the store of the launcher; without a launcher, start a store in this process.
 
     Args:
         config: The configuration, completed from the environment.
-        connections: Owns the connection.
+        connections: Owns the connection to the store.
         state_address: The address at which this rank serves its state to peers.
 
     Raises:
-        QuorumError: The store cannot be reached.
+        QuorumError: The store does not answer.
     """
     own_host = config.hostname or urlsplit(state_address).hostname
     if config.store_addr is not None and config.store_port is not None:
@@ -80,30 +81,33 @@ def find_store(config: ManagerConfig, connections: StoreConnections, *, state_ad
         channel = connections.own(config.store_addr, config.store_port)
         return ReplicaStore(channel=channel, address=_join(host, config.store_port))
     store = own_store(config.connect_timeout)
-    # Peers reach this host at the address where they fetch its state.
+    # Peers can reach this host at the address at which it serves its state.
     host, port = own_host or "localhost", store.port
     try:
         _probe(host, port, config.connect_timeout)
     except OSError as error:
         raise QuorumError(
-            f"expected peers to reach this replica's own store at {host}:{port}, where they fetch its state: "
-            f"{error}; set hostname"
+            f"expected peers to reach this replica's own store at {host}:{port}, on the host of its state's address: "
+            f"{error}; set hostname to a name or address of this host"
         ) from error
     return ReplicaStore(channel=connections.own(host, port, store), address=_join(host, port), store=store)
 
 
 def own_store(timeout: timedelta) -> TCPStore:
-    """Start a store inside this process, for a replica of one rank without a launcher.
+    """Start a store in this process, for a replica of one rank without a launcher.
+
+    Args:
+        timeout: Limit of one attempt; each attempt uses another port.
 
     Raises:
-        QuorumError: No store answers within ``timeout`` at any of several ports.
+        QuorumError: No attempt succeeded.
     """
     for _ in range(_NUM_PORTS):
         try:
             return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         except DistError as error:
             failure = error
-            logger.warning("this replica's own store does not answer, another port is tried: %s", _first_line(error))
+            logger.warning("this replica's own store does not answer; trying another port: %s", _first_line(error))
     raise QuorumError(
         f"expected this replica's own store to answer on localhost within {timeout.total_seconds():g} s, "
         f"{_NUM_PORTS} times: {_first_line(failure)}"
@@ -111,25 +115,32 @@ def own_store(timeout: timedelta) -> TCPStore:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the message without the C++ frames that torch adds."""
+    """Return the message of an error without the C++ stack trace that torch appends."""
     return str(error).partition("\n")[0]
 
 
 def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedelta) -> str:
-    """Return a host for peers: a launcher may give its store's loopback address, useless on other machines."""
+    """Return the host at which other replicas reach a launcher's store.
+
+    If the launcher gave a loopback address, which is useless on other machines, that is ``own_host`` if the store
+    answers there.
+    """
     own = own_host or host
     if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
         return host
     try:
         _probe(own, port, timeout)
     except OSError as error:
-        logger.warning("replicas on other machines will not find the store at %s:%d: %s", host, port, error)
+        logger.warning("replicas on other machines cannot reach the store at %s:%d: %s", host, port, error)
         return host
     return own
 
 
 def _probe(host: str, port: int, timeout: timedelta) -> None:
-    """Raise OSError if nothing listens there. A client of the store would resolve names first, maybe for seconds."""
+    """Raise OSError if no process listens at the address.
+
+    Without torch's client of a store, which may spend seconds on name resolution.
+    """
     socket.create_connection((host, port), timeout.total_seconds()).close()
 
 
@@ -139,13 +150,13 @@ def _join(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaId:
-    """The id of a replica.
+    """The id of a replica, with what the next manager needs to reuse it.
 
     Attributes:
-        lighthouse: Address of its Lighthouse.
-        name: The configured part.
-        replica_id: The whole id.
-        num_groups: Number of process groups begun under it.
+        lighthouse: Address of the Lighthouse that knows the id.
+        name: The configured name, which is the first part of the id.
+        replica_id: The id: the name, a colon and a random part.
+        num_groups: Number of process groups that were begun under the id.
     """
 
     lighthouse: str
@@ -155,9 +166,14 @@ class ReplicaId:
 
 
 def take_id(lighthouse: str, name: str) -> ReplicaId:
-    """Return the id of a manager of this process that was shut down, or a new one."""
+    """Return the id of a manager that was shut down in this process, or else a new id.
+
+    Args:
+        lighthouse: Address of the Lighthouse.
+        name: The configured name of the replica.
+    """
     with _mutex:
-        # By process: a forked child has a copy of its parent's free ids.
+        # By process id, because a forked child has a copy of its parent's free ids.
         free = _free.pop((os.getpid(), lighthouse, name), None)
     if free is not None:
         return free
@@ -165,30 +181,30 @@ def take_id(lighthouse: str, name: str) -> ReplicaId:
 
 
 def give_back_id(own: ReplicaId) -> None:
-    """Free the id for the next manager; the caller must not use it any more."""
+    """Free an id for the next manager in this process. The caller must not use the id afterwards."""
     with _mutex:
         _free[os.getpid(), own.lighthouse, own.name] = own
 
 
 class Incarnation:
-    """The shared identity of a replica's ranks while one manager of rank 0 exists.
+    """One lifetime of a replica: from the construction of rank 0's manager to its shutdown.
 
-    A launcher's store outlives its workers, and a process may make several managers in turn: entries of an earlier
-    manager must not be mistaken for answers of this one. So rank 0 publishes a new name for itself, and each other rank
-    claims a name that this rank, in any process, has not claimed before.
+    A launcher's store outlives its workers, and a process may construct several managers one after the other. No rank
+    may read the entries of an earlier manager as answers of the present one. So rank 0 publishes a new, unique name of
+    the incarnation. Each other rank claims a published name that the same rank has not claimed before, in any process.
 
     Args:
-        store: Shared by the ranks.
-        rank: Rank within the replica.
-        replica_id: Id of this start of the replica, on rank 0; the others receive it.
-        timeout: Longest wait for rank 0's name.
+        store: The key-value store that the ranks share.
+        rank: This rank within the replica.
+        replica_id: The replica's id, on rank 0. The other ranks receive it.
+        timeout: How long the other ranks wait for rank 0.
 
     Attributes:
-        prefix: Prefix of all keys that the ranks exchange.
-        replica_id: The id that rank 0 published.
+        prefix: Prefix of all keys through which the ranks exchange messages.
+        replica_id: The replica's id, as rank 0 published it.
 
     Raises:
-        QuorumError: Rank 0 did not come in time, or the store does not answer.
+        QuorumError: Rank 0 did not start in time, or the store does not answer.
     """
 
     def __init__(self, store: StoreChannel, rank: int, replica_id: str, timeout: timedelta) -> None:
@@ -209,7 +225,7 @@ class Incarnation:
         self.prefix = f"{self._base}/{unique}"
 
     def close(self) -> None:
-        """Mark this incarnation as ended. Called by rank 0, if the store still answers."""
+        """On rank 0, mark this incarnation as ended, if the store still answers."""
         if self._published:
             with contextlib.suppress(TransportError):
                 self._store.replace(self._key, self._published, _NO_NAME, _PARTING)
@@ -228,5 +244,5 @@ class Incarnation:
             time.sleep(min(_LOOK_AGAIN_S, deadline.cap(timeout).total_seconds()))
         raise QuorumTimeoutError(
             f"rank {rank}: expected rank 0 of this replica to start within {timeout.total_seconds():g} s"
-            + (f", found only what it left when it started before: {sorted(earlier)}" if earlier else "")
+            + (f", found only entries of earlier starts: {sorted(earlier)}" if earlier else "")
         )

@@ -1,8 +1,10 @@
-"""The replicas' reports before a step, and comparisons of what they report. Pure: no I/O, no clocks, no torch.
+"""The reports that replicas send with each request for a quorum, and the comparison of these reports.
 
-Replicas with the same step and lineage should have the same bits in everything that optimizers change. A bit flip in
-memory, a library that computes differently, or a bug here makes one of them differ, and nothing else would show it.
-``manager.state.compatibility`` describes the structures of states.
+Replicas with the same step and lineage should have the same bits in all tensors that optimizers change. A bit flip in
+memory, a library that computes differently, or a bug in this package makes one replica differ. Only a comparison shows
+that. ``manager.state.compatibility`` makes the descriptions of states that are compared here.
+
+This module is pure: no I/O, no clocks, no torch.
 """
 
 from __future__ import annotations
@@ -16,33 +18,33 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 NO_WHOLE_STATE: Final = -1
-"""The step of a replica with a partial state: behind all others."""
+"""The reported step of a replica with a partial state; less than every real step."""
 UNKNOWN: Final = ""
-"""Digest of a part that is not compared."""
+"""Replaces the digest of a part that is not compared."""
 _NAMES_SUFFIX: Final = " (parameters)"
 _ORDER_SUFFIX: Final = " (order of parameters)"
 _PRESENT_ORDER_SUFFIX: Final = " (present order of parameters)"
 _OPTIONAL: Final = (_NAMES_SUFFIX, _ORDER_SUFFIX, _PRESENT_ORDER_SUFFIX)
-"""Suffixes of parts that exist only where the optimizer itself is registered, instead of functions of it."""
+"""Suffixes of parts that a replica lacks if functions are registered in place of the optimizer itself."""
 _MAX_SHOWN: Final = 5
 
 Structure: TypeAlias = tuple[tuple[str, str], ...]
-"""Sorted pairs of a part's name and a digest of its structure; `UNKNOWN` fits every digest."""
+"""The structure of a state: for each part its name and a digest of its table, sorted; `UNKNOWN` fits every digest."""
 Tables: TypeAlias = Mapping[str, Mapping[str, str]]
-"""Dtype and shape of each part's tensors by name; empty for a part that is not compared."""
+"""For each part of a state by name, dtype and shape of each tensor by name; empty for a part that is not compared."""
 Compared: TypeAlias = Literal["state", "reductions", "hyperparameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One replica's digest at a step boundary.
+    """One replica's digest of its state, or of a part of it, at a step boundary. Without arguments: no digest.
 
     Attributes:
-        step: The committed step of that boundary; -1 without a digest.
+        step: The committed step at that step boundary; -1 without a digest.
         lineage: The lineage of that step.
-        tensors: Digest of the names of the digested tensors. A replica whose ``forward`` changes some tensors leaves
-            them out; then it is not comparable with others.
-        digest: Digest of these tensors.
+        tensors: Digest of the names of the digested tensors. Only claims with the same names are compared: a replica
+            leaves out tensors that its ``forward`` changes.
+        digest: Digest of the values of these tensors.
     """
 
     step: int = -1
@@ -52,20 +54,21 @@ class Claim:
 
 
 class StateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's, or one rank's, report of its state at a step boundary.
+    """A report about the state at a step boundary, of a replica or of one of its ranks (the sender).
 
     Attributes:
-        step: The committed step of its state, or `NO_WHOLE_STATE`.
-        lineage: Digest of the history of that step; empty before the first commit.
-        group: Key of its working process group; empty without one.
-        num_groups: Number of process groups that it has begun to set up; distinguishes attempts.
-        can_serve: Whether it can take a snapshot of its present step boundary.
-        may_heal: Whether it waits for the decision and heals if it is behind; otherwise it then takes no part.
+        step: The last committed step of the sender's state, or `NO_WHOLE_STATE`.
+        lineage: Digest of the process groups that averaged the gradients of all steps so far; empty before the first
+            commit.
+        group: Key of the sender's working process group; empty without one.
+        num_groups: Number of process groups that the sender has begun to set up.
+        can_serve: Whether the sender can take a snapshot of its present step boundary.
+        may_heal: Whether the sender heals in this quorum if it is behind. If not, it takes no part in the step then.
         is_irregular: Whether an optimizer did not make exactly one step for the last commit.
-        claim: Digest of its state at the last compared step.
-        reductions: Digest of the reductions of its last step.
-        hyperparameters: Digest of its optimizers' hyperparameters, if its last step was committed.
-        structure: Digests of the structure of its state.
+        claim: Digest of the sender's state at the last compared step.
+        reductions: Digest of the reductions of the sender's last step.
+        hyperparameters: Digest of the sender's hyperparameters; empty if its last step was not committed.
+        structure: Digests of the structure of the sender's state.
     """
 
     step: int = NO_WHOLE_STATE
@@ -82,11 +85,11 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(StateReport, frozen=True, kw_only=True):
-    """The report of one rank before the replica asks for a quorum, or after a step.
+    """The report of one rank to rank 0 of its replica, for a quorum or for a vote.
 
     Attributes:
-        address: Address at which it serves its state.
-        refusals: Its reasons not to commit.
+        address: Address at which the rank serves its state.
+        refusals: In a vote, the rank's reasons not to commit.
     """
 
     address: str = ""
@@ -97,14 +100,15 @@ class Member(StateReport, frozen=True, kw_only=True):
     """The report of one replica in its request for a quorum.
 
     Attributes:
-        replica_id: Unique among live replicas.
-        store_address: ``host:port`` of the store where its process groups may meet.
-        addresses: The address of each of its ranks, which serves the rank's state.
-        announced_to: The replicas that learned in the previous quorum that it needs a snapshot.
-        rules: Its ``decision.Rules`` as text; must be the same on all members.
-        process: Its process and host, for messages.
-        number: Ascends with each report of its process, so that no earlier one counts again.
-        signature: Proves the job token.
+        replica_id: The replica's id, unique among live replicas.
+        store_address: ``host:port`` of the replica's key-value store, through which a process group can be set up.
+        addresses: The addresses at which its ranks serve their state, by rank.
+        announced_to: The replicas that learned in the previous quorum that this one needs a snapshot.
+        rules: The replica's ``decision.Rules`` as text, which must be the same on all members.
+        process: Process id and host of the replica, for messages.
+        number: Number of the report, which ascends within the sending process. Members ignore a report with a lower
+            number than an earlier one.
+        signature: Signature with the job token; empty without a token.
     """
 
     replica_id: str
@@ -117,22 +121,22 @@ class Member(StateReport, frozen=True, kw_only=True):
     signature: str = ""
 
 
-# Unused: built here, before several threads import modules with decoders of types that contain it; ``msgspec.convert``
-# has no prebuilt decoder, but reuses the type information that this one caches.
+# Built only to make msgspec cache the type information of `Member` while one thread runs: ``msgspec.convert`` in
+# ``members`` has no decoder of its own, and its first use of a type is not thread-safe.
 _member_decoder: Final = msgspec.json.Decoder(Member)
 
 
 def member_of(reports: Sequence[RankReport], **fields: Any) -> Member:
-    """Return the report of the whole replica: ranks with different states have no whole state together.
+    """Combine the reports of all ranks of a replica. If the ranks have different states, the replica's is partial.
 
     Args:
-        reports: Reports of all its ranks, in their order.
-        **fields: The fields of `Member` that no rank reports.
+        reports: The reports, by rank.
+        **fields: The fields of `Member` that ranks do not report.
     """
     states = {(report.step, report.lineage, report.is_irregular) for report in reports}
     step, lineage, is_irregular = states.pop()
     if states and step == 0 and all(other == 0 for other, _, _ in states):
-        # Only some ranks received the state of another replica: all begin again.
+        # Only some ranks have received the initial state of another replica: all ranks have to receive it again.
         lineage, is_irregular = "", False
     elif states:
         step, lineage, is_irregular = NO_WHOLE_STATE, "", False
@@ -155,9 +159,9 @@ def member_of(reports: Sequence[RankReport], **fields: Any) -> Member:
 
 
 def _structure_of_group(structures: Sequence[Structure]) -> Structure:
-    """Return one structure for ranks with parts of different shapes.
+    """Combine the structures of a replica's ranks, whose parts may have different shapes.
 
-    Entries that one rank does not compare, or does not have, are compared by none.
+    A part that one rank lacks or does not compare is not compared at all.
     """
     parts = [dict(each) for each in structures]
     keys = dict.fromkeys(key for each in parts for key in each)
@@ -168,7 +172,7 @@ def _structure_of_group(structures: Sequence[Structure]) -> Structure:
 def _claim_of_group(claims: Sequence[Claim]) -> Claim:
     if len({(claim.step, claim.lineage) for claim in claims}) > 1:
         return Claim()
-    # Ranks hold parts of different shapes, so each has names and digests of its own.
+    # The ranks' parts of the state may differ, so the digests of all ranks are compared.
     return replace(
         claims[0],
         tensors="-".join(claim.tensors for claim in claims),
@@ -178,14 +182,14 @@ def _claim_of_group(claims: Sequence[Claim]) -> Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """A difference between replicas.
+    """The result of a comparison that found a difference between replicas.
 
     Attributes:
         step: The compared step.
-        replicas: The replicas that differ from the majority; without a majority all compared replicas.
-        has_majority: Whether more than half agree.
-        majority: The replicas that agree.
-        compared: The kind of digests.
+        replicas: The replicas that differ from the majority; without a majority, all compared replicas.
+        has_majority: Whether more than half of the compared replicas agree.
+        majority: The replicas of the majority; empty without one.
+        compared: The kind of values that differ.
     """
 
     step: int
@@ -196,18 +200,18 @@ class Divergence:
 
 
 def find_divergence(compared: Compared, claims: Mapping[str, Claim]) -> Divergence | None:
-    """Compare the newest comparable claims.
+    """Compare the claims of replicas about the newest step. Claims about different tensors are not comparable.
 
     Args:
-        compared: The kind of digests.
-        claims: Claims by replica.
+        compared: The kind of values that the claims are about.
+        claims: The claims, by replica id.
 
     Returns:
-        The difference; ``None`` if all agree, or fewer than two replicas are comparable.
+        The difference; ``None`` if all claims agree, or if fewer than two are comparable.
     """
     newest = max((claim.step for claim in claims.values()), default=-1)
     at_newest = {replica: claim for replica, claim in claims.items() if claim.step == newest >= 0}
-    # Another lineage is another state anyway, and leads to a heal.
+    # Replicas of different lineages are not compared: they have different states, and some of them heal anyway.
     kinds = Counter((claim.lineage, claim.tensors) for claim in at_newest.values())
     if not kinds:
         return None
@@ -230,27 +234,32 @@ def find_divergence(compared: Compared, claims: Mapping[str, Claim]) -> Divergen
 
 
 def structure_of(tables: Tables) -> Structure:
-    """Return the digests of the tables."""
-    return tuple(sorted((key, _digest(table) if table else UNKNOWN) for key, table in tables.items()))
+    """Return the structure of a state: the digests of its tables."""
+    return tuple(sorted((key, digest_of(sorted(table.items())) if table else UNKNOWN) for key, table in tables.items()))
 
 
 def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
-    """Return the parts of ``own`` that could not load ``other``'s, sorted. Empty structures fit."""
+    """Compare two structures of states. An empty structure fits every other one.
+
+    Returns:
+        The names of the parts with which a replica of one structure could not load a state of the other, sorted.
+    """
     return tuple(key for key in _differing(own, other) if not key.endswith(_PRESENT_ORDER_SUFFIX))
 
 
 def is_in_other_order(own: Structure, other: Structure) -> bool:
-    """Return whether optimizers of ``own`` have another order of parameters, which a heal takes over."""
+    """Return whether an optimizer has its parameters in another order than ``other`` has. A heal changes the order."""
     return any(key.endswith(_PRESENT_ORDER_SUFFIX) for key in _differing(own, other))
 
 
 def order_tables(key: str, names: Sequence[Sequence[str]], *, may_change: bool) -> Tables:
-    """Describe the order of an optimizer's parameters.
+    """Return tables that describe the order of an optimizer's parameters.
 
     Args:
-        key: The optimizer's key.
-        names: Its parameters' names, by group.
-        may_change: Whether a replica that heals takes over another order; otherwise the order is compared.
+        key: The key under which the optimizer is registered.
+        names: The names of its parameters, by parameter group.
+        may_change: Whether a heal changes the order to that of the received state. If not, replicas with different
+            orders do not fit.
     """
     places = {
         f"param_groups.{group}.params.{position}": name
@@ -281,7 +290,7 @@ def _fits(own: str | None, other: str | None) -> bool:
 
 
 def usual_structure(structures: Sequence[Structure]) -> Structure | None:
-    """Return the structure that more than half of the replicas fit; ``None`` without one."""
+    """Return the structure that fits more than half of the replicas; ``None`` without one."""
     for structure in structures:
         if structure and 2 * sum(not misfits(each, structure) for each in structures) > len(structures):
             return structure
@@ -289,34 +298,35 @@ def usual_structure(structures: Sequence[Structure]) -> Structure | None:
 
 
 def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
-    """Describe the differences.
+    """Describe the differences between two replicas' states, for a message.
 
     Args:
-        parts: The result of `misfits`.
-        own: This replica's tables.
-        other: The other replica's tables; ``None`` if unknown.
+        parts: The names of the parts that differ: the result of `misfits`.
+        own: The tables of this replica.
+        other: The tables of the other replica; ``None`` if they are unknown.
     """
     if other is None:
-        return f"another state under {list(parts)}"
-    told = []
+        return f"different states under the keys {list(parts)}"
+    texts = []
     missing, unexpected = (
         sorted(key for key in one.keys() - two.keys() if not key.endswith(_OPTIONAL))
         for one, two in ((own, other), (other, own))
     )
     if missing or unexpected:
-        told.append(f"keys that are registered here alone: {missing}, there alone: {unexpected}")
+        texts.append(f"keys registered only here: {missing}, only there: {unexpected}")
     for key in parts:
         mine, theirs = own.get(key, {}), other.get(key, {})
-        told += [
+        texts += [
             f"{key}.{name} is {mine.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
             for name in {**mine, **theirs}
             if key in own and key in other and mine.get(name) != theirs.get(name)
         ]
-    if not told:
-        told.append(f"another state under {list(parts)} on another rank, or had one before")
-    more = f"; and {len(told) - _MAX_SHOWN} more" if len(told) > _MAX_SHOWN else ""
-    return "; ".join(told[:_MAX_SHOWN]) + more
+    if not texts:
+        texts.append(f"different states under the keys {list(parts)} on another rank, or at the last step boundary")
+    more = f"; and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
+    return "; ".join(texts[:_MAX_SHOWN]) + more
 
 
-def _digest(table: Mapping[str, str]) -> str:
-    return hashlib.blake2b(repr(sorted(table.items())).encode(), digest_size=8).hexdigest()
+def digest_of(value: object) -> str:
+    """Return a short digest of the ``repr`` of a value."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Reports of the quorum loop: changes of membership, one line each, and the loop's state as ``/state`` shows it."""
+"""Reports of the quorum loop: a log of replicas that join, leave and heal, and the manager's part of ``/state``."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ _QUICK_S: Final = 1.0
 
 
 class MembershipLog:
-    """Compares each quorum with the previous one. The quorum thread writes; any thread may read.
+    """Logs which replicas have joined, left or healed since the previous quorum.
 
-    Rank 0 of a replica logs at WARNING, its other ranks log at INFO.
+    Rank 0 of a replica logs at WARNING, its other ranks log at INFO. Only the quorum thread may call it, or the
+    training thread while the quorum thread is idle; any thread may call the function that `recent` returns.
 
     Args:
-        participant: This replica in its quorum.
+        participant: This replica and its quorum.
     """
 
     def __init__(self, participant: Participant) -> None:
         self._participant = participant
-        self._kept: deque[MembershipChange] = deque(maxlen=NUM_CHANGES)
+        self._changes: deque[MembershipChange] = deque(maxlen=NUM_CHANGES)
         self._present: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()
         self._healing: tuple[str, ...] = ()
         self._last_quorum_s = 0.0
 
-    def note(self, decision: Decision) -> None:
-        """Log the changes since the previous quorum. Without changes this costs one comparison of two sets.
+    def log_changes(self, decision: Decision) -> None:
+        """Log the replicas that joined or left since the previous quorum. Without changes it only compares two sets.
 
         Args:
-            decision: The decision of a new quorum.
+            decision: The decision of the new quorum.
         """
         role, membership = decision.role, self._participant.membership
         if isinstance(role, DoesNotFit):
@@ -70,37 +71,37 @@ class MembershipLog:
         if is_first:
             return
         if known - present:
-            self._note_departures(sorted(known - present), decision, now_s, ago_s)
+            self._log_departures(sorted(known - present), decision, now_s, ago_s)
         for replica_id in sorted(joined):
             heals = f"heals to step {decision.step}" if replica_id in healing else f"is at step {decision.step}"
-            self._note("joined", replica_id, decision.step, f"joined: {heals}; {_replicas(decision)} train")
+            self._log("joined", replica_id, decision.step, f"joined: {heals}; {_replicas(decision)} train")
 
-    def healed(self, decision: Decision, length_s: float, source: str) -> None:
-        """Log that this replica has healed. The common start at step 0 is no heal.
+    def log_heal(self, decision: Decision, length_s: float, source: str) -> None:
+        """Log that this replica has healed. At step 0 it only received the common initial state; this is not logged.
 
         Args:
-            decision: The quorum of the heal.
+            decision: The decision of the quorum in which it healed.
             length_s: Seconds since the replica asked for a quorum.
-            source: The replicas that served the state.
+            source: The replicas that served the state, as text.
         """
         if decision.step == 0:
             return
         self._participant.metrics.add("recovery_seconds_total", by=length_s)
         sources = escape_peer_text(source, max_characters=_MAX_ID)
         text = f"healed to step {decision.step} in {length_s:.1f} s, from {sources}"
-        self._note("healed", self._participant.membership.replica_id, decision.step, text, length_s)
+        self._log("healed", self._participant.membership.replica_id, decision.step, text, length_s)
 
     def recent(self) -> Callable[[], tuple[MembershipChange, ...]]:
-        """Return a function that returns the last changes, the newest at the end, and refers to no replica."""
-        kept = self._kept
-        return lambda: tuple(kept.copy())
+        """Return a function that returns the last changes, the newest last. The function refers to no replica."""
+        changes = self._changes
+        return lambda: tuple(changes.copy())
 
-    def _note_departures(self, left: list[str], decision: Decision, now_s: float, ago_s: float) -> None:
+    def _log_departures(self, left: list[str], decision: Decision, now_s: float, ago_s: float) -> None:
         steps, cost, standstill_s = self._participant.state.steps, "", 0.0
-        # A replica that is behind does not know how long the others stood still.
+        # A replica that is behind cannot know how long the other replicas stood still.
         if isinstance(decision.role, UpToDate) and steps.num_committed:
             refused = list(takewhile(lambda step: not step.is_committed, reversed(steps.recent())))
-            # Counts attempts since the last commit only: between steps a loop may do other work.
+            # Since the last commit, count only attempts at a step: between steps the loop may do other work.
             standstill_s = now_s - steps.began_s + sum(step.period_s for step in refused)
             lost = f", {len(refused)} attempted step{'s' * (len(refused) != 1)} lost" if refused else ""
             cost = f"all stood still for {standstill_s:.1f} s{lost}; "
@@ -108,13 +109,13 @@ class MembershipLog:
         self._participant.metrics.add("standstill_seconds_total", by=standstill_s)
         is_alone = len(decision.group_members) == 1
         for replica_id in left:
-            text = f"left: {cost}it was in a quorum {ago_s:.1f} s before; {_replicas(decision)} remain{'s' * is_alone}"
-            self._note("left", replica_id, decision.step, text, standstill_s)
+            text = f"left: {cost}last in a quorum {ago_s:.1f} s ago; {_replicas(decision)} remain{'s' * is_alone}"
+            self._log("left", replica_id, decision.step, text, standstill_s)
 
-    def _note(self, kind: Change, replica_id: str, step: int, text: str, length_s: float = 0.0) -> None:
+    def _log(self, kind: Change, replica_id: str, step: int, text: str, length_s: float = 0.0) -> None:
         participant = self._participant
         subject = escape_peer_text(replica_id, max_characters=_MAX_ID)
-        self._kept.append(
+        self._changes.append(
             MembershipChange(
                 unix_s=datetime.now(timezone.utc).timestamp(),
                 kind=kind,
@@ -134,9 +135,9 @@ def _replicas(decision: Decision) -> str:
 
 
 def loop_status(participant: Participant) -> ManagerStatus:
-    """Return the state of a manager in a quorum. Any thread may call it."""
+    """Return the status of a manager in a quorum, for ``/state``. Any thread may call it."""
     state, membership, current = participant.state, participant.membership, participant.round
-    decision, said = current.decision if current is not None else None, membership.said
+    decision, report = current.decision if current is not None else None, membership.last_report
     activity = _activity(participant)
     return replace(
         state.status(),
@@ -152,9 +153,9 @@ def loop_status(participant: Participant) -> ManagerStatus:
         num_participants=decision.num_participants if decision is not None else 0,
         lighthouse=membership.lighthouse,
         is_lighthouse_lost=membership.is_lighthouse_lost(),
-        rules=said.rules if said is not None else (),
-        structure=said.structure if said is not None else (),
-        store_address=said.store_address if said is not None else "",
+        rules=report.rules if report is not None else (),
+        structure=report.structure if report is not None else (),
+        store_address=report.store_address if report is not None else "",
     )
 
 

@@ -1,7 +1,7 @@
-"""The reductions and optimizer steps of one replica's step.
+"""The reductions and the optimizer steps of one training step.
 
-Errors of other replicas' reductions do not raise, and all reductions end before a commit. Each optimizer steps once for
-a commit; a committed step that fails leaves a partial state.
+A reduction that fails does not raise; it prevents the commit. All reductions end before the commit. Then each optimizer
+must make exactly one step. If that step fails, the replica's state is partial.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NO_PARAMETER: Final = (None, None)
 
 
 class StepReductions:
-    """Begins and ends the reductions of a step. For the training thread, after the quorum is formed.
+    """Begins and ends the reductions of a step. For the training thread only, after the quorum is formed.
 
     Args:
-        participant: This replica in its quorum.
-        structures: Checks averaged gradients.
+        participant: This replica and its quorum.
+        structures: Checks that averaged gradients belong to registered parameters.
     """
 
     def __init__(self, participant: Participant, structures: StructureWatch) -> None:
@@ -47,7 +47,7 @@ class StepReductions:
         self._shapes_of: tuple[int, ...] | None = None
 
     def begin(self, current: QuorumRound, tensor: torch.Tensor, reduce_op: Any) -> ManagedWork:
-        """See `Manager.allreduce`."""
+        """Begin to reduce one tensor; see `Manager.allreduce`."""
         number, parameter = self._parameter_of(current, tensor)
         is_first = not current.works
         if is_first:
@@ -57,30 +57,32 @@ class StepReductions:
         return self._reduce(current, parameter, tensor, Reduction(name, reduce_op))
 
     def average_gradients(self, current: QuorumRound, parameters: NamedParameters) -> bool:
-        """See `Manager.average_gradients`."""
+        """Average all gradients over the replicas; see `Manager.average_gradients`."""
         gradients = [each.grad for _, each in parameters if each.grad is not None]
         self._structures.check_averaged(gradients)
         self._state.scalers.look()
         self._state.scalers.refuse_unscaled(gradients, self._state.optimizers, is_first=False)
-        # A signal handler may raise after all replicas have reduced and before this one stores the averages.
+        # `end` fails the step if the count stays above 0: if a signal handler raises before the averages are stored.
         current.num_averaging += 1
         is_averaged = average_gradients(parameters, partial(self._reduce, current, None))
         current.num_averaging -= 1
         return is_averaged
 
     def end(self, current: QuorumRound, deadline: Deadline) -> None:
-        """Wait for the step's reductions, and make sure that the other replicas made the same ones.
+        """Wait for the reductions of the round, and check that the other replicas made the same ones.
+
+        Errors do not raise; they prevent the commit.
 
         Args:
-            current: The step.
+            current: The round.
             deadline: The caller's deadline.
         """
         participant, group = self._participant, self._participant.membership.process_group
         if current.num_averaging:
             participant.report_error(
                 ManagerError(
-                    "expected average_gradients to end, and an exception ended it before all gradients were averaged; "
-                    "repeat the step"
+                    "expected average_gradients to return, and an exception ended it before all gradients were "
+                    "averaged; repeat the step"
                 )
             )
         if current.error is None:
@@ -96,7 +98,7 @@ class StepReductions:
                 )
         self._structures.check_averaged([work.tensor for work in current.works])
         current.forget_works()
-        # After an exception of a handler here, the step is not over; the next one begins with another process group.
+        # If a signal handler raises here, the round is not over, and the next one begins with another process group.
         if current.error is None:
             self._compare(current, deadline)
         current.is_over = True
@@ -108,8 +110,12 @@ class StepReductions:
             participant.report_error(noticed)
 
     def _parameter_of(self, current: QuorumRound, tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
-        """Return number and parameter whose gradient the tensor is; ``None`` for other tensors, such as buckets."""
-        # Shapes first: the map of gradients costs 1 µs for each parameter.
+        """Find the parameter whose gradient the tensor is.
+
+        Returns:
+            The parameter's number and the parameter; ``(None, None)`` for other tensors, such as buckets of gradients.
+        """
+        # Compare shapes first, because the map of gradients costs 1 µs for each parameter.
         if self._shapes_of is not self._structures.checked:
             self._shapes_of = self._structures.checked
             self._shapes = frozenset(each.shape for each in parameters_of(self._state.optimizers()))
@@ -118,7 +124,7 @@ class StepReductions:
         gradients = current.gradients
         if gradients is not None:
             number, parameter = gradients.get(id(tensor), _NO_PARAMETER)
-            # Otherwise gradients were replaced, and a new one has an old address.
+            # Otherwise gradients were replaced since the map was made, and this tensor has the ``id`` of an old one.
             if parameter is None or parameter.grad is tensor:
                 return number, parameter
         gradients = current.gradients = gradients_of(parameters_of(self._state.optimizers()))
@@ -129,7 +135,7 @@ class StepReductions:
     ) -> ManagedWork:
         local = tensor.to_local() if is_dtensor(tensor) else tensor
         current.refuse_twice(tensor, local)
-        # Appended before it begins, so that `end` finds an interrupted reduction and refuses the step.
+        # Append before the reduction begins, so that `end` finds an interrupted reduction and fails the step.
         managed = ManagedWork(tensor, self._participant.report_error)
         current.works.append(managed)
         if current.error is not None:
@@ -151,14 +157,14 @@ class StepReductions:
     def _compare(self, current: QuorumRound, deadline: Deadline) -> None:
         participant, group = self._participant, self._participant.membership.process_group
         try:
-            with participant.watch.waiting(f"{participant.name}: waiting for the other replicas' reductions"):
+            with participant.watch.waiting(f"{participant.name}: waiting for the reductions of the other replicas"):
                 current.reductions = group.compare_step(deadline.left())
         except ReductionMismatchError as error:
             participant.report_error(error)
             forget_frames(error)
         except Exception as error:
-            # This replica has its results. A member that does not end the step does not commit it, and heals.
-            logger.info("%s: not all replicas end the step: %s", participant.name, error)
+            # This replica has all results. A member that does not end its reductions does not commit, and heals.
+            logger.info("%s: another replica did not end its reductions of this step: %s", participant.name, error)
             forget_frames(error)
             group.abort()
 
@@ -171,11 +177,11 @@ def _finish(reduced: ReducedTensor, num_participants: int) -> None:
 
 
 class CommittedSteps(StateObserver):
-    """Checks the optimizer steps of one replica against its commits. Called on the threads that change the state.
+    """Checks that optimizers step only after a commit, and once. Called on the thread that changes the state.
 
     Args:
-        participant: The replica in its quorum.
-        comparison: Compares states; discards digests of a replaced state.
+        participant: This replica and its quorum.
+        comparison: Compares the state between replicas.
     """
 
     def __init__(self, participant: Participant, comparison: StateComparison) -> None:
@@ -184,7 +190,7 @@ class CommittedSteps(StateObserver):
         self._comparison = comparison
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step without a commit, or by an unregistered scaler."""
+        """Refuse a step without a commit, a second step after it, and a step by an unregistered gradient scaler."""
         current, ledger = self._participant.round, self._state.ledger
         if current is None or self._state.registry.is_calling() or not ledger.steps_with_commits(optimizer):
             return
@@ -192,27 +198,27 @@ class CommittedSteps(StateObserver):
             happened = "the step was not committed" if current.is_over else "it was not called since start_quorum"
             raise ManagerError(
                 f"expected should_commit() to return True before {type(optimizer).__name__}.step(), and {happened}; "
-                "call step only `if manager.should_commit():`. Optimizers that do not step with each commit: "
+                "call step only `if manager.should_commit():`. If this optimizer does not step with each commit: "
                 "attach(..., every_commit=False)"
             )
         self._state.scalers.check_stepping(optimizer)
         if ledger.num_steps(optimizer):
             raise ManagerError(
                 f"expected one step of {type(optimizer).__name__} for each should_commit(), got another one; "
-                "optimizers that do not step with each commit: attach(..., every_commit=False)"
+                "if this optimizer does not step with each commit: attach(..., every_commit=False)"
             )
 
     def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """Mark the state as partial: the other replicas rely on the committed step."""
+        """Mark the state as partial, because this replica has committed a step that it did not make."""
         current = self._participant.round
         if current is not None and current.is_committed:
             self._state.mark_partial(
                 self._state.step,
-                f"the step was committed, and {type(optimizer).__name__} did not make it: {format_error(error)}",
+                f"the step was committed, and {type(optimizer).__name__}.step() failed: {format_error(error)}",
             )
 
     def other_gradients(self, optimizer: Optimizer) -> None:
-        """Compare the next states: a closure's gradients come from this replica's batch alone, without averaging."""
+        """Compare the states after this step, because a closure computed gradients that were not averaged."""
         current = self._participant.round
         if current is not None and current.is_committed:
             self._comparison.suspect(
@@ -220,7 +226,7 @@ class CommittedSteps(StateObserver):
             )
 
     def replaced(self) -> None:
-        """Discard all claims about the previous state."""
+        """Discard the digests of the previous state, after another state was loaded."""
         self._participant.irregularity = ""
         self._participant.reductions = Claim()
         self._comparison.forget()

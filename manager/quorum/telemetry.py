@@ -1,6 +1,6 @@
-"""Watches the loop of one replica: profiler spans under torchft's names, and reports of long waits.
+"""Makes the loop of one replica observable: profiler spans under torchft's names, and log messages about long waits.
 
-``torch.profiler.record_function`` costs microseconds even without a profiler; a span here then costs nothing.
+Without a profiler a `span` costs nothing, unlike ``torch.profiler.record_function``, which costs microseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that each call is a `span`."""
+    """Return a decorator that makes each call of a function a `span`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -54,7 +54,7 @@ def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _is_profiled() -> bool:
-    """Return whether a profiler may run; torch's own compiler uses the same check."""
+    """Return whether a profiler may be running. torch's own compiler uses the same check."""
     return profiler._is_profiler_enabled
 
 
@@ -67,15 +67,15 @@ class _Wait:
 
 
 class StallWatch:
-    """Watches the waits of one manager on its own thread, which starts with the first wait.
+    """Logs each wait of one manager that takes too long, from a thread of its own that starts with the first wait.
 
     Args:
-        after_s: A wait longer than this many seconds is a stall, reported once.
+        after_s: Length of a wait, in seconds, after which it is logged. Each wait is logged once.
     """
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        # Changed by single operations without a lock, which a handler's exception could leave locked.
+        # Changed without a lock, by atomic operations: an exception of a signal handler could leave a lock locked.
         self._waits: dict[int, _Wait] = {}
         self._keys = itertools.count()
         self._starting = threading.Lock()
@@ -86,12 +86,12 @@ class StallWatch:
     def waiting(
         self, what: str, *, missing: Callable[[], str] | None = None, thread_id: int | None = None
     ) -> Iterator[None]:
-        """Watch the body of the ``with`` block.
+        """Treat the body of the ``with`` block as a wait.
 
         Args:
-            what: Describes replica, step and wait.
-            missing: Describes the missing replicas, if known; called on the watch's thread.
-            thread_id: The thread whose stack to show; the calling one by default.
+            what: The replica, its step and what it waits for, as the start of the log message.
+            missing: Returns a description of the missing replicas; called on the thread of this object.
+            thread_id: The thread whose stack the message shows. Default: the calling thread.
         """
         wait = _Wait(
             stalled_s=time.monotonic() + self._after_s,
@@ -124,25 +124,25 @@ class StallWatch:
             thread.join()
 
     def _run(self) -> None:
-        # This interval finds each stall after at most 1.5 times its limit.
+        # With this interval, a wait is logged after at most 1.5 times ``after_s``.
         while not self._closed.wait(self._after_s / 2):
             now_s = time.monotonic()
             for wait in list(self._waits.values()):
                 if wait.stalled_s <= now_s:
                     wait.stalled_s = now_s + _IDLE_S
-                    self._tell(wait)
+                    self._log(wait)
 
-    def _tell(self, wait: _Wait) -> None:
+    def _log(self, wait: _Wait) -> None:
         missing = wait.missing() if wait.missing is not None else ""
         logger.warning(
-            "%s: nothing for %.1f s%s; %s", wait.what, self._after_s, f"; {missing}" if missing else "", _stack(wait)
+            "%s for more than %.1f s%s; %s", wait.what, self._after_s, f"; {missing}" if missing else "", _stack(wait)
         )
 
 
 def _stack(wait: _Wait) -> str:
     frame = sys._current_frames().get(wait.thread_id)
     if frame is None:
-        return "its thread has ended"
+        return "the waiting thread has ended"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stack = "".join(traceback.format_stack(frame)).rstrip()
     return f"thread {names.get(wait.thread_id, '?')!r} is at:\n{stack}"

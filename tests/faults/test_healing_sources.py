@@ -241,4 +241,4 @@ def test_where_healing_together_fails_the_sources_are_asked_one_by_one(
     proxy.inject(stall(after=0), on="/metadata", times=1)
     barred, _ = sources.add(token="secret")
     assert sources.heal(barred, healthy, receivers=(barred, gone_like(healthy, "never there"))) == ()
-    assert "asked one by one" in caplog.text
+    assert "now tries each source alone" in caplog.text

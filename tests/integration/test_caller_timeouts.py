@@ -90,7 +90,7 @@ def test_a_commit_does_not_wait_longer_for_a_quorum_in_the_background(ranks: lis
         pytest.raises(QuorumTimeoutError, match="expected the quorum to be formed within the caller's"),
     ):
         ranks[0].should_commit(timeout=BRIEF)
-    with bounded(BRIEF), pytest.raises(QuorumTimeoutError, match="expected a quorum that nobody waited for within"):
+    with bounded(BRIEF), pytest.raises(QuorumTimeoutError, match="expected the quorum of the previous step"):
         ranks[0].start_quorum(timeout=BRIEF)
     with bounded(longer), pytest.raises(QuorumTimeoutError, match="rank 1 of this replica"):
         ranks[0].wait_quorum()

@@ -127,7 +127,7 @@ def test_a_replica_that_did_not_make_the_committed_step_heals(
     (told,) = [each for each in map(str, _messages(caplog)) if "expected each attached optimizer" in each]
     assert "replica_1:" in told.split()[1]
     assert "['replica_0:" in told
-    assert "did something else, and the fewer heal" in told
+    assert "made other steps; the minority heals" in told
 
 
 def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -147,7 +147,7 @@ def test_a_step_that_all_replicas_skip_alike_costs_nothing(address: str, caplog:
     assert not torch.equal(states[0][5], states[0][4])
     told = [each for each in _messages(caplog) if "expected each attached optimizer" in each]
     assert len(told) == 2
-    assert all("all replicas did the same" in each and "every_commit=False" in each for each in told)
+    assert all("all replicas made the same steps" in each and "every_commit=False" in each for each in told)
 
 
 def test_a_step_that_calls_its_superclass_counts_once(address: str, caplog: pytest.LogCaptureFixture) -> None:

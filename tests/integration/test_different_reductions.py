@@ -195,7 +195,7 @@ def test_another_process_group_is_compared_in_the_next_quorum() -> None:
                 return str(raised.value)
 
             for said in run_replicas(lambda: go_on(both[0]), lambda: go_on(both[1])):
-                assert "the tensors that were averaged for it differ" in said
+                assert "the tensors that were averaged in it differ" in said
         finally:
             for trainer in both:
                 trainer.manager.shutdown()

@@ -13,7 +13,7 @@ from manager import StatesDivergedError
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
-_SAID = "the states are compared after this step"
+_SAID = "they are compared after this step"
 
 
 class Trainer:

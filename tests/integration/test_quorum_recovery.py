@@ -189,7 +189,7 @@ def test_a_step_that_was_committed_and_not_made_has_to_be_healed(address: str) -
         # Nobody else holds the step that this replica says it has.
         with pytest.raises(QuorumError, match="holds a whole state"):
             manager.start_quorum()
-        with pytest.raises(StateTornError, match="SGD did not make it: MemoryError"):
+        with pytest.raises(StateTornError, match=r"SGD.step\(\) failed: MemoryError"):
             optimizer.step()
     finally:
         manager.shutdown()

@@ -109,7 +109,7 @@ def test_ranks_of_a_remade_replica_decide_together(
 def test_a_rank_that_is_remade_alone_says_that_rank_0_was_not(ranks: Ranks) -> None:
     _, alone = run_replicas(lambda: ranks.make(0), lambda: ranks.make(1))
     alone.shutdown()
-    with pytest.raises(QuorumError, match=r"rank 1: expected rank 0 of this replica to start .* started before"):
+    with pytest.raises(QuorumError, match=r"rank 1: expected rank 0 of this replica to start .* earlier starts"):
         ranks.make(1, timeout=timedelta(seconds=0.3))
 
 

@@ -111,7 +111,7 @@ def test_another_key_is_named_and_costs_the_others_nothing(address: str) -> None
             trainer.manager.shutdown()
 
     told, committed, num_snapshots = beside_a_healthy_replica(address, other)
-    assert "here alone: ['more'], there alone: []" in told
+    assert "registered only here: ['more'], only there: []" in told
     assert all(committed)
     assert num_snapshots == 0
 

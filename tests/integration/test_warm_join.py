@@ -302,7 +302,7 @@ def test_a_source_that_dies_midway_costs_no_more_than_what_it_has_sent(
     first, second = training.end()
     assert first == second
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert sum("joins without what it could have got before" in record.getMessage() for record in warnings) == 1
+    assert sum("the preparation before the first quorum failed" in record.getMessage() for record in warnings) == 1
 
 
 def test_several_newcomers_at_once_join(training: Training, address: str) -> None:
@@ -421,5 +421,5 @@ def test_whom_the_page_names_falsely_a_newcomer_gets_nothing_from(
     assert first == second
     assert not newcomer.fetches.before
     assert newcomer.manager.current_step() < PLANTED_STEP
-    assert "joins without what it could have got before" in caplog.text
+    assert "the preparation before the first quorum failed" in caplog.text
     assert named or "PeerAuthenticationError" in caplog.text

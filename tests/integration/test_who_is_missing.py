@@ -37,7 +37,7 @@ def test_a_quorum_that_does_not_come_names_who_is_missing(caplog: pytest.LogCapt
                 manager.start_quorum(timeout=2 * SHORT)
         finally:
             manager.shutdown()
-    stalls = [record.getMessage() for record in caplog.records if "nothing for" in record.getMessage()]
+    stalls = [record.getMessage() for record in caplog.records if "for more than" in record.getMessage()]
     assert len(stalls) == 1
     for text in (str(caught.value), stalls[0]):
         assert "1 of 2 live replicas have asked; alive without asking: late:1" in text
@@ -55,7 +55,7 @@ def test_a_replica_that_has_fallen_silent_is_named() -> None:
         while (status is None or not status.silent) and time.monotonic() < deadline_s:
             status = read_status(address, 1.0)
     assert status is not None
-    assert "silent: gone:1 for 0 s" in status.missing("own:1")
+    assert "without heartbeats: gone:1 for 0 s" in status.missing("own:1")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_replica_with_a_lighthouse_of_its_own_is_told_that_it_is_alone(
     with lighthouse() as address:
         monkeypatch.setattr("manager.quorum.membership.embedded_lighthouse", lambda **_: address)
         make(None, "alone").shutdown()  # type: ignore[arg-type] # no address
-    (warning,) = [record for record in caplog.records if "no other replica will find this one" in record.getMessage()]
+    (warning,) = [record for record in caplog.records if "no other replica can find this one" in record.getMessage()]
     assert warning.levelno == logging.WARNING
     assert "set TORCHFT_LIGHTHOUSE=http://host:port" in warning.getMessage()
 

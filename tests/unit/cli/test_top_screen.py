@@ -25,7 +25,7 @@ HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e[bold]" + "x" * 10_000
 
 
 CHANGES: list[tuple[Change, str]] = [
-    ("left", "left: all stood still for 5.3 s; it was in a quorum 5.4 s before"),
+    ("left", "left: all stood still for 5.3 s; last in a quorum 5.4 s ago"),
     ("healed", "healed to step 41 in 0.5 s, from a"),
 ]
 
@@ -184,7 +184,7 @@ def test_a_death_is_shown_after_it_with_its_cost() -> None:
     first = lines.index("joined, left, healed") + 1
     assert lines[first : first + 2] == [
         "  30.0 s ago: b healed to step 41 in 0.5 s, from a",
-        "  40.0 s ago: b left: all stood still for 5.3 s; it was in a quorum 5.4 s before",
+        "  40.0 s ago: b left: all stood still for 5.3 s; last in a quorum 5.4 s ago",
     ]
 
 

@@ -27,7 +27,7 @@ class Boundaries:
         self._hyperparameters = Hyperparameters(cast("Participant", SimpleNamespace(state=state)), cast("Any", None))
 
     def digest(self) -> str:
-        self._hyperparameters.look(is_after_commit=True)
+        self._hyperparameters.digest(is_after_commit=True)
         return self._hyperparameters.claim.digest
 
 

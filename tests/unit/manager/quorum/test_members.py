@@ -53,7 +53,7 @@ OWN = Member(
     lineage="",
     store_address="h:1",
     addresses=("http://new",),
-    rules=RULES.told(),
+    rules=RULES.as_text(),
     structure=OTHER,
 )
 
@@ -297,7 +297,7 @@ def refusing_members(
 
 
 def _told(name: str, **changed: object) -> ManagerStatus:
-    told = ManagerStatus(replica_id=f"{name}:1", rules=RULES.told(), structure=COMMON, store_address=f"{name}:2")
+    told = ManagerStatus(replica_id=f"{name}:1", rules=RULES.as_text(), structure=COMMON, store_address=f"{name}:2")
     return replace(told, **changed)  # type: ignore[arg-type]
 
 
@@ -355,7 +355,7 @@ def test_one_whose_own_state_is_as_new_asks_nobody() -> None:
 def test_other_rules_are_named() -> None:
     rules = Rules(min_replica_size=2)
     with pytest.raises(QuorumError, match=r"same rules.*min_replica_size=2"):
-        refusing_members(structs.replace(OWN, rules=rules.told()), _running("a"), rules, _ask(a=_told("a")))
+        refusing_members(structs.replace(OWN, rules=rules.as_text()), _running("a"), rules, _ask(a=_told("a")))
 
 
 def test_another_number_of_ranks_is_named() -> None:

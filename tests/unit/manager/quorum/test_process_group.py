@@ -96,7 +96,7 @@ def test_a_group_is_set_up_once_for_its_key() -> None:
         ("configure", f"store:2/ft_transport/{FIRST}/1", "own", 0, 1, group_number(FIRST), 1, 2, None)
     ]
     group.configure(alone_in(SECOND), Deadline(), replica_id="own")
-    assert (group.held, group.num_begun, len(upstream.calls)) == (SECOND, 2, 2)
+    assert (group.group, group.num_begun, len(upstream.calls)) == (SECOND, 2, 2)
 
 
 def test_a_replica_that_stands_by_keeps_what_it_has() -> None:
@@ -104,7 +104,7 @@ def test_a_replica_that_stands_by_keeps_what_it_has() -> None:
     group = held(upstream)
     group.configure(alone_in(FIRST), Deadline(), replica_id="own")
     assert group.configure(alone_in(SECOND, rank=None), Deadline(), replica_id="own") == 0
-    assert group.held == FIRST
+    assert group.group == FIRST
 
 
 def test_a_group_that_was_given_up_is_not_set_up_again() -> None:
@@ -114,7 +114,7 @@ def test_a_group_that_was_given_up_is_not_set_up_again() -> None:
     assert not upstream.calls, "there is none to end"
     group.configure(alone_in(FIRST), Deadline(), replica_id="own")
     group.abort()
-    assert (group.held, upstream.calls[-1]) == ("", ("abort",))
+    assert (group.group, upstream.calls[-1]) == ("", ("abort",))
     with pytest.raises(QuorumError, match=f"the process group {FIRST} was given up in this step"):
         group.configure(alone_in(FIRST), Deadline(), replica_id="own")
 
@@ -136,7 +136,7 @@ def test_a_group_that_has_been_met_is_not_declined() -> None:
     group = held(Upstream())
     group.configure(alone_in(FIRST), Deadline(), replica_id="own")
     group.decline(replace(alone_in(FIRST), group_members=("own", "other")), "a reason")
-    assert (group.held, group.num_begun) == (FIRST, 1)
+    assert (group.group, group.num_begun) == (FIRST, 1)
 
 
 def test_nothing_is_set_up_after_the_end() -> None:
@@ -144,6 +144,6 @@ def test_nothing_is_set_up_after_the_end() -> None:
     group = held(upstream)
     group.configure(alone_in(FIRST), Deadline(), replica_id="own")
     group.close()
-    assert (group.held, upstream.calls[-1]) == ("", ("shutdown",))
+    assert (group.group, upstream.calls[-1]) == ("", ("shutdown",))
     with pytest.raises(QuorumError, match="replica own: has been shut down"):
         group.configure(alone_in(SECOND), Deadline(), replica_id="own")

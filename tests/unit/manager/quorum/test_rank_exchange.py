@@ -129,7 +129,7 @@ def test_what_ranks_of_another_run_agreed_on_is_no_answer() -> None:
     ranks.store.set("test/1/answer", other.store.get("test/1/answer").decode())
 
     def act(rank: int) -> str:
-        with pytest.raises(QuorumError, match="got one to another rank") as caught:
+        with pytest.raises(QuorumError, match="got one to a message of another process") as caught:
             ranks.commit(rank, "no")
         return str(caught.value)
 

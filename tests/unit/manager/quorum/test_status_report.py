@@ -38,7 +38,7 @@ class _Quorums:
         """One more quorum of members with a letter each; returns the changes that it has added."""
         self.membership.members = tuple(_member(each) for each in members)
         num_before = len(self.log.recent()())
-        self.log.note(_decision(tuple(members if group is None else group), role, step))
+        self.log.log_changes(_decision(tuple(members if group is None else group), role, step))
         return [f"{each.replica_id} {each.kind}" for each in self.log.recent()()[num_before:]]
 
     def metric(self, name: str) -> float:
@@ -102,8 +102,8 @@ def test_what_heals_itself_is_no_newcomer() -> None:
     quorums = _Quorums()
     quorums.come("abc", group="bc", role=StandsBy(announced_to=frozenset("bc"), may_heal=True))
     assert quorums.come("abc", role=Heals(sources=())) == []
-    quorums.log.healed(_decision(("a", "b", "c"), HOLDS, 7), 1.5, "b")
-    quorums.log.healed(_decision(("a", "b", "c"), HOLDS, 0), 1.5, "b")  # the common start
+    quorums.log.log_heal(_decision(("a", "b", "c"), HOLDS, 7), 1.5, "b")
+    quorums.log.log_heal(_decision(("a", "b", "c"), HOLDS, 0), 1.5, "b")  # the common start
     (change,) = quorums.log.recent()()
     assert (change.kind, change.text) == ("healed", "healed to step 7 in 1.5 s, from b")
 
@@ -151,7 +151,7 @@ def test_a_hostile_name_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     quorums = _Quorums()
     quorums.come("ab")
     quorums.membership.members = (_member("a"), _member("b"), _member("\x1b[2J\n" + "x" * 10_000))
-    quorums.log.note(_decision(("a", "b", "\x1b[2J\n" + "x" * 10_000), HOLDS, 7))
+    quorums.log.log_changes(_decision(("a", "b", "\x1b[2J\n" + "x" * 10_000), HOLDS, 7))
     (line,) = [record.getMessage() for record in caplog.records]
     assert "\x1b" not in line
     assert "\n" not in line
@@ -163,4 +163,4 @@ def test_a_quorum_without_a_change_costs_microseconds() -> None:
     quorums.come("abcdefgh")
     decision = _decision(tuple("abcdefgh"), HOLDS, 7)
     # The quickest of several: the machine has other work.
-    assert min(timeit.repeat(lambda: quorums.log.note(decision), number=100, repeat=20)) / 100 < 50e-6
+    assert min(timeit.repeat(lambda: quorums.log.log_changes(decision), number=100, repeat=20)) / 100 < 50e-6
