@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.fetch_settings import FetchTimeout, paced
-from ft_transport.http.client.rate_probe import ask_state, connecting
+from ft_transport.http.client.peer_status import ask_state, connecting
 from ft_transport.http.peer_address import peer_addresses
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys

@@ -20,8 +20,7 @@ import typer
 from ft_transport.cli.output import escape, megabytes, message_of, remedy_for
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.bind_address import ADVERTISE_VARIABLE, addresses_of, advertised_host, interfaces
-from ft_transport.http.client.manifests import PeerStatus
-from ft_transport.http.client.rate_probe import Connect, ProbedRate, ask_status, connecting, probe_rates
+from ft_transport.http.client.peer_status import Connect, PeerStatus, ProbedRate, ask_status, connecting, probe_rates
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.runtime.threads import SafeExecutor

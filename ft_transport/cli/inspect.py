@@ -123,7 +123,7 @@ def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
 
 
 def _of_peer(url: str) -> Contents:
-    from ft_transport.http.client.rate_probe import ask_status, connecting
+    from ft_transport.http.client.peer_status import ask_status, connecting
     from ft_transport.http.peer_address import PeerAddress
     from ft_transport.settings import TransportSettings
     from ft_transport.wire.manifest import SnapshotId

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from ft_transport.errors import PeerProtocolError, TransportError
-from ft_transport.http.client.rate_probe import Connect, ask_state
+from ft_transport.http.client.peer_status import Connect, ask_state
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.process_state import (
     VERSION,

@@ -21,7 +21,7 @@ from rich.live import Live
 from ft_transport.cli.job import JobState, JobWatch, KnownJob, KnownMember
 from ft_transport.cli.top_screen import is_well, screen
 from ft_transport.errors import TransportError
-from ft_transport.http.client.rate_probe import Connect, ask_state, connecting
+from ft_transport.http.client.peer_status import Connect, ask_state, connecting
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.server.server import SnapshotServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache

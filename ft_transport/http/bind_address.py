@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -251,6 +251,23 @@ def advertised_url(
     shown = ", ".join(_described(each, by_address) for each in found) or "unknown"
     logger.info("this server advertises %s: %s", url, shown)
     return url
+
+
+def interface_of(address: str, by_address: Mapping[IPAddress, str]) -> str:
+    """Return the name of the interface with a local address; the loopback has every address that begins with 127.
+
+    Args:
+        address: The address; may be empty.
+        by_address: Result of `interfaces`.
+
+    Returns:
+        The name; empty if no interface has the address.
+    """
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    return by_address.get(parsed, "lo" if parsed.is_loopback else "")
 
 
 def interfaces() -> dict[IPAddress, str]:

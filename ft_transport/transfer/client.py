@@ -16,7 +16,8 @@ from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.client.chunks import Receivers, fetch_data
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
-from ft_transport.http.client.manifests import digest_chunks, fetch_status, find_damaged
+from ft_transport.http.client.manifests import digest_chunks, find_damaged
+from ft_transport.http.client.peer_status import fetch_status
 from ft_transport.http.client.same_host import fetch_from_memory
 from ft_transport.http.client.slices import Source, fetch_ranges, fetch_slices
 from ft_transport.http.peer_address import PeerAddress

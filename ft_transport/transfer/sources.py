@@ -29,7 +29,8 @@ from ft_transport.errors import (
 from ft_transport.http.client.chunks import SourceFile
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
-from ft_transport.http.client.manifests import fetch_manifest, fetch_status, with_digests
+from ft_transport.http.client.manifests import fetch_manifest, with_digests
+from ft_transport.http.client.peer_status import fetch_status
 from ft_transport.http.client.same_host import is_on_this_host
 from ft_transport.http.client.slices import Source
 from ft_transport.http.peer_address import PeerAddress, peer_addresses

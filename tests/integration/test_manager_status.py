@@ -16,7 +16,7 @@ from quorum_threads import lighthouse, loopback_transport, make_manager, run_rep
 
 from ft_transport import HTTPTransport
 from ft_transport.cli.top import JobFinder
-from ft_transport.http.client.rate_probe import connecting
+from ft_transport.http.client.peer_status import connecting
 from ft_transport.telemetry.process_state import ManagerStatus, ProcessState, decode_state
 from manager import Manager, StateManager
 

@@ -34,10 +34,9 @@ import msgspec
 
 from ft_transport.coordination import votes
 from ft_transport.errors import TransportError
-from ft_transport.http.client.manifests import fetch_status
 from ft_transport.http.client.responses import begin_session
 from ft_transport.http.client.responses import make_challenge
-from ft_transport.http.client.rate_probe import ask_status
+from ft_transport.http.client.peer_status import ask_status, fetch_status
 from ft_transport.keys import Keys
 from ft_transport.telemetry.record import decode_record
 from ft_transport.telemetry.process_state import decode_state

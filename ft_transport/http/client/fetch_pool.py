@@ -1,18 +1,20 @@
-"""The threads of a fetch: each asks the fetch's state machine for its next request, and performs it.
+"""The threads of a fetch and their connections: each thread performs the requests that a state machine assigns to it.
 
-``wire.fetch`` makes the decisions. Reads block and release the GIL, so a receiver's threads move bytes as fast as the
-kernel hands them out.
+``wire.fetch`` has the state machine, which makes all decisions. Reads block and release the GIL, so the threads receive
+bytes as fast as the kernel delivers them. The threads share their connections: a new connection costs more time than a
+chunk, and a receiver in a large fleet sends requests to more peers than it has threads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, Protocol
 
 from ft_transport.errors import DeadlineExceededError, TransportError
+from ft_transport.http.bind_address import interface_of, interfaces
 from ft_transport.http.client.connection import Connection
-from ft_transport.http.client.connection_pool import ConnectionPool
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.signal_safe import SafeCondition
@@ -20,50 +22,141 @@ from ft_transport.runtime.threads import run_on_threads
 from ft_transport.settings import FetchProgress
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import current
-from ft_transport.wire.fetch import (
-    FetchMachine,
-    Interrupt,
-    Request,
-    Stop,
-    Unit,
-    WorkerIndex,
-)
+from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, Unit, WorkerIndex
 
-_LOOK_S: Final = 0.1
-"""How long a request for the transfers waits for the pool's lock, under which ``on_progress`` runs."""
+_MAX_IDLE: Final = 128
+"""Maximum number of idle connections of a fetch."""
+_LOCK_S: Final = 0.1
+"""Longest wait of a status request for the pool's lock, under which the caller's ``on_progress`` runs."""
 _RELAY_STALL_S: Final = 5.0
 _TICK_S: Final = 0.25
-"""Interval at which a waiting worker checks whether relays have become too slow."""
+"""Interval at which one waiting worker checks whether relays have become too slow."""
 
 
 class _ProgressError(Exception):
-    """The caller's ``on_progress`` raised; never taken for a failure of a source."""
+    """The caller's ``on_progress`` raised an error, which must not count as a failure of a source."""
+
+
+@dataclass(slots=True)
+class _Flow:
+    began_s: float
+    ended_s: float
+    num_bytes: int = 0
+    num_connections: int = 0
+    local_address: str = ""
+    peer_address: str = ""
+
+
+class ConnectionPool:
+    """The connections of one fetch by peer, and the traffic over them. Not thread-safe: callers hold one lock.
+
+    Args:
+        peers: All peers. The methods take the index of a peer in this sequence.
+        connect: Returns a connection to the peer with an index; the connection opens at its first request.
+        num_sources: Number of sources, which come first in ``peers``; the other peers are relays.
+    """
+
+    def __init__(self, peers: Sequence[PeerAddress], connect: Callable[[int], Connection], *, num_sources: int) -> None:
+        self._peers = peers
+        self._connect = connect
+        self._num_sources = num_sources
+        self._used: dict[Connection, int] = {}
+        """Connections in use, with the number of times that each was opened before its current request."""
+        self._idle: list[tuple[int, Connection]] = []
+        """Idle connections with the index of their peer, least recently used first."""
+        self._flows: dict[int, _Flow] = {}
+        self._is_closed = False
+
+    def take(self, peer: int) -> Connection:
+        """Return a connection for one request to this peer: the most recently used idle connection, or a new one."""
+        found = next((at for at in reversed(range(len(self._idle))) if self._idle[at][0] == peer), None)
+        connection = self._connect(peer) if found is None else self._idle.pop(found)[1]
+        self._used[connection] = connection.num_opened
+        now_s = time.monotonic()
+        self._flows.setdefault(peer, _Flow(began_s=now_s, ended_s=now_s))
+        return connection
+
+    def received(self, peer: int, num_bytes: int) -> None:
+        """Count ``num_bytes`` more verified bytes from a peer."""
+        flow = self._flows[peer]
+        flow.num_bytes += num_bytes
+        flow.ended_s = time.monotonic()
+
+    def give_back(self, peer: int, connection: Connection) -> None:
+        """Make a connection idle after its request, or close it if it was interrupted or the pool is closed."""
+        flow = self._flows[peer]
+        flow.ended_s = time.monotonic()
+        flow.num_connections += connection.num_opened - self._used.pop(connection)
+        flow.local_address = connection.local_address or flow.local_address
+        flow.peer_address = connection.reached or flow.peer_address
+        if self._is_closed or connection.is_interrupted:
+            connection.close()
+            return
+        self._idle.append((peer, connection))
+        if len(self._idle) > _MAX_IDLE:
+            _, oldest = self._idle.pop(0)
+            oldest.close()
+
+    def transfers(self) -> list[Transfer]:
+        """Return the transfer from each peer to which a request was sent."""
+        by_address = interfaces()
+        return [
+            Transfer(
+                peer=str(self._peers[peer]),
+                role="source" if peer < self._num_sources else "relay",
+                num_bytes=flow.num_bytes,
+                length_s=flow.ended_s - flow.began_s,
+                local_address=flow.local_address,
+                peer_address=flow.peer_address,
+                interface=interface_of(flow.local_address, by_address),
+                num_connections=flow.num_connections,
+            )
+            for peer, flow in sorted(self._flows.items())
+        ]
+
+    def interrupt(self) -> None:
+        """Interrupt the connections in use, and close the idle connections."""
+        for connection in self._used:
+            connection.interrupt()
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the idle connections now, and each connection in use after its request."""
+        self._is_closed = True
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    def close(self) -> None:
+        """Close all connections, even those in use: an interrupted worker may not have given its connection back."""
+        self.close_idle()
+        while self._used:
+            self._used.popitem()[0].close()
 
 
 class Wire(Protocol[Unit]):
-    """Requests and receives units. Called by any thread, each with its own connection."""
+    """Requests and receives units. Any thread may call it, with a connection that no other thread uses."""
 
     def receive(self, connection: Connection, request: Request[Unit]) -> Iterator[tuple[Unit, int]]:
-        """Sends one request; yields each unit and its number of bytes when it has landed and is verified.
+        """Sends one request; yields each received and verified unit, with its number of bytes.
 
-        Yields fewer units than requested if the source has no more of them yet. The caller stops iterating when the
-        rest is no longer wanted, and closes the connection.
+        Yields fewer units than requested if the peer does not have the rest yet. A caller that does not need the rest
+        stops iterating and closes the connection.
         """
 
 
 class FetchPool(Generic[Unit]):
-    """The threads of one fetch around its machine.
+    """The threads of one fetch, which perform the requests of its state machine.
 
     Args:
-        sources: The serving peers, by the index that the machine uses.
-        machine: Makes the decisions; called only under the pool's lock.
+        sources: The serving peers, in the order of the machine's indices.
+        machine: State machine that decides on requests; called only under the pool's lock.
         wire: Performs the requests.
         settings: Settings of the fetch.
         num_workers: Number of threads.
-        num_sources: The first this many of ``sources`` have all units; the others are relays, which other peers can
-            replace, so no worker waits long for a silent one.
-        step: The step, for errors.
-        total_bytes: Bytes of all units, for progress and errors.
+        num_sources: Number of peers that have all units, which come first in ``sources``. The other peers are relays,
+            whose stall timeout is short because other peers can replace them.
+        step: Step of the state, for errors.
+        total_bytes: Size of all units, for progress reports and errors.
     """
 
     def __init__(
@@ -86,27 +179,27 @@ class FetchPool(Generic[Unit]):
         self._num_sources = num_sources if num_sources is not None else len(sources)
         self._step = step
         self._total_bytes = total_bytes
-        # Guards the machine. Workers without work wait for it......
+        # Guards the machine and the connections. Workers without a request wait for a notification.
         self._changed = SafeCondition()
-        # ...and workers that pause before a request wait for the end.
+        # Workers that pause before a request wait for a notification that the fetch has ended.
         self._pausing = SafeCondition(self._changed)
         self._connections = ConnectionPool(sources, self._connect, num_sources=self._num_sources)
         self._used_by: dict[WorkerIndex, Connection] = {}
         self._recording = current()
         self._interruption: BaseException | None = None
         self._started_s = time.monotonic()
-        self._is_looked_after = False
+        self._has_watcher = False
         self._done_bytes = 0
         self._reached: dict[str, None] = {}
 
     def summary(self) -> str:
-        """Return how much came from where and how fast, for the log; call after `run`."""
+        """Return the size, throughput and peers of the fetch as text for the log; call after `run`."""
         took_s = time.monotonic() - self._started_s
         rate = self._done_bytes / max(took_s, 1e-6) / 1e6
         return f"{self._done_bytes} bytes in {took_s:.2f} s, {rate:.1f} MB/s, from {', '.join(self._reached)}"
 
     def run(self) -> None:
-        """Run one thread per further connection, and the first worker on this thread.
+        """Run the workers, the first of them on this thread, until the machine stops.
 
         Returns or raises only when no thread writes to the destination any more, even if signal handlers raise
         meanwhile.
@@ -114,9 +207,8 @@ class FetchPool(Generic[Unit]):
         try:
             if self._recording is not None:
                 self._recording.follow(self._transfers)
-            run_on_threads(
-                self._work, self._num_workers, name="ft-transport-fetch", failed=self._interrupt, needs_all=True
-            )
+            name = "ft-transport-fetch"
+            run_on_threads(self._work, self._num_workers, name=name, failed=self._interrupt, needs_all=True)
         except BaseException as error:
             self._interrupt(error)
         with self._changed:
@@ -133,8 +225,8 @@ class FetchPool(Generic[Unit]):
             raise stopped.error
 
     def _transfers(self) -> list[Transfer]:
-        """Return the bytes received from each peer so far, or nothing if the lock is busy. Thread-safe."""
-        if not self._changed.acquire(timeout=_LOOK_S):
+        """Return the transfers from each peer so far, or none if the lock is busy. Thread-safe."""
+        if not self._changed.acquire(timeout=_LOCK_S):
             return []
         try:
             return self._connections.transfers()
@@ -142,7 +234,7 @@ class FetchPool(Generic[Unit]):
             self._changed.release()
 
     def _interrupt(self, error: BaseException) -> None:
-        """End the fetch after an unexpected ``error``; ``run`` raises it again."""
+        """End the fetch because of an unexpected ``error``, which ``run`` raises."""
         if self._interruption is None:
             self._interruption = error
         self._abort(TransportError(f"the fetch was interrupted: {type(error).__name__}"))
@@ -155,8 +247,8 @@ class FetchPool(Generic[Unit]):
                     instruction = self._next(worker)
                     if isinstance(instruction, Stop):
                         return
-                    # There may be more to do, and another worker watches the relays now. Only one is woken: of many
-                    # workers most have nothing to do, and waking them costs more than their work.
+                    # Wakes one other worker, which looks for a further request and watches the relays. Waking all
+                    # workers, most of which have nothing to do, would cost more than their work.
                     self._changed.notify()
                     connection = self._connections.take(instruction.source)
                     self._used_by[worker] = connection
@@ -167,12 +259,12 @@ class FetchPool(Generic[Unit]):
                         self._used_by.pop(worker, None)
                         self._connections.give_back(instruction.source, connection)
         finally:
-            # A worker ends when the fetch does.
+            # A worker ends only when the fetch has ended.
             with self._changed:
                 self._connections.close_idle()
 
     def _next(self, worker: WorkerIndex) -> Request[Unit] | Stop:
-        """Wait for the worker's next request, or the end. Called under the lock."""
+        """Wait for the worker's next request, or for the end of the fetch. Called under the lock."""
         instruction = self._machine.next(worker)
         while not isinstance(instruction, Request | Stop):
             if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
@@ -183,20 +275,20 @@ class FetchPool(Generic[Unit]):
         return instruction
 
     def _wait(self) -> None:
-        """Wait until something changes, or the time is over. Called under the lock."""
+        """Wait for a notification; end the fetch if its time is over. Called under the lock."""
         timeouts = self._settings.timeouts
         longest_s = min(timeouts.stall_timeout_s, timeouts.end_s() - time.monotonic())
-        # Only with relays may the passing of time bring work for a waiting worker; one worker checks for all.
-        is_looking = self._has_relays and not self._is_looked_after
-        if is_looking:
-            self._is_looked_after = True
+        # If relays become too slow, the machine has new requests for waiting workers. One worker checks for all.
+        is_watcher = self._has_relays and not self._has_watcher
+        if is_watcher:
+            self._has_watcher = True
             longest_s = min(longest_s, _TICK_S)
         try:
             self._changed.wait(timeout=max(0.0, longest_s))
         finally:
-            if is_looking:
-                self._is_looked_after = False
-        if is_looking and self._tell_time():
+            if is_watcher:
+                self._has_watcher = False
+        if is_watcher and self._report_time():
             self._wake_all()
         if timeouts.is_over():
             self._abort(self._out_of_time(self._machine.last_failure))
@@ -205,8 +297,8 @@ class FetchPool(Generic[Unit]):
     def _has_relays(self) -> bool:
         return self._num_sources < len(self._sources)
 
-    def _tell_time(self) -> bool:
-        """Pass the time to the machine; return whether waiting workers have work now. Called under the lock."""
+    def _report_time(self) -> bool:
+        """Report the elapsed time to the machine; return whether it has new requests. Called under the lock."""
         return self._machine.time_passed(time.monotonic() - self._started_s)
 
     def _connect(self, source: int) -> Connection:
@@ -220,7 +312,7 @@ class FetchPool(Generic[Unit]):
         source = self._sources[request.source]
         try:
             if request.delay_s:
-                left_s = settings.timeouts.remaining_s("waiting to try again", source)
+                left_s = settings.timeouts.remaining_s("waiting for the next attempt", source)
                 with self._changed:
                     self._pausing.wait_for(
                         lambda: self._machine.stopped is not None or connection.is_interrupted,
@@ -241,9 +333,8 @@ class FetchPool(Generic[Unit]):
             with self._changed:
                 self._machine.request_failed(worker, error)
                 self._wake_all()
-                stopped = self._machine.stopped
-            if stopped is not None:
-                self._interrupt_connections()
+                if self._machine.stopped is not None:
+                    self._connections.interrupt()
         except Exception as error:
             cause = error.__cause__ if isinstance(error, _ProgressError) else error
             failure = TransportError(f"the receiver failed: {type(cause).__name__}: {cause}", step=self._step)
@@ -258,51 +349,43 @@ class FetchPool(Generic[Unit]):
                 if self._machine.stopped is not None:
                     connection.close()
                     return
-                # First, because an error of the caller's callback must end a fetch even at its last unit.
+                # Comes first, because an error of ``on_progress`` must end the fetch even at the last unit.
                 self._report_progress(num_bytes)
                 self._connections.received(request.source, num_bytes)
                 if self._machine.unit_landed(worker, unit):
                     self._wake_all()
                 is_cut_short = num_left > 0 and not self._machine.has_request(worker)
             if is_cut_short:
-                # Other workers fetch the rest; HTTP has no other way to cancel a response.
+                # Other workers fetch the rest. HTTP has no way to cancel a response but to close the connection.
                 connection.close()
                 return
         with self._changed:
             self._machine.request_cut(worker)
-            # Otherwise this worker first looks for work, and wakes another worker when it has found some.
-            if self._machine.stopped is not None or (self._has_relays and self._tell_time()):
+            # Otherwise this worker asks the machine for its next request first, and then wakes another worker.
+            if self._machine.stopped is not None or (self._has_relays and self._report_time()):
                 self._wake_all()
 
     def _out_of_time(self, last: TransportError | None) -> DeadlineExceededError:
-        what = (
-            f"timed out with {self._done_bytes} of {self._total_bytes} bytes received: "
-            f"{self._settings.timeouts.reason()}"
-        )
-        if last is None:
-            return DeadlineExceededError(what, step=self._step)
-        out_of_time = DeadlineExceededError(f"{what}; last: {last.message}", peer=last.peer, step=self._step)
+        reason = self._settings.timeouts.reason() + (f"; last error: {last.message}" if last is not None else "")
+        what = f"timed out with {self._done_bytes} of {self._total_bytes} bytes received: {reason}"
+        out_of_time = DeadlineExceededError(what, peer=last.peer if last is not None else None, step=self._step)
         out_of_time.__cause__ = last
         return out_of_time
 
     def _abort(self, error: TransportError) -> None:
-        """Stop the machine and wake every worker, including those that are reading."""
+        """Stop the machine, wake every waiting worker, and interrupt every reading worker."""
         with self._changed:
             self._machine.abort(error)
             self._wake_all()
-        self._interrupt_connections()
+            self._connections.interrupt()
 
     def _wake_all(self) -> None:
-        """Make every worker check for work again. Called under the lock."""
+        """Make every waiting worker ask the machine for a request. Called under the lock."""
         self._changed.notify_all()
         self._pausing.notify_all()
 
-    def _interrupt_connections(self) -> None:
-        with self._changed:
-            self._connections.interrupt()
-
     def _report_progress(self, num_bytes: int) -> None:
-        """Report ``num_bytes`` more landed bytes. Called under the lock."""
+        """Count ``num_bytes`` more received bytes, and call the caller's ``on_progress``. Called under the lock."""
         self._done_bytes += num_bytes
         if self._settings.on_progress is not None:
             progress = FetchProgress(

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
+from dataclasses import replace
 from typing import Final, TypeAlias
-
-import msgspec
 
 from ft_transport.errors import (
     DeadlineExceededError,
@@ -26,17 +23,14 @@ from ft_transport.errors import (
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_digests, decode_header
-from ft_transport.wire.nodes import Count
 from ft_transport.wire.routes import (
     DELTA_ROUTE,
     DIGESTS_ROUTE,
     MANIFEST_DIGEST_HEADER,
-    STATUS_ROUTE,
     StepSelector,
     bound_path,
     metadata_path,
@@ -54,7 +48,6 @@ _UNKNOWN_HOST_S: Final = 5.0
 _HOLD_S: Final = 10.0
 """Longest time that the server is asked to hold one request; then the client asks again."""
 _HELD_SHARE: Final = 0.75
-_MAX_STATUS_BYTES: Final = 1 << 20
 
 
 def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
@@ -91,7 +84,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
             if last is None:
                 raise
             raise DeadlineExceededError(
-                f"timed out waiting for a snapshot: {timeouts.reason()}; last: {last.message}",
+                f"timed out waiting for a snapshot: {timeouts.reason()}; last error: {last.message}",
                 peer=str(peer),
                 step=step,
             ) from error
@@ -136,65 +129,6 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
                 last,
             )
         time.sleep(min(_RETRY_PAUSE_S, max(0.0, timeouts.end_s() - time.monotonic())))
-
-
-@dataclass(frozen=True, slots=True)
-class PeerInterface:
-    """An address of a peer, and the peer's name for its interface."""
-
-    interface: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerStatus:
-    """The status of a server of this package (``GET /status``).
-
-    Attributes:
-        server: Its id, drawn at random when it started.
-        replica: Name of its replica.
-        step: Step of its newest snapshot; ``None`` without one.
-        snapshot: Name of that snapshot.
-        snapshot_bytes: Size of that snapshot.
-        clients: Number of current receivers.
-        unix_s: The peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if unknown.
-        interfaces: Further addresses of the server, without the loopback; empty if it listens on one address.
-    """
-
-    server: str
-    replica: str = ""
-    step: Count | None = None
-    snapshot: str | None = None
-    snapshot_bytes: Count = 0
-    clients: Count = 0
-    unix_s: float = 0.0
-    interfaces: tuple[PeerInterface, ...] = field(default=())
-
-
-_status_decoder: Final = msgspec.json.Decoder(PeerStatus)
-
-
-def fetch_status(connection: Connection) -> PeerStatus:
-    """Request a server's status.
-
-    Raises:
-        PeerError: The server cannot be reached, refuses, or is not of this package.
-        DeadlineExceededError: The server did not answer in time.
-    """
-    response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
-    date = response.headers.get("Date", "")
-    body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
-    try:
-        return replace(_status_decoder.decode(body), unix_s=_unix_s(date))
-    except DECODE_ERRORS as error:
-        raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(connection.peer)) from error
-
-
-def _unix_s(date: str) -> float:
-    try:
-        return parsedate_to_datetime(date).timestamp()
-    except (ValueError, OverflowError):
-        return 0.0
 
 
 def _read_manifest(connection: Connection, step: StepSelector, after: int | None, settings: FetchSettings) -> Manifest:

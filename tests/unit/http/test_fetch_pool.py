@@ -1,4 +1,4 @@
-"""The threads of a fetch around a machine that leaves them nothing to do."""
+"""The threads of a fetch around a machine that leaves them nothing to do, and the connections that they share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +14,7 @@ from ft_transport import DeadlineExceededError, PeerUnreachableError, TransportS
 from ft_transport.errors import PeerNotReadyError
 from ft_transport.http.client import fetch_pool
 from ft_transport.http.client.connection import Connection
-from ft_transport.http.client.fetch_pool import FetchPool
+from ft_transport.http.client.fetch_pool import ConnectionPool, FetchPool
 from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.fetch import FetchMachine, Instruction, MayTake, Request, SourceIndex, Wait, Work, WorkerIndex
@@ -80,7 +81,7 @@ class _Refusing:
 def test_a_fetch_that_ends_with_the_time_says_what_went_wrong_last() -> None:
     machine: FetchMachine[int] = FetchMachine(_AskingOnce(), sources=["source"], max_failures=3)
     pool = FetchPool([_PEER], machine, _Refusing(), _settings(0.3), num_workers=2, step=3, total_bytes=10)
-    with pytest.raises(DeadlineExceededError, match="the deadline passed; last: nobody is there") as caught:
+    with pytest.raises(DeadlineExceededError, match="the deadline passed; last error: nobody is there") as caught:
         pool.run()
     assert caught.value.peer == "source:1"
 
@@ -246,3 +247,78 @@ def test_all_who_have_nothing_to_do_are_woken_for_as_many_requests_beside_one_wh
     wire = _Together(machine)
     FetchPool([_PEER, _PEER], machine, wire, _settings(60), num_workers=4, step=3, total_bytes=10).run()
     assert wire.were_asked_together
+
+
+class FakeConnection:
+    """Says what was done to it."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.is_interrupted = False
+        self.is_open = True
+        self.num_opened = 1
+        self.local_address = self.reached = ""
+
+    def interrupt(self) -> None:
+        self.is_interrupted = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def _connections() -> tuple[ConnectionPool, list[Any]]:
+    made: list[Any] = []
+
+    def connect(peer: int) -> Connection:
+        made.append(FakeConnection(peer))
+        return cast(Connection, made[-1])
+
+    return ConnectionPool([], connect, num_sources=0), made
+
+
+def test_whoever_asks_a_peer_next_gets_the_connection_that_is_open_to_it() -> None:
+    connections, made = _connections()
+    for peer in (*range(20), *range(20)):
+        connections.give_back(peer, connections.take(peer))
+    assert [connection.peer for connection in made] == list(range(20))
+    assert all(connection.is_open for connection in made)
+
+
+def test_two_at_one_time_have_connections_of_their_own() -> None:
+    connections, made = _connections()
+    first, second = connections.take(3), connections.take(3)
+    assert first is not second
+    connections.give_back(3, first)
+    assert connections.take(3) is first
+    assert len(made) == 2
+
+
+def test_one_that_was_interrupted_is_not_used_again() -> None:
+    connections, made = _connections()
+    connection = connections.take(0)
+    connection.interrupt()
+    connections.give_back(0, connection)
+    assert not made[0].is_open
+    assert connections.take(0) is not connection
+
+
+def test_of_too_many_the_one_that_has_waited_longest_is_closed() -> None:
+    connections, made = _connections()
+    for peer in range(129):
+        connections.give_back(peer, connections.take(peer))
+    assert [connection.peer for connection in made if not connection.is_open] == [0]
+
+
+def test_the_end_closes_those_that_wait_now_and_those_that_come_back() -> None:
+    connections, made = _connections()
+    busy = connections.take(0)
+    connections.give_back(1, connections.take(1))
+    connections.interrupt()
+    assert made[0].is_interrupted
+    assert made[0].is_open
+    assert not made[1].is_open
+    connections.give_back(0, busy)
+    assert not made[0].is_open
+    forgotten = connections.take(2)
+    connections.close()
+    assert not cast(FakeConnection, forgotten).is_open
