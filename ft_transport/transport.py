@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, Generic, TypeVar
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.client.fetch_settings import FetchTimeout, paced
+from ft_transport.http.client.fetch_settings import FetchTimeout, rate_limited
 from ft_transport.http.client.peer_status import ask_state, connecting
 from ft_transport.http.peer_address import peer_addresses
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
@@ -264,7 +264,7 @@ class HTTPTransport(Generic[T]):
             FetchRequest(
                 peers=peers,
                 step=_checked_step(step),
-                settings=paced(self._client.fetch_settings(timeout), max_bytes_per_s),
+                settings=rate_limited(self._client.fetch_settings(timeout), max_bytes_per_s),
                 into=into,
                 check=check,
                 is_comparable=is_comparable,

@@ -148,7 +148,7 @@ def test_a_source_that_hangs_is_named_with_how_long_nothing_came(sources: Source
     gone = replace(first, replica_id="gone", addresses=(f"http://127.0.0.1:{closed_port()}/checkpoint/",))
     hung, closed = sources.heal(first, gone)
     assert f"127.0.0.1:{proxy.port}" in hung
-    assert "no data came for 1.5 s" in hung
+    assert "no data arrived for 1.5 s" in hung
     assert "timed out with" in hung
     assert "gone" in closed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-_TAKEN = re.compile(r"step \d+: (\d+) of (\d+) chunks came from the memory")
+_TAKEN = re.compile(r"step \d+: copied (\d+) of (\d+) chunks from the memory")
 
 
 def taken_from_memory(caplog: pytest.LogCaptureFixture) -> list[tuple[int, int]]:

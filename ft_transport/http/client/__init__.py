@@ -1,4 +1,5 @@
-"""The receiver's side: connections with deadlines, and fetches that fill memory in place.
+"""The HTTP client of receivers: connections with deadlines, and fetches that write into the receiver's memory.
 
-``transfer``, ``publish`` and ``cli`` come in with an address, settings and memory. Nothing here knows the server.
+``transfer``, ``publish`` and ``cli`` call this package with an address, settings and memory. It does not import the
+server.
 """

@@ -1,6 +1,6 @@
-"""Fetches the data of a snapshot: chunks over parallel connections, each byte straight into its final memory.
+"""Fetches the data of a snapshot in chunks, over parallel connections, directly into the caller's memory.
 
-``wire.fetch`` and ``wire.swarm_work`` decide which peer to ask for which chunks; ``fetch_pool`` runs the threads.
+``wire.fetch`` and ``wire.swarm_work`` decide which peer delivers which chunks; ``fetch_pool`` runs the threads.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ from ft_transport.wire.swarm_work import SwarmWork
 logger = logging.getLogger(__name__)
 
 _IN_FLIGHT_BYTES: Final = 16 << 20
-"""More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
+"""Bytes to request at once from a source: more than fit into the buffers of both sockets with Linux's defaults
+(``tcp_rmem``, ``tcp_wmem``)."""
 _RELAY_WAIT_S: Final = 1.0
-"""How long a relay holds a request until a chunk lands there; longer if chunks take longer."""
+"""Shortest time for which a relay is asked to delay its response until it has a chunk."""
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_PAUSE_S: Final = 2.5
-"""Longest pause of a relay within a response; at most half of the stall timeout."""
+"""Longest pause between two chunks in a relay's response; at most half of the stall timeout."""
 _LEAST_PAUSE_S: Final = 0.1
-"""Pause before the next request to a relay that answered sooner than it should."""
+"""Pause before the next request to a relay that responded "not ready" earlier than it was asked to."""
 _WAIT_IN_CHUNKS: Final = 2.0
-"""Wait for a relay, in longest times of a chunk from a source: relays receive at about the same rate."""
+"""Wait for a relay, as a multiple of the longest time of a chunk from a source: relays receive at about the same
+rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """The file in which one source serves the content.
+    """The file in which one source serves a snapshot.
 
     Attributes:
-        peer: The source.
-        snapshot_id: The source's own name for the snapshot.
-        header_bytes: Position at which the data begins.
+        peer: Address of the source.
+        snapshot_id: The source's id of the snapshot.
+        header_bytes: Size of the file's header, after which the data begins.
     """
 
     peer: PeerAddress
@@ -63,18 +65,18 @@ class SourceFile:
 
     @classmethod
     def of(cls, peer: PeerAddress, manifest: Manifest) -> SourceFile:
-        """Return the file that the peer's manifest describes."""
+        """Return the file that a peer's manifest describes."""
         return cls(peer=peer, snapshot_id=manifest.snapshot_id, header_bytes=manifest.header_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receivers:
-    """The replicas that receive the same content now.
+    """The replicas that receive the same snapshot at the same time, and relay received chunks to each other.
 
     Attributes:
-        peers: All receivers, this one included, in the same order everywhere.
-        own: Index of this receiver.
-        relay: Chunks that this receiver passes on.
+        peers: Addresses of all receivers, including this receiver, in an order that is the same on all receivers.
+        own: Index of this receiver in ``peers``.
+        relay: Serves the chunks that this receiver has received.
     """
 
     peers: Sequence[PeerAddress]
@@ -83,7 +85,7 @@ class Receivers:
 
     @property
     def others(self) -> Sequence[PeerAddress]:
-        """The other receivers."""
+        """Addresses of the other receivers."""
         return [*self.peers[: self.own], *self.peers[self.own + 1 :]]
 
 
@@ -97,22 +99,22 @@ def fetch_data(
     receivers: Receivers | None = None,
     on_landed: Callable[[int], None] | None = None,
 ) -> None:
-    """Fetch the data of a snapshot into ``destination``; return when every chunk has landed.
+    """Fetch the data of a snapshot into ``destination``; return when every chunk was received.
 
-    Every chunk is verified by then if the settings ask for it and the manifest has digests.
+    Verifies each chunk if ``settings.verify`` is set, or if there are other receivers, and the manifest has digests.
 
     Args:
-        sources: Peers that serve exactly this content.
-        manifest: Its manifest; with digests, if there are several sources or other receivers.
-        destination: Memory to fill. After an error its content is undefined.
+        sources: Files of the sources, which all contain the same data.
+        manifest: Manifest of the snapshot. It must have digests if there are several sources or other receivers.
+        destination: Memory to fill. After an error, its content is undefined.
         settings: Settings of the fetch.
-        chunks: Only these chunks, ascending.
-        receivers: Replicas that pass on received chunks; none by default.
-        on_landed: Called with each landed chunk, on the thread that received it.
+        chunks: Chunks to fetch, ascending; ``None`` for all.
+        receivers: Replicas that relay received chunks to each other; ``None`` for none.
+        on_landed: Function to call with each received chunk, on the thread that received the chunk.
 
     Raises:
-        FetchFailedError: No source could deliver the rest; carries each failure.
-        DeadlineExceededError: The deadline passed first.
+        FetchFailedError: No source could deliver the remaining chunks; the error has the failure of each source.
+        DeadlineExceededError: The deadline passed.
     """
     num_chunks = manifest.chunks.num_chunks
     ranges = [(run.start, run.stop) for run in runs_of(chunks)] if chunks is not None else [(0, num_chunks)]
@@ -154,7 +156,7 @@ def fetch_data(
 
 
 class _ChunkWire:
-    """Requests consecutive chunks: of a source's file, or from another receiver."""
+    """Requests consecutive chunks from a source, or any chunks from a relay; see ``http.client.fetch_pool.Wire``."""
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class _ChunkWire:
         self._longest_chunk_s = 0.0
 
     def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
-        """See ``http.client.fetch_pool.Wire``."""
+        """Send one request; yield each received chunk with its number of bytes."""
         if request.source < len(self._sources):
             return self._receive_from_source(connection, self._sources[request.source], request.units)
         return self._receive_relayed(connection, request.units)
@@ -203,13 +205,14 @@ class _ChunkWire:
                 chunk = self._next_relayed(connection, left)
                 num_bytes = self._receive_chunk(connection, chunk)
             except PeerSilentError:
-                # A relay that has no more chunks in time ends its response, so a silent one has failed.
+                # A relay that waits too long for its next chunk ends its response. So a silent relay has failed.
                 raise
             except PeerUnreachableError as error:
                 if len(left) == len(chunks):
                     raise
-                # The relay had no more chunks in time, or exited; the next request shows which.
-                logger.debug("%s ended its answer before %d chunks: %s", connection.peer, len(left), error)
+                # The relay ended its response because it has no further chunks yet, or it exited. The next request
+                # shows which of the two.
+                logger.debug("%s ended its response without the last %d chunks: %s", connection.peer, len(left), error)
                 return
             left.remove(chunk)
             self._landed(chunk)
@@ -217,15 +220,16 @@ class _ChunkWire:
         connection.end_response(response)
 
     def _next_relayed(self, connection: Connection, left: Set[int]) -> int:
-        """Read the header of the next chunk; return the chunk's number."""
+        """Read the header before the next chunk in a relay's response; return the index of the chunk."""
         header = bytearray(CHUNK_HEADER.size)
-        connection.pace_anew()
+        connection.restart_throughput()
         connection.read_into([memoryview(header)])
         start, furthest = CHUNK_HEADER.unpack(header)
         chunk, rest = divmod(start, self._manifest.chunks.chunk_bytes)
         if rest or chunk not in left:
+            chunk_bytes = self._manifest.chunks.chunk_bytes
             raise MessageDamagedError(
-                f"expected one of {len(left)} chunks of {self._manifest.chunks.chunk_bytes} bytes, got byte {start}",
+                f"expected the start of one of {len(left)} requested chunks of {chunk_bytes} bytes, got byte {start}",
                 peer=str(connection.peer),
             )
         if self._relay is not None:
@@ -251,11 +255,11 @@ class _ChunkWire:
         expected_range = f"bytes {asked}/{position + self._manifest.data_bytes}"
         content_range = response.headers.get("Content-Range")
         if response.length != stop - start or content_range != expected_range:
-            raise _unexpected(connection, expected_range, response)
+            raise _unexpected(connection, f"Content-Range {expected_range}", response)
         return response
 
     def _ask_relay(self, connection: Connection, chunks: Sequence[int]) -> HTTPResponse:
-        assert self._relay is not None, "who asks others passes on itself"
+        assert self._relay is not None, "a receiver with relays is a relay itself"
         wait_s = min(_LONGEST_RELAY_WAIT_S, max(_RELAY_WAIT_S, _WAIT_IN_CHUNKS * self._longest_chunk_s))
         follow_s = min(wait_s, _LONGEST_PAUSE_S, connection.stall_timeout_s / 2)
         table = self._manifest.chunks
@@ -268,22 +272,22 @@ class _ChunkWire:
                 answer_within_s=wait_s,
             )
         except PeerNotReadyError as error:
-            # The relay was asked to answer after a while; its time to retry means nothing here.
+            # The relay was asked to wait before such a response, so its Retry-After header is mostly ignored.
             is_early = time.monotonic() - began_s < wait_s / 2
             least_s = _LEAST_PAUSE_S if is_early else 0.0
             error.retry_after_s = min(_LONGEST_PAUSE_S, max(least_s, error.retry_after_s))
             raise
         expected_bytes = relayed_bytes(table, chunks)
         if response.length != expected_bytes:
-            raise _unexpected(connection, f"{len(chunks)} chunks in {expected_bytes} bytes", response)
+            raise _unexpected(connection, f"a body of {len(chunks)} chunks in {expected_bytes} bytes", response)
         return response
 
     def _receive_chunk(self, connection: Connection, chunk: int) -> int:
-        """Receive a chunk; return its length in bytes."""
+        """Receive and verify a chunk; return its number of bytes."""
         start, stop = self._manifest.chunks.range_of(chunk, chunk + 1)
         views = self._destination.buffers(start, stop)
-        # Reads the whole chunk at once and digests it afterwards: smaller parts would be digested from a nearer cache,
-        # but each part costs more than that saves.
+        # Reads the whole chunk before it is digested. Digests of smaller parts would read from a nearer cache, but each
+        # part would cost more time than that saves.
         connection.read_into(views)
         if self._digests is None:
             return stop - start
@@ -303,5 +307,6 @@ class _ChunkWire:
 def _unexpected(connection: Connection, expected: str, response: HTTPResponse) -> MessageDamagedError:
     content_range = str(response.headers.get("Content-Range"))[:100]
     return MessageDamagedError(
-        f"expected {expected!r}, got {content_range!r} of {response.length} bytes", peer=str(connection.peer)
+        f"expected {expected}, got a body of {response.length} bytes with Content-Range {content_range}",
+        peer=str(connection.peer),
     )

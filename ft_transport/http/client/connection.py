@@ -1,7 +1,7 @@
-"""One HTTP connection with blocking reads straight into given memory; every wait has a deadline.
+"""An HTTP connection that receives bodies into the caller's memory, with a deadline for every wait.
 
-``http.client`` parses the responses; `body_reader` reads the bytes of a body directly from the socket, because passing
-them through Python objects costs more than the transfer itself.
+``http.client`` parses the heads of responses. `BodyReader` reads bodies from the socket, because passing the bytes
+through Python objects would cost more time than the transfer itself.
 """
 
 from __future__ import annotations
@@ -48,19 +48,21 @@ _MAX_REPLICA_CHARACTERS: Final = 64
 
 
 class Connection:
-    """A keep-alive connection to one peer. Used by one thread at a time; a context manager that closes it.
+    """A keep-alive connection to one peer, for one thread at a time. As a context manager, it closes itself.
 
     Args:
-        peer: The server.
-        keys: The job's keys, if it has any: the peer has to prove that it knows them, and so does each request.
-        certificates: This side's certificates, if it has any: then only TLS is used, and otherwise none.
+        peer: Address of the server.
+        keys: The job's keys, which authenticate the server and each request; ``None`` without a job token.
+        certificates: This process's certificates, for TLS; ``None`` for plain HTTP.
         timeouts: Deadlines and the minimum throughput.
         replica: Name of this replica, for the peer's audit log.
 
     Attributes:
-        peer: The server.
-        same_host: The socket at which receivers on the peer's host get its memory, as the peer last announced it;
-            ``None`` if it did not.
+        peer: Address of the server.
+        same_host: Name of the socket where the peer lends its memory to processes on its host, from the peer's last
+            response that named one; ``None`` before.
+        num_opened: Number of times that the connection was opened.
+        local_address: Local address at which the connection was last opened; empty before.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Connection:
 
     @classmethod
     def of(cls, peer: PeerAddress, settings: FetchSettings) -> Connection:
-        """Return a connection with the settings of a fetch; it opens at its first request."""
+        """Return a connection with the settings of a fetch, which opens at its first request."""
         return cls(
             peer,
             keys=settings.keys,
@@ -105,12 +107,12 @@ class Connection:
         )
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.children``."""
-        timed = self._socket
-        if timed is not None and candidate.fileno() == timed.raw.fileno():
+        """Return whether the socket is that of this connection; see ``runtime.children``."""
+        sock = self._socket
+        if sock is not None and candidate.fileno() == sock.raw.fileno():
             return True
         try:
-            # During a close Python has already forgotten the descriptor.
+            # During a close, Python's socket object has already dropped the descriptor.
             return bool(candidate.getpeername() == self._address)
         except OSError:  # not connected
             return False
@@ -122,33 +124,33 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Drop the connection; the next request opens a new one."""
+        """Close the connection; the next request opens a new one."""
         if self._socket is not None:
             self._socket.raw.close()
         self._http = self._socket = self._session = None
 
     @property
     def reached(self) -> str:
-        """The address and port, without host names, at which the peer was last reached."""
+        """IP address and port at which the peer was last reached; empty before the first attempt."""
         return socket_address(self._address) if isinstance(self._address, tuple) else ""
 
     @property
     def stall_timeout_s(self) -> float:
-        """The longest silence of the peer, in seconds."""
+        """Longest time without a byte from the peer, in seconds."""
         return self._timeouts.stall_timeout_s
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether `interrupt` has ended this connection: each further request fails."""
+        """Whether `interrupt` was called: further requests fail."""
         return self._is_interrupted
 
     def interrupt(self) -> None:
-        """End another thread's wait at once, and refuse further requests. Thread-safe."""
+        """Interrupt another thread's wait on this connection, and refuse further requests. Thread-safe."""
         self._is_interrupted = True
-        timed = self._socket
-        if timed is not None:
+        sock = self._socket
+        if sock is not None:
             with contextlib.suppress(OSError):
-                timed.raw.shutdown(socket.SHUT_RDWR)
+                sock.raw.shutdown(socket.SHUT_RDWR)
 
     def get(
         self,
@@ -159,19 +161,19 @@ class Connection:
         answer_within_s: float,
         body: bytes | None = None,
     ) -> HTTPResponse:
-        """Send a request and read the head of the response; read the body with ``read_into`` afterwards.
+        """Send a request and read the head of the response. Read the body with `read_into` or `read_body` afterwards.
 
         Args:
-            path: Path and query.
-            headers: Further headers.
-            expected_status: Any other is an error.
-            answer_within_s: How long the peer may hold the request on purpose, in seconds.
-            body: Body to post; ``None`` for a GET.
+            path: Path and query of the URL.
+            headers: Additional headers.
+            expected_status: Status of a successful response; any other status is an error.
+            answer_within_s: Seconds that the peer may wait before it responds, in addition to the stall timeout.
+            body: Body of a POST request; ``None`` for a GET request.
 
         Raises:
-            PeerUnreachableError: The connection failed or broke, or nothing came for too long.
-            PeerError: The peer refused or did not authenticate itself; the class says why.
-            MessageDamagedError: The request or the head of its response was damaged on the way.
+            PeerUnreachableError: The connection failed, or the peer was silent for too long.
+            PeerError: The peer refused the request or did not authenticate itself; the subclass is the reason.
+            MessageDamagedError: The request, or the head of the response, was damaged on the way.
             DeadlineExceededError: The deadline passed.
         """
         method = "GET" if body is None else "POST"
@@ -183,11 +185,8 @@ class Connection:
             signed = session.signed(method, path, headers, body) if session is not None else headers
             response = self._ask(http, method, path, signed, body=body, answer_within_s=answer_within_s)
             if session is not None and not session.is_proved(response.status, response.headers):
-                raise MessageDamagedError(
-                    f"expected an answer with a proof of the job token, that of status {response.status} has none or "
-                    "was changed on its way",
-                    peer=str(self.peer),
-                )
+                what = f"expected a response that proves the job token, got one of status {response.status} without a "
+                raise MessageDamagedError(f"{what}valid proof; it may be damaged", peer=str(self.peer))
             refusal = (
                 refusal_of(response, self.peer, in_session=self._session is not None)
                 if response.status != expected_status
@@ -198,44 +197,43 @@ class Connection:
             if refusal is not None:
                 raise refusal
             self.same_host = response.headers.get(SAME_HOST_HEADER, self.same_host)
-            # Bytes that were read together with the head are the body's.
             assert self._socket is not None
             self._socket.head_complete = True
             assert self._body is not None
             self._body.ahead = response.fp.peek()
             return response
         except BaseException as error:
-            self._fail(error, f"waiting for the answer to {path}")
+            self._fail(error, f"waiting for the response to {path}")
 
     def read_body(self, response: HTTPResponse, *, max_bytes: int) -> bytearray:
-        """Read a whole body, compare it with the digest that the peer's proof covers, and end the response.
+        """Read a whole body, verify its authenticated digest if the job has a token, and end the response.
 
         Args:
-            response: The result of `get`.
-            max_bytes: Maximum length.
+            response: Result of `get`.
+            max_bytes: Maximum length of the body.
 
         Raises:
-            PeerProtocolError: The body is longer, or of unknown length.
+            PeerProtocolError: The body is longer than ``max_bytes``, or its length is unknown.
             MessageDamagedError: The body was changed on the way.
-            PeerUnreachableError: The body ended early or came too slowly.
+            PeerUnreachableError: The body ended early, or its bytes arrived too slowly.
             DeadlineExceededError: The deadline passed.
         """
         length = response.length
         if length is None or length > max_bytes:
             self.close()
             raise PeerProtocolError(
-                f"expected an answer of at most {max_bytes} bytes, the peer announced {length}", peer=str(self.peer)
+                f"expected a response of at most {max_bytes} bytes, got one of {length} bytes", peer=str(self.peer)
             )
         body = bytearray(length)
         self.read_into([memoryview(body)])
         if self._session is not None and response.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
             self.close()
-            raise MessageDamagedError(f"the body of an answer of {length} bytes was changed", peer=str(self.peer))
+            raise MessageDamagedError(f"the body of a response of {length} bytes was changed", peer=str(self.peer))
         self.end_response(response)
         return body
 
     def _begin_session(self, http: HTTPConnection, keys: Keys) -> ClientSession:
-        """Make the peer prove that it knows the job token, at the address where it was reached."""
+        """Require the peer to prove that it knows the job token and has the address that this connection reached."""
         assert self._socket is not None
         challenge = make_challenge(keys, socket_address(self._socket.raw.getpeername()))
         path = f"{CHALLENGE_ROUTE}?{urlencode(challenge.query())}"
@@ -245,24 +243,23 @@ class Connection:
             refusal = refusal_of(response, self.peer, in_session=False, has_token=True)
             if refusal.retryable:
                 if isinstance(refusal, PeerNotReadyError):
-                    # This answer is not authenticated: with a forged ``after``, an older snapshot would be new enough.
+                    # This response is not authenticated. A forged ``after`` could make the receiver accept an older
+                    # snapshot.
                     refusal.after = None
                 raise refusal
-            refusal = PeerAuthenticationError(f"{expected}, it did not: {refusal.message}", peer=str(self.peer))
+            refusal = PeerAuthenticationError(f"{expected}, got {refusal.message}", peer=str(self.peer))
             check_understood(RequestRead("GET", path, {}, None), response, refusal, self.peer)
             raise refusal
         session = begin_session(keys, challenge, response.read(MAX_ERROR_BODY_BYTES))
         if session is None:
             self._num_unproved += 1
-            # The first failure may be a byte that was changed on the way.
+            # The first failure may be a byte that was damaged on the way.
             error_type = MessageDamagedError if self._num_unproved == 1 else PeerAuthenticationError
-            raise error_type(f"{expected}, its proof is wrong", peer=str(self.peer))
+            raise error_type(f"{expected}, got a wrong proof", peer=str(self.peer))
         self._num_unproved = 0
         self.end_response(response)
         if self._http is None:
-            raise PeerUnreachableError(
-                "the peer closed the connection on which it had proved itself", peer=str(self.peer)
-            )
+            raise PeerUnreachableError("the peer closed the connection after its authentication", peer=str(self.peer))
         return session
 
     def _ask(
@@ -293,7 +290,7 @@ class Connection:
         """Fill all views, in order, with the next bytes of the body.
 
         Raises:
-            PeerUnreachableError: The body ended early or came too slowly.
+            PeerUnreachableError: The body ended early, or its bytes arrived too slowly.
             DeadlineExceededError: The deadline passed.
         """
         assert self._socket is not None
@@ -303,13 +300,13 @@ class Connection:
         except BaseException as error:
             self._fail(error, "reading")
 
-    def pace_anew(self) -> None:
-        """See `BodyReader.pace_anew`."""
+    def restart_throughput(self) -> None:
+        """Measure the throughput of the current body from now on, without the earlier bytes."""
         assert self._body is not None
-        self._body.pace_anew()
+        self._body.restart_throughput()
 
     def end_response(self, response: HTTPResponse) -> None:
-        """Free the connection for the next request, after the whole body was read."""
+        """End a response whose body was read, so that the connection can send the next request."""
         response.close()
         if response.will_close:
             self.close()
@@ -318,26 +315,26 @@ class Connection:
         if self._http is not None:
             return self._http
         self._check_scheme()
-        timed = self._open()
+        opened = self._open()
         self._http = HTTPConnection(self.peer.host, self.peer.port)
         self._http.auto_open = 0
-        self._http.sock = timed
+        self._http.sock = opened
         return self._http
 
     def _check_scheme(self) -> None:
-        """Refuse a peer whose use of TLS differs from this side's."""
+        """Raise an error if only the peer or only this process uses TLS."""
         if self.peer.is_tls == (self._certificates is not None):
             return
         raise PeerAuthenticationError(
-            f"expected a certificate of this side ({CERTIFICATE_VARIABLE}), because the peer's address is https://"
+            f"expected a certificate of this process ({CERTIFICATE_VARIABLE}), because the peer's address is https://"
             if self.peer.is_tls
-            else f"expected an address https://, because this side has a certificate ({CERTIFICATE_VARIABLE}), and the "
-            "peer's is http://",
+            else f"expected an address https://, because this process has a certificate ({CERTIFICATE_VARIABLE}), got "
+            "http://",
             peer=str(self.peer),
         )
 
     def _open(self) -> DeadlineSocket:
-        """Connect to the first of the peer's addresses that accepts."""
+        """Connect to the first of the peer's IP addresses that accepts a connection."""
         doing = f"connecting to {self.peer}"
         timeout_s = min(self._timeouts.connect_timeout_s, self._timeouts.remaining_s(doing, self.peer))
         failures = []
@@ -346,35 +343,34 @@ class Connection:
         ):
             timeout_s = min(self._timeouts.connect_timeout_s, self._timeouts.remaining_s(doing, self.peer))
             with making_socket:
-                self._socket = timed = DeadlineSocket(socket.socket(family, kind, protocol))
+                self._socket = opened = DeadlineSocket(socket.socket(family, kind, protocol))
             self._address = address
             try:
-                timed.raw.settimeout(timeout_s)
-                timed.raw.connect(address)
-                timed.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                opened.raw.settimeout(timeout_s)
+                opened.raw.connect(address)
+                opened.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._certificates is not None:
-                    timed.tls = TLSStream(timed.raw, self.peer, self._certificates)
-                    timed.read_until_s = time.monotonic() + timeout_s
-                    timed.tls.shake_hands(timed.arm)
+                    opened.tls = TLSStream(opened.raw, self.peer, self._certificates)
+                    opened.read_until_s = time.monotonic() + timeout_s
+                    opened.tls.shake_hands(opened.arm)
             except OSError as error:
                 self.close()
                 failures.append(f"{address[0]}: {type(error).__name__}: {error}")
                 continue
             if self._is_interrupted:
-                raise PeerUnreachableError("the request was given up", peer=str(self.peer))
+                raise PeerUnreachableError("the request was cancelled", peer=str(self.peer))
             self.num_opened += 1
-            self.local_address = str(timed.raw.getsockname()[0])
-            return timed
+            self.local_address = str(opened.raw.getsockname()[0])
+            return opened
         self._timeouts.remaining_s(doing, self.peer)
         raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(self.peer))
 
     @property
     def _num_received(self) -> int:
-        """Bytes received of the last response's body."""
         return self._body.num_bytes if self._body is not None else 0
 
     def _fail(self, error: BaseException, doing: str) -> NoReturn:
-        """Close the connection, and raise the failure as an error of this package where one exists for it."""
+        """Close the connection, and raise ``error`` or the error of this package that stands for it."""
         self.close()
         match error:
             case TransportError():
@@ -387,18 +383,18 @@ class Connection:
                 what = f"the connection broke {doing} after {self._num_received} bytes: {kind}: {error}"
                 raise PeerUnreachableError(what, peer=str(self.peer)) from error
             case HTTPException():
-                what = f"expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]!r}; {doing}"
+                what = f"expected an HTTP response, got {type(error).__name__}: {str(error)[:200]!r}; while {doing}"
                 raise MessageDamagedError(what, peer=str(self.peer)) from error
             case _:
                 raise error
 
     def _timed_out(self, doing: str) -> TransportError:
-        """Return the error after a wait: the deadline passed, or this peer is too slow and a retry may help."""
+        """Return the error for a wait that timed out: only if the deadline has not passed, a retry may help."""
         doing = f"{doing} after {self._num_received} bytes"
         if self._timeouts.is_over():
             return DeadlineExceededError(f"timed out {doing}: {self._timeouts.reason()}", peer=str(self.peer))
         return PeerSilentError(
-            f"timed out {doing}: nothing came for {self._timeouts.stall_timeout_s:g} s, or less than "
+            f"timed out {doing}: no data arrived for {self._timeouts.stall_timeout_s:g} s, or less than "
             f"{self._timeouts.min_bytes_per_s:.0f} bytes/s",
             peer=str(self.peer),
         )

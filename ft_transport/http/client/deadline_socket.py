@@ -1,4 +1,4 @@
-"""A socket with a deadline for reads, in the form that ``http.client`` takes."""
+"""A socket whose reads have a deadline, with or without TLS, and with the methods that ``http.client`` calls."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _ALERT: Final = b"\x15\x03"
-"""Beginning of a TLS server's answer to anything but TLS; no HTTP response begins with it."""
+"""First bytes of the alert with which a TLS server responds to plain HTTP; no HTTP response begins with them."""
 
 
 class DeadlineSocket:
-    """The part of a socket that http.client uses; reads end at ``read_until_s``, however the bytes trickle.
+    """A socket for ``http.client`` whose reads end at ``read_until_s``, even if bytes arrive one by one.
 
     Attributes:
-        raw: The socket.
-        tls: Encrypts sent and decrypts received bytes; ``None`` without TLS.
+        raw: The kernel's socket.
+        tls: Encrypts sent bytes and decrypts received bytes; ``None`` without TLS.
+        read_until_s: Deadline of reads and writes, on the monotonic clock.
+        in_head: Whether the head of a response is still expected, so that its end would be an error.
+        head_complete: Whether the head was read, so that `makefile` returns no more bytes.
     """
 
     def __init__(self, raw: socket.socket) -> None:
@@ -38,39 +41,39 @@ class DeadlineSocket:
         self._wakes_at_bytes = 1
 
     def arm(self) -> None:
-        """Limit the next call on the socket to ``read_until_s``."""
+        """Set the timeout of the next call on the socket, so that the call ends at ``read_until_s``."""
         remaining_s = self.read_until_s - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
         self.raw.settimeout(remaining_s)
 
     def block(self, at_most_s: float) -> None:
-        """Let reads wait in the kernel for about ``at_most_s``, or until they are complete.
+        """Make each read wait in the kernel until it is complete, for about ``at_most_s`` seconds.
 
-        With a timeout, Python polls for each part of a read, and is woken for each.
+        With a Python timeout, each read would poll and wake up once for each part that arrives.
         """
         self.raw.settimeout(None)
         microseconds = max(1, round(at_most_s * 1e6))
         self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
 
     def wake_at(self, num_bytes: int) -> None:
-        """Wake a waiting read after ``num_bytes``, and not after each segment (man 7 socket).
+        """Make the kernel wake a waiting read only after ``num_bytes`` bytes, not after each segment (man 7 socket).
 
-        The caller ensures that at least as many bytes are still to come.
+        The caller ensures that the peer will send at least ``num_bytes`` more bytes.
         """
-        # With TLS, some of those bytes may have been taken from the socket already.
+        # Not with TLS, which may have read some of these bytes from the socket already.
         if num_bytes != self._wakes_at_bytes and sys.platform == "linux" and self.tls is None:
             self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._wakes_at_bytes = num_bytes
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Fill the views, in order, with the next bytes; return their number, 0 at the end.
+        """Read the next bytes into the views, in order; return their number, 0 at the end of the stream.
 
-        After `block`, waits until all views are full or its time is over.
+        After a call of `block`, waits until all views are full or the time of `block` has passed.
 
         Raises:
             OSError: The connection broke, or the wait was too long (``BlockingIOError`` after `block`).
-            PeerAuthenticationError: The peer has refused this side's certificate.
+            PeerAuthenticationError: The peer refused this process's certificate.
         """
         if self.tls is not None:
             return self.tls.receive_into(views)
@@ -79,11 +82,11 @@ class DeadlineSocket:
         return self.raw.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
 
     def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
-        """Return the file from which http.client reads the head of a response."""
-        return io.BufferedReader(_Borrowed(self))
+        """Return the file from which ``http.client`` reads the head of a response."""
+        return io.BufferedReader(_HeadFile(self))
 
     def sendall(self, data: bytes) -> None:
-        """Send a request before the deadline."""
+        """Send all of a request, until ``read_until_s`` at most."""
         self.arm()
         if self.tls is not None:
             self.tls.sendall(data)
@@ -91,66 +94,64 @@ class DeadlineSocket:
             self.raw.sendall(data)
 
     def close(self) -> None:
-        """Do nothing: http.client closes after the head of a connection's last response, before its body."""
+        """Do nothing: ``http.client`` closes the socket after the head of the last response, before its body."""
 
 
-class _Borrowed(io.RawIOBase):
-    """Reads the head of a response from the timed socket, and nothing after it.
+class _HeadFile(io.RawIOBase):
+    """The file from which ``http.client`` reads the head of a response. A close leaves the socket open."""
 
-    Closing it leaves the socket open for the next request.
-    """
-
-    def __init__(self, timed: DeadlineSocket) -> None:
+    def __init__(self, sock: DeadlineSocket) -> None:
         super().__init__()
-        self._timed = timed
+        self._socket = sock
         self._is_at_start = True
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        if self._timed.head_complete:
+        if self._socket.head_complete:
             return 0
         view = memoryview(buffer)
         got = self._receive_into(view)
-        if self._timed.tls is None and self._is_at_start and view[:got].tobytes().startswith(_ALERT):
+        if self._socket.tls is None and self._is_at_start and view[:got].tobytes().startswith(_ALERT):
             raise PeerAuthenticationError(
-                f"expected an HTTP answer, the peer expects TLS, and this side has no certificate "
+                f"expected an HTTP response, but the peer expects TLS, and this process has no certificate "
                 f"({CERTIFICATE_VARIABLE})"
             )
         self._is_at_start = False
-        if not got and self._timed.in_head:
-            # http.client would take a part of the head for all of it.
-            raise ConnectionResetError("the peer closed the connection before the end of the answer's head")
+        if not got and self._socket.in_head:
+            # Otherwise http.client would treat a part of the head as the whole head.
+            raise ConnectionResetError("the peer closed the connection before the end of the response's head")
         return got
 
     def _receive_into(self, view: memoryview) -> int:
-        timed = self._timed
+        sock = self._socket
         while True:
-            timed.arm()
-            if timed.tls is None:
-                return timed.raw.recv_into(view)
+            sock.arm()
+            if sock.tls is None:
+                return sock.raw.recv_into(view)
             with contextlib.suppress(BlockingIOError):
-                return timed.tls.receive_into([view])
+                return sock.tls.receive_into([view])
 
 
 _BUFFER_BYTES: Final = 256 << 10
-"""Bytes read from the socket at once; they stay in the processor's cache until they are decrypted."""
+"""Bytes to read from the socket at once: few enough to stay in the processor's cache until they are decrypted."""
 _ALERT_WAIT_S: Final = 1.0
-"""Longest wait for an alert after a request could not be sent."""
+"""Longest wait for a TLS alert after a request could not be sent."""
 _MAX_READS_FOR_ALERT: Final = 3
 
 
 class TLSStream:
-    """Encrypts sent and decrypts received bytes. Used only by the socket's thread.
+    """Encrypts sent bytes and decrypts received bytes. For one thread at a time.
 
     Args:
         raw: The connected socket.
-        peer: The server; its certificate has to be valid for the peer's host, unless the files say otherwise.
-        certificates: This side's certificates.
+        peer: Address of the server, whose certificate must be valid for this host name unless the settings of TLS
+            allow any host.
+        certificates: This process's certificates.
 
     Raises:
-        PeerAuthenticationError: No certificate can contain the host's name.
+        PeerAuthenticationError: The host name cannot occur in a certificate.
     """
 
     def __init__(self, raw: socket.socket, peer: PeerAddress, certificates: Certificates) -> None:
@@ -163,13 +164,13 @@ class TLSStream:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def shake_hands(self, arm: Callable[[], None]) -> None:
-        """Perform the handshake; in TLS 1.3 the server may still refuse this side afterwards.
+        """Perform the TLS handshake. In TLS 1.3, the server may refuse the client's certificate even afterwards.
 
         Args:
-            arm: Called before each wait, to set its timeout.
+            arm: Function that sets the timeout of the next wait; called before each wait.
 
         Raises:
-            PeerAuthenticationError: One side refuses the other.
+            PeerAuthenticationError: The server or the client refuses the certificate of the other.
             OSError: The connection broke, or a wait was too long.
         """
         is_over = False
@@ -186,33 +187,33 @@ class TLSStream:
                 arm()
                 self._feed()
                 if self._channel.is_ended:
-                    raise ConnectionResetError("the server closed the connection in the handshake of TLS")
+                    raise ConnectionResetError("the server closed the connection during the TLS handshake")
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Fill the views, in order, with the bytes that have come; return their number, 0 at the end.
+        """Decrypt received bytes into the views, in order; return their number, 0 at the end of the stream.
 
-        Waits for the network at most once, so that the caller can check deadlines, however the bytes trickle.
+        Reads from the network at most once, so that the caller can check deadlines even if bytes arrive one by one.
 
         Raises:
-            BlockingIOError: Nothing has come yet, or only a part of a record.
-            PeerAuthenticationError: The server has refused this side.
+            BlockingIOError: No whole TLS record has arrived yet.
+            PeerAuthenticationError: The server refused this process's certificate.
             OSError: The connection broke, or the wait was too long.
         """
         got = self._decrypt_into(views)
         if got or self._channel.is_ended:
             return got
-        # Takes only the present bytes, to decrypt them while more come; a wait for all would prevent that.
+        # Reads only the bytes that have arrived, and decrypts them while the kernel receives more.
         self._feed()
         got = self._decrypt_into(views)
         if not got and not self._channel.is_ended:
-            raise BlockingIOError("expected a whole record, a part of one has come")
+            raise BlockingIOError("expected a whole TLS record, got a part of one")
         return got
 
     def sendall(self, data: bytes) -> None:
-        """Send a request.
+        """Encrypt and send a request.
 
         Raises:
-            PeerAuthenticationError: The server has refused this side.
+            PeerAuthenticationError: The server refused this process's certificate.
             OSError: The connection broke, or the wait was too long.
         """
         self._channel.write(data)
@@ -237,7 +238,7 @@ class TLSStream:
         except TLSRefusedError as error:
             raise self._refused(error) from error
         finally:
-            # For example, the response to a new key.
+            # The decrypted records may require a response, for example to a key update.
             if self._channel.must_send:
                 with contextlib.suppress(OSError):
                     self._flush()
@@ -255,7 +256,7 @@ class TLSStream:
             self._raw.sendall(data)
 
     def _raise_if_refused(self) -> None:
-        """Raise the alert, if any, of a server that closed the connection before it got a request."""
+        """Raise an error if the server sent a TLS alert before it closed the connection."""
         self._raw.settimeout(_ALERT_WAIT_S)
         one = memoryview(bytearray(1))
         with contextlib.suppress(OSError):

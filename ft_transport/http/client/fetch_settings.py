@@ -1,8 +1,7 @@
-"""The settings and the deadlines of one fetch, each as one value for all its connections."""
+"""The settings and deadlines of one fetch, which all connections of the fetch share."""
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 import weakref
@@ -18,14 +17,19 @@ from ft_transport.settings import FetchProgress, TransportSettings, check_durati
 from ft_transport.tls import Certificates
 
 _CLOCK_TOLERANCE_S: Final = 0.001
-"""A wait may end this much early, because the system counts in milliseconds."""
+"""A wait that ended this much before the deadline counts as having reached the deadline: the kernel counts waits in
+milliseconds."""
 
 
 class Progress:
-    """The time of the last progress of a fetch. Shared by its connections.
+    """The time at which a fetch last made progress. All connections of the fetch share this object.
 
     Args:
         timeout_s: Longest time without progress, in seconds.
+
+    Attributes:
+        timeout_s: The argument.
+        last_s: Time of the last progress, on the monotonic clock.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -33,23 +37,23 @@ class Progress:
         self.last_s = time.monotonic()
 
     def note(self) -> None:
-        """Note that data came, or that this side was busy by itself."""
+        """Note that data arrived, or that this process was busy with work of its own."""
         self.last_s = time.monotonic()
 
 
 class Interruptible(Protocol):
-    """A waiting object, such as a connection."""
+    """An object on which a thread may wait, such as a connection."""
 
     def interrupt(self) -> None:
-        """Ends the current wait and all future ones at once. Thread-safe."""
+        """Ends the current wait at once, and each later wait as soon as it begins. Thread-safe."""
 
 
 class FetchHandle:
-    """Lets another thread watch a fetch and end all its waits. Thread-safe.
+    """Lets another thread observe the progress of a fetch and cancel the fetch. Thread-safe.
 
     Attributes:
-        num_bytes: Approximate bytes of bodies received so far.
-        reason: Why the fetch was cancelled; empty while it is not.
+        num_bytes: Approximate number of bytes of bodies that the fetch has received.
+        reason: Why the fetch was cancelled; empty if it was not cancelled.
     """
 
     def __init__(self) -> None:
@@ -59,7 +63,7 @@ class FetchHandle:
         self._waiting: weakref.WeakSet[Interruptible] = weakref.WeakSet()
 
     def cancel(self, reason: str) -> None:
-        """End the fetch as if its deadline had passed."""
+        """End the fetch at once, as if its deadline had passed, with ``reason`` in the error."""
         with self._mutex:
             self.reason = self.reason or reason
             waiting = list(self._waiting)
@@ -67,7 +71,7 @@ class FetchHandle:
             each.interrupt()
 
     def add(self, waiting: Interruptible) -> None:
-        """Let `cancel` interrupt ``waiting`` as well."""
+        """Make `cancel` interrupt ``waiting``, or interrupt it now if the fetch was cancelled."""
         with self._mutex:
             self._waiting.add(waiting)
             is_cancelled = bool(self.reason)
@@ -82,10 +86,11 @@ class Timeouts:
     Attributes:
         deadline_s: Deadline of the whole fetch, on the monotonic clock.
         connect_timeout_s: Timeout of one connection attempt, in seconds.
-        stall_timeout_s: The longest silence, and the head start that a slow body has before ``min_bytes_per_s`` counts.
-        min_bytes_per_s: Minimum throughput, averaged over the request; a slower body is given up.
-        progress: Ends the fetch if no data comes for too long, however many requests are tried.
-        handle: Ends the fetch when another thread cancels it.
+        stall_timeout_s: Longest time without a byte from a peer, in seconds. ``min_bytes_per_s`` applies to a body only
+            after this time.
+        min_bytes_per_s: Minimum average throughput of a body; a request with a slower body fails.
+        progress: Ends the fetch after too long a time without data from any peer; ``None`` for no such limit.
+        handle: Lets another thread cancel the fetch; ``None`` if no thread can.
     """
 
     deadline_s: float
@@ -96,7 +101,7 @@ class Timeouts:
     handle: FetchHandle | None = None
 
     def end_s(self) -> float:
-        """Return when the deadline passes or the time without progress is over; every byte postpones the latter."""
+        """Return the earlier of the deadline and the end of the time without progress, on the monotonic clock."""
         if self.handle is not None and self.handle.reason:
             return 0.0
         if self.progress is None:
@@ -104,39 +109,43 @@ class Timeouts:
         return min(self.deadline_s, self.progress.last_s + self.progress.timeout_s)
 
     def is_over(self) -> bool:
-        """Whether no more time is left."""
+        """Return whether the fetch has no time left."""
         return time.monotonic() >= self.end_s() - _CLOCK_TOLERANCE_S
 
     def note_progress(self, num_bytes: int = 0) -> None:
-        """Note progress of ``num_bytes``, and restart the time without progress."""
+        """Count ``num_bytes`` received bytes, and restart the time without progress."""
         if self.handle is not None:
             self.handle.num_bytes += num_bytes
         if self.progress is not None:
             self.progress.note()
 
     def reason(self) -> str:
-        """Return why no time is left."""
+        """Return why the fetch has no time left."""
         if self.handle is not None and self.handle.reason:
             return self.handle.reason
         if self.progress is not None and self.end_s() < self.deadline_s:
-            return f"no data came for {self.progress.timeout_s:.3g} s"
+            return f"no data arrived for {self.progress.timeout_s:.3g} s"
         return "the deadline passed"
 
     def check_deadline(self) -> None:
-        """Check the deadline during long work on this side, which counts as progress.
+        """Check the deadline during long work of this process, which counts as progress.
 
         Raises:
             DeadlineExceededError: The deadline passed.
         """
         if time.monotonic() >= self.deadline_s:
-            raise DeadlineExceededError("timed out making sense of what the peer has sent: the deadline passed")
+            raise DeadlineExceededError("timed out processing the manifests of peers: the deadline passed")
         self.note_progress()
 
     def remaining_s(self, doing: str, peer: PeerAddress) -> float:
-        """Return the seconds left.
+        """Return the seconds that the fetch has left.
+
+        Args:
+            doing: Description of the next wait, for the error.
+            peer: The peer, for the error.
 
         Raises:
-            DeadlineExceededError: No time is left.
+            DeadlineExceededError: The fetch has no time left.
         """
         remaining_s = self.end_s() - time.monotonic()
         if remaining_s <= 0:
@@ -146,15 +155,16 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchTimeout:
-    """How long a fetch may take, where one duration for all of it is too coarse.
+    """Timeouts of a fetch, for calls that need more than one total timeout.
 
     Attributes:
-        total: For everything.
-        unreachable: How long a peer may be out of reach before the first byte; ``None`` for the default of the call.
-        progress: How long no data may arrive, at the start or in the middle; ``None`` for ``total``.
+        total: Longest duration of the whole fetch.
+        unreachable: Longest time that a peer may be out of reach before its first byte; ``None`` for the default of
+            the called method.
+        progress: Longest time without data from any peer, at any point of the fetch; ``None`` for no such limit.
 
     Raises:
-        ConfigurationError: One of them is no duration, or ``progress`` is negative.
+        ConfigurationError: A value is not a duration, or ``progress`` is negative.
     """
 
     total: timedelta
@@ -174,14 +184,15 @@ class FetchSettings:
     """Settings of one fetch.
 
     Attributes:
-        num_connections: Parallel connections; at most one per chunk is used.
-        verify: Whether each chunk is compared with its digest as it lands, if the manifest has digests.
-        max_failures: Consecutive failures after which a source is given up.
-        keys: The job's keys, if it has any.
-        certificates: This side's certificates, if it has any.
-        unreachable_s: How long a source may be out of reach before the first byte, in seconds.
+        num_connections: Maximum number of parallel connections.
+        verify: Whether to compare each received chunk with its digest, if the manifest has digests.
+        max_failures: Number of consecutive failures after which the fetch stops using a source.
+        keys: The job's keys; ``None`` without a job token.
+        certificates: This process's certificates; ``None`` without TLS.
+        unreachable_s: Longest time that a source may be out of reach before its first byte, in seconds.
         timeouts: Deadlines and the minimum throughput.
-        on_progress: Called after each chunk, on the fetching threads, one call at a time; must be quick.
+        on_progress: Function that the fetching threads call after each chunk, one call at a time; it must be fast.
+            ``None`` for no reports.
         replica: Name of this replica, for the sources' audit logs.
     """
 
@@ -205,7 +216,7 @@ class FetchSettings:
         num_connections: int,
         timeout: FetchTimeout,
     ) -> FetchSettings:
-        """Return the settings of one fetch from those of a transport; the deadlines begin now."""
+        """Return the settings of one fetch that begins now, from the settings of a transport."""
         unreachable = timeout.total if timeout.unreachable is None else timeout.unreachable
         return cls(
             num_connections=num_connections,
@@ -226,7 +237,7 @@ class FetchSettings:
         )
 
     def with_stall_timeout(self, longest_s: float) -> FetchSettings:
-        """Return the same settings with at most this stall timeout."""
+        """Return the same settings with a stall timeout of at most ``longest_s`` seconds."""
         timeouts = self.timeouts
         shorter_s = min(longest_s, timeouts.stall_timeout_s)
         return replace(
@@ -237,11 +248,7 @@ class FetchSettings:
         )
 
 
-_NUM_CONNECTIONS = 1
-"""Several connections would request their chunks at the same moment."""
-
-
-def paced(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettings:
+def rate_limited(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettings:
     """Return the settings with a limit on the throughput; ``None`` for no limit.
 
     Raises:
@@ -250,12 +257,13 @@ def paced(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettin
     if max_bytes_per_s is None:
         return settings
     check_rate("max_bytes_per_s", max_bytes_per_s)
-    pace = _Pace(max_bytes_per_s, settings.on_progress, settings.timeouts.end_s)
-    return dataclasses.replace(settings, num_connections=_NUM_CONNECTIONS, on_progress=pace)
+    limiter = _RateLimiter(max_bytes_per_s, settings.on_progress, settings.timeouts.end_s)
+    # One connection: several connections would request their chunks at the same moment.
+    return replace(settings, num_connections=1, on_progress=limiter)
 
 
-class _Pace:
-    """Sleeps after each chunk for as long as its bytes may take; does not catch up after a late chunk."""
+class _RateLimiter:
+    """Sleeps after each chunk, to limit the throughput. Time lost with a late chunk is not made up for."""
 
     def __init__(
         self,
@@ -272,7 +280,7 @@ class _Pace:
     def __call__(self, progress: FetchProgress) -> None:
         if self._on_progress is not None:
             self._on_progress(progress)
-        # A restarted fetch counts from zero.
+        # A restarted fetch counts its bytes from zero again.
         num_bytes = progress.done_bytes - min(self._num_before, progress.done_bytes - 1)
         self._num_before = progress.done_bytes
         now_s = time.monotonic()

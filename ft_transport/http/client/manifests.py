@@ -1,4 +1,4 @@
-"""Requests what describes a snapshot: its manifest, later digests, and deltas between two versions."""
+"""Requests the manifest of a snapshot, digests that the source computes later, and deltas between two versions."""
 
 from __future__ import annotations
 
@@ -42,31 +42,32 @@ logger = logging.getLogger(__name__)
 _RETRY_PAUSE_S: Final = 0.1
 _FIRST_WARNING_S: Final = 3.0
 _WARNING_FACTOR: Final = 4
-"""Ratio of the waits before two consecutive warnings."""
+"""Factor by which the wait before each further warning grows."""
 _UNKNOWN_HOST_S: Final = 5.0
-"""How long an unknown host name is looked up: the name of a starting peer may be new."""
-_HOLD_S: Final = 10.0
-"""Longest time that the server is asked to hold one request; then the client asks again."""
-_HELD_SHARE: Final = 0.75
+"""How long an unknown host name is looked up repeatedly: the name of a peer that just started may not be known yet."""
+_LONGEST_WAIT_S: Final = 10.0
+"""Longest time that the server is asked to wait for a snapshot; then the client sends the next request."""
+_WAIT_SHARE: Final = 0.75
+"""Maximum wait of one request, as a share of the remaining time."""
 
 
 def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
-    """Return the manifest of the snapshot that a peer serves for ``step``; wait until the deadline for it.
+    """Return the manifest of a peer's snapshot of ``step``; wait until the deadline for the snapshot.
 
     Args:
-        connection: Connection to the peer. While it is open, the peer keeps the snapshot for the lease after each
-            request.
+        connection: Connection to the peer. While it is open, the peer does not replace the snapshot for the time of a
+            lease after each request.
         step: A step or ``latest``.
         settings: Settings of the fetch.
 
     Raises:
-        PeerUnreachableError: The peer was out of reach for longer than ``unreachable_s``, or its name does not exist.
-        StepNotServedError: The peer serves other steps, and is past this one.
-        DeadlineExceededError: The step did not come, or the peer could not be reached, in time.
-        PeerError: The peer refused, or violated the protocol.
+        PeerUnreachableError: The peer was out of reach for longer than ``unreachable_s``, or its host name is unknown.
+        StepNotServedError: The peer does not serve the step and has trained beyond it.
+        DeadlineExceededError: The peer had no such snapshot, or could not be reached, before the deadline.
+        PeerError: The peer refused the request or violated the protocol.
         ManifestError: The peer sent something other than a manifest.
-        IntegrityError: The manifest was damaged on the way repeatedly.
-        MessageDamagedError: The manifest or the responses were changed on the way repeatedly.
+        IntegrityError: The manifest was damaged on the way in several attempts.
+        MessageDamagedError: Requests or responses were damaged on the way in several attempts.
     """
     timeouts = settings.timeouts
     num_damaged = 0
@@ -95,9 +96,9 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
                 reached_s = time.monotonic()
             else:
                 is_unknown = isinstance(error, UnknownHostError)
-                patient_s = min(settings.unreachable_s, _UNKNOWN_HOST_S) if is_unknown else settings.unreachable_s
-                # Past the deadline, the error names the deadline.
-                if connection.is_interrupted or reached_s + patient_s <= time.monotonic() < timeouts.end_s():
+                longest_s = min(settings.unreachable_s, _UNKNOWN_HOST_S) if is_unknown else settings.unreachable_s
+                # After the deadline, the loop raises the error that names the deadline.
+                if connection.is_interrupted or reached_s + longest_s <= time.monotonic() < timeouts.end_s():
                     raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
                 after = error.after if after is None else min(after, error.after)
@@ -112,7 +113,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
             last = error
         except StepNotServedError as error:
             error.step = step
-            # A later step than the served ones may still come: the peer holds a request only for a while.
+            # The peer may still reach a later step than those that it serves; it ends the wait of a request earlier.
             if error.is_past or not isinstance(step, int) or not error.served or step < max(error.served):
                 raise
             last = error
@@ -133,15 +134,15 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
 
 def _read_manifest(connection: Connection, step: StepSelector, after: int | None, settings: FetchSettings) -> Manifest:
     peer, timeouts = str(connection.peer), settings.timeouts
-    # Less than the remaining time: the peer's reason for a refusal has to arrive before the deadline.
-    wait_s = min(_HOLD_S, max(0.0, timeouts.end_s() - time.monotonic()) * _HELD_SHARE)
+    # Less than the remaining time, so that the reason of a refusal arrives before the deadline.
+    wait_s = min(_LONGEST_WAIT_S, max(0.0, timeouts.end_s() - time.monotonic()) * _WAIT_SHARE)
     response = connection.get(
         metadata_path(step, wait_s=wait_s, after=after), headers={}, expected_status=200, answer_within_s=wait_s
     )
     length = response.length
     if not length or length > MAX_HEADER_BYTES:
         unusable = ManifestError(
-            f"expected a manifest of 1 to {MAX_HEADER_BYTES} bytes, the peer announced {length}", peer=peer, step=step
+            f"expected a manifest of 1 to {MAX_HEADER_BYTES} bytes, got one of {length} bytes", peer=peer, step=step
         )
         raise MessageDamagedError(unusable.message, refusal=unusable, peer=peer, step=step)
     body = bytearray(length)
@@ -162,7 +163,9 @@ def _read_manifest(connection: Connection, step: StepSelector, after: int | None
     if settings.keys is not None and not settings.keys.verifies(
         response.headers.get(MANIFEST_SIGNATURE_HEADER), MANIFEST_PURPOSE, body
     ):
-        raise MessageDamagedError("expected a manifest that was signed with the job token", peer=peer, step=step)
+        raise MessageDamagedError(
+            "expected a manifest signed with the job token, got no signature or a wrong one", peer=peer, step=step
+        )
     manifest = decode_header(
         memoryview(body),
         keys=settings.keys.current() if settings.keys is not None else (),
@@ -175,21 +178,21 @@ def _read_manifest(connection: Connection, step: StepSelector, after: int | None
 
 
 Views: TypeAlias = Callable[[int, int], Iterable[memoryview]]
-"""Returns views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
+"""Returns views of bytes ``[start, end)`` of the data, in order. Any thread may call it."""
 
 
 def with_digests(connection: Connection, manifest: Manifest, *, max_failures: int) -> Manifest:
-    """Return the manifest with the digests of all chunks; fetch them if they come after the data.
+    """Return the manifest with the digests of all chunks; request the digests if the manifest has none.
 
     Args:
-        connection: Connection to the peer that served the data; it may have been closed while idle.
-        manifest: The snapshot's manifest.
-        max_failures: Failures after which the last error is raised.
+        connection: Connection to the peer that served the manifest; the peer may have closed it while it was idle.
+        manifest: Manifest of the snapshot.
+        max_failures: Number of failures after which this function raises the last error.
 
     Raises:
-        PeerError: The peer cannot be reached, refuses, or violates the protocol.
+        PeerError: The peer cannot be reached, refuses the request, or violates the protocol.
         ManifestError: The peer sent something other than digests.
-        DeadlineExceededError: They did not come in time.
+        DeadlineExceededError: The digests did not arrive in time.
     """
     if manifest.digests is not None:
         return manifest
@@ -214,7 +217,7 @@ def _read_digests(connection: Connection, manifest: Manifest) -> tuple[int, ...]
     expected_bytes = DIGEST_HEX_DIGITS * manifest.chunks.num_chunks
     if response.length != expected_bytes:
         raise MessageDamagedError(
-            f"expected digests of {expected_bytes} bytes, the peer announced {response.length}",
+            f"expected digests of {expected_bytes} bytes, got {response.length} bytes",
             peer=str(connection.peer),
             step=manifest.step,
         )
@@ -229,21 +232,21 @@ def find_damaged(
 
     Args:
         manifest: The manifest, with digests.
-        views: Views of the received or stored data.
-        num_threads: Threads that read the data.
-        chunks: Only these chunks are checked.
+        views: Returns views of the received or stored data.
+        num_threads: Number of threads that read the data.
+        chunks: Chunks to check; ``None`` for all.
     """
     expected = manifest.digests
-    assert expected is not None, "they have been asked for"
-    looked_at = chunks if chunks is not None else range(manifest.chunks.num_chunks)
-    actual = digest_chunks(manifest, views, num_threads=num_threads, chunks=looked_at)
-    return [chunk for chunk, digest in zip(looked_at, actual, strict=True) if digest != expected[chunk]]
+    assert expected is not None, "the caller passes a manifest with digests"
+    checked = chunks if chunks is not None else range(manifest.chunks.num_chunks)
+    actual = digest_chunks(manifest, views, num_threads=num_threads, chunks=checked)
+    return [chunk for chunk, digest in zip(checked, actual, strict=True) if digest != expected[chunk]]
 
 
 def digest_chunks(
     manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
 ) -> list[int]:
-    """Return the digests of all chunks, or of ``chunks`` in their order."""
+    """Compute the digests of ``chunks``, in this order, or of all chunks."""
 
     def digest(chunk: int) -> int:
         return manifest.digester.digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
@@ -255,21 +258,22 @@ def digest_chunks(
 def fetch_deltas(
     source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
 ) -> list[Delta]:
-    """Fetch the deltas that lead from one version to another.
+    """Fetch the deltas that turn one version of the weights into a later version.
 
     Args:
-        source: A peer that caches them.
+        source: A peer that caches the deltas.
         base: The version that the receiver has.
-        version: The later one that it wants.
-        max_bytes: Maximum size of all of them together, as they come and, once more, decoded.
+        version: The later version that the receiver needs.
+        max_bytes: Maximum total size of the encoded deltas, and also of the decoded deltas.
         settings: Settings of the fetch.
 
     Returns:
-        The deltas in the order in which they are applied; empty if the peer lacks one of them, or they are larger.
-        Their headers are checked; the caller compares the result with the manifest of the version.
+        The deltas, in the order in which the receiver must apply them; empty if the peer lacks a delta or the deltas
+        exceed ``max_bytes``. Only their headers are checked: the caller must compare the patched weights with the
+        manifest of the later version.
 
     Raises:
-        TransportError: The peer cannot be reached or refuses, or its answer is no delta.
+        TransportError: The peer cannot be reached, refuses the request, or sends something other than a delta.
     """
     deltas: list[Delta] = []
     max_memory_bytes = max_bytes
@@ -289,7 +293,7 @@ def fetch_deltas(
 
 
 def _fetch_delta(connection: Connection, base: int, *, max_bytes: int) -> bytearray | None:
-    """Return the encoded delta that a peer caches for ``base``; ``None`` if it has none, or only a larger one."""
+    """Return a peer's encoded delta from ``base``; ``None`` if there is none, or if it exceeds ``max_bytes``."""
     try:
         response = connection.get(DELTA_ROUTE.format(step=base), headers={}, expected_status=200, answer_within_s=0.0)
     except StepNotServedError:

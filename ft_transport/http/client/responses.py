@@ -1,4 +1,4 @@
-"""Sessions of a client, the bodies of responses, refusals, and responses that were damaged on the way."""
+"""Reads responses: their bodies, their refusals as errors, and proofs that they belong to the client's session."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ _REQUEST_TIMEOUT: Final = 408
 
 
 def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool, has_token: bool = False) -> PeerError:
-    """Return the error that an unsuccessful response stands for.
+    """Return the error for a response with an unsuccessful status.
 
     Args:
-        response: Its head; this function reads its body.
-        source: The peer that sent it.
-        in_session: Whether the peer and this response are authenticated.
-        has_token: Whether this side has tried to prove that it knows the job token.
+        response: The response; this function reads its body.
+        source: The peer that sent the response.
+        in_session: Whether the peer and the response are authenticated.
+        has_token: Whether this process has a job token and the response refuses its challenge.
     """
     peer = str(source)
     reason = escape_peer_text(
@@ -68,24 +68,26 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
     )
     match response.status:
         case 401 if in_session:
-            return MessageDamagedError(f"the peer did not get the request as it was made: {reason}", peer=peer)
+            return MessageDamagedError(f"the peer received another request than was sent: {reason}", peer=peer)
         case 401 if has_token:
-            return PeerAuthenticationError(f"the peer has refused the challenge: {reason}", peer=peer)
+            return PeerAuthenticationError(f"the peer refused the challenge: {reason}", peer=peer)
         case 401:
             return PeerAuthenticationError(
-                f"the peer asks for a proof of the job token, and this side has none ({TOKEN_VARIABLE}): {reason}",
+                f"the peer requires a proof of the job token, and this process has no token ({TOKEN_VARIABLE}): "
+                f"{reason}",
                 peer=peer,
             )
         case 404 | 410:
             served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
             return StepNotServedError(
-                f"the peer does not serve it: {reason}", served=served, is_past=response.status == 410, peer=peer
+                f"the peer does not serve the step: {reason}", served=served, is_past=response.status == 410, peer=peer
             )
         case 409:
             return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
         case 421:
-            # This side sends the peer's name as it was configured; another name was changed on the way.
-            refusal = PeerProtocolError(f"the peer does not have the name in its address: {reason}", peer=peer)
+            # This process sent the host name in the peer's address. If the peer saw another name, the request was
+            # damaged on the way.
+            refusal = PeerProtocolError(f"the peer does not accept the host name in its address: {reason}", peer=peer)
             return MessageDamagedError(refusal.message, refusal=refusal, peer=peer)
         case 501:
             return StateNotServedError(f"the peer cannot serve its state: {reason}", peer=peer)
@@ -96,7 +98,7 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
                 f"the peer is not ready: {reason}", retry_after_s=retry_after_s, after=after, peer=peer
             )
         case _:
-            return PeerProtocolError(f"unexpected answer {reason}", peer=peer)
+            return PeerProtocolError(f"unexpected response {reason}", peer=peer)
 
 
 def check_understood(
@@ -104,31 +106,34 @@ def check_understood(
 ) -> None:
     """Check that neither the request nor the head of its response was damaged on the way.
 
+    The peer sends a digest of both, computed from the request as the peer has read it.
+
     Args:
         request: The request as it was sent.
-        response: Its head.
-        refusal: The error that it stands for; ``None`` after a success.
-        peer: The peer that sent it.
+        response: The response to the request.
+        refusal: The error for the response; ``None`` for a success.
+        peer: The peer that sent the response.
 
     Raises:
-        MessageDamagedError: One of them was, as far as this side can tell.
+        MessageDamagedError: The digest shows damage, or a response that needs a digest has none.
     """
     announced = response.headers.get(EXCHANGE_DIGEST_HEADER)
     if announced == exchange_digest(request, response.status, response.headers):
         return
     if refusal is None:
-        # Only the digest shows that a response to a posted body belongs to it.
+        # A response to a GET request needs no digest; without a digest, a response to a POST request may be that to
+        # another body.
         if announced is None and request.body is None:
             return
     elif response.status != _REQUEST_TIMEOUT:
-        # A peer that refuses may not have read the body, unless that is what it could not read.
+        # A peer may refuse a request before it reads the body. A timeout means that it has tried to read the body.
         unread = dataclasses.replace(request, body=None)
         if announced == exchange_digest(unread, response.status, response.headers):
             return
-    said = f"; it answered: {refusal.message}" if refusal is not None else ""
+    answer = f"; its response is: {refusal.message}" if refusal is not None else ""
     raise MessageDamagedError(
-        f"expected an answer to {request.method} {request.target[:200]} as it was sent; the peer has read "
-        f"something else, or its answer was damaged{said}",
+        f"expected a response to {request.method} {request.target[:200]} as it was sent; the peer has read "
+        f"something else, or its response was damaged{answer}",
         refusal=refusal,
         peer=str(peer),
     )
@@ -142,39 +147,40 @@ def _text_of(response: HTTPResponse) -> str:
 
 
 def _seconds(text: str | None) -> float:
-    """Return the seconds of a ``Retry-After`` header, within reason; one second without a usable value."""
+    """Return the seconds of a ``Retry-After`` header, at most 999; one second without a usable value."""
     if text is not None and text.isascii() and text.isdigit() and len(text) <= 3:
         return float(text)
     return 1.0
 
 
 _MAX_VIEWS_PER_READ: Final = 512
-"""Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
+"""Less than IOV_MAX, which is 1024 on Linux (``man 2 readv``)."""
 _WAKE_BYTES: Final = 256 << 10
-"""Halves a receiver's wake-ups; with far more, the sender runs into a full window."""
+"""Bytes after which the kernel wakes a waiting read. This halves the receiver's wake-ups; with far more bytes, the
+sender would find the TCP window full."""
 _TICK_S: Final = 0.1
-"""Interval at which a waiting read checks the clock."""
+"""Interval at which a waiting read checks the deadline."""
 
 
 class BodyReader:
-    """Reads one body; made when the head of the response has arrived. Used by one thread.
+    """Reads the body of one response, after its head was read. For one thread at a time.
 
     Args:
-        timed: The socket.
-        peer: The responding peer.
+        sock: Socket of the connection.
+        peer: The peer that sends the response.
         timeouts: Deadlines and the minimum throughput.
-        length: Bytes of the body according to the head; 0 if the head has no length.
+        length: Length of the body according to the head; 0 if the head does not contain it.
 
     Attributes:
         ahead: Bytes of the body that were read together with the head.
-        num_bytes: Bytes of the body received so far.
+        num_bytes: Number of bytes of the body that were read so far.
     """
 
-    def __init__(self, timed: DeadlineSocket, *, peer: PeerAddress, timeouts: Timeouts, length: int) -> None:
+    def __init__(self, sock: DeadlineSocket, *, peer: PeerAddress, timeouts: Timeouts, length: int) -> None:
         self.ahead = b""
         self.num_bytes = 0
-        self._num_paced = 0
-        self._timed = timed
+        self._num_uncounted = 0
+        self._socket = sock
         self._peer = peer
         self._timeouts = timeouts
         self._length = length
@@ -186,18 +192,19 @@ class BodyReader:
 
         Raises:
             PeerUnreachableError: The body ended early.
-            TimeoutError: The body came too slowly, or the deadline passed.
+            TimeoutError: The bytes arrived too slowly, or the deadline passed.
             OSError: The connection broke.
         """
-        # The peer is not to blame for time that this side spent in between.
+        # The time since the last read does not count against the peer: this process did not read meanwhile.
         self._received_s = time.monotonic()
         if self.num_bytes:
             self._timeouts.note_progress()
-        # The bytes behind these views may take a while: a relay sends each chunk when it has it.
+        # The last bytes wake the read one by one, because more bytes may be slow to follow: a relay sends a chunk only
+        # when it has received the chunk.
         early, late = _split(views, sum(map(len, views)) - _WAKE_BYTES)
         for num_bytes, part in ((_WAKE_BYTES, early), (1, late)):
             for start in range(0, len(part), _MAX_VIEWS_PER_READ):
-                self._timed.wake_at(num_bytes)
+                self._socket.wake_at(num_bytes)
                 self._fill(list(part[start : start + _MAX_VIEWS_PER_READ]))
 
     def _fill(self, views: list[memoryview]) -> None:
@@ -212,14 +219,14 @@ class BodyReader:
                 break
             index += 1
         while index < len(views):
-            self._check_pace()
+            self._limit_read()
             try:
-                got = self._timed.receive_into(views[index:])
+                got = self._socket.receive_into(views[index:])
             except BlockingIOError:
                 continue
             if not got:
                 raise PeerUnreachableError(
-                    f"expected more of the body, the peer closed the connection after {self.num_bytes} bytes",
+                    f"expected more bytes of the body, but the peer closed the connection after {self.num_bytes} bytes",
                     peer=str(self._peer),
                 )
             self.num_bytes += got
@@ -233,29 +240,30 @@ class BodyReader:
                 got -= size
                 index += 1
 
-    def pace_anew(self) -> None:
-        """Restart the throughput measurement: fast bytes before do not excuse a trickle now."""
-        self._started_s, self._num_paced = time.monotonic(), self.num_bytes
+    def restart_throughput(self) -> None:
+        """Measure the throughput from now on, so that earlier bytes do not hide that later bytes are slow."""
+        self._started_s, self._num_uncounted = time.monotonic(), self.num_bytes
 
-    def _check_pace(self) -> None:
-        """Limit the next read to the deadline, the stall timeout and the minimum throughput."""
+    def _limit_read(self) -> None:
+        """Set the timeout of the next read from the deadline, the stall timeout and the minimum throughput."""
         timeouts = self._timeouts
+        counted = self.num_bytes - self._num_uncounted
         until_s = min(
             timeouts.end_s(),
             self._received_s + timeouts.stall_timeout_s,
-            self._started_s + timeouts.stall_timeout_s + (self.num_bytes - self._num_paced) / timeouts.min_bytes_per_s,
+            self._started_s + timeouts.stall_timeout_s + counted / timeouts.min_bytes_per_s,
         )
         remaining_s = until_s - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
         tick_s = min(_TICK_S, remaining_s)
         if tick_s != self._tick_s:
-            self._timed.block(tick_s)
+            self._socket.block(tick_s)
             self._tick_s = tick_s
 
 
 def _split(views: Sequence[memoryview], at: int) -> tuple[Sequence[memoryview], Sequence[memoryview]]:
-    """Split views after the first ``at`` bytes."""
+    """Split the bytes of views, in order, after the first ``at`` bytes."""
     if at <= 0:
         return (), views
     early: list[memoryview] = []
@@ -272,10 +280,10 @@ _answer_decoder: Final = msgspec.json.Decoder(ChallengeAnswer)
 
 
 class ClientSession:
-    """The client's side of the session of one connection. Used only by the connection's thread.
+    """The client's half of an authenticated session, which lasts as long as its connection. For one thread at a time.
 
     Args:
-        session: The session that both sides agreed upon.
+        session: The session, with the key on which client and server agreed.
     """
 
     def __init__(self, session: Session) -> None:
@@ -283,7 +291,7 @@ class ClientSession:
         self._number = 0
 
     def signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes | None) -> dict[str, str]:
-        """Return the headers of the next request, including those that authenticate it."""
+        """Return the headers of the next request, with the headers that authenticate the request added."""
         signed = dict(headers)
         if body is not None:
             signed[CONTENT_DIGEST_HEADER] = content_digest(body)
@@ -292,22 +300,22 @@ class ClientSession:
         return signed
 
     def is_proved(self, status: int, headers: HTTPMessage) -> bool:
-        """Whether the response to the last request is authentic."""
+        """Return whether the headers prove that the response to the last request is authentic."""
         return self._session.proves(headers.get(PROOF_HEADER), self._number, status, headers)
 
 
 def make_challenge(keys: Keys, address: str) -> Challenge:
-    """Return a challenge with a new nonce.
+    """Return a challenge with a new nonce, which the server must answer to prove that it knows the job token.
 
     Args:
         keys: The job's keys.
-        address: The address at which the server was reached; see `socket_address`.
+        address: Address at which the server was reached, in the form of `socket_address`.
     """
     return Challenge(tuple(key.key_id for key in keys.current()), secrets.token_hex(NONCE_BYTES), address)
 
 
 def begin_session(keys: Keys, challenge: Challenge, answer: bytes) -> ClientSession | None:
-    """Return the session of a connection; ``None`` if the answer proves nothing."""
+    """Return the session that the server's answer to ``challenge`` begins; ``None`` if the answer proves nothing."""
     try:
         decoded = _answer_decoder.decode(answer)
     except DECODE_ERRORS:

@@ -1,7 +1,7 @@
-"""Fetches the data of a snapshot from a source on the same host, straight out of the source's memory.
+"""Copies the data of a snapshot directly from the memory of a source on the same host.
 
-After any failure here, the caller fetches over HTTP, chunk by chunk; only the deadline and errors of the receiver's own
-code end a fetch.
+If a copy fails, the caller fetches the missing chunks over HTTP. Only the deadline and errors of the receiver's own
+callbacks end the fetch.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from ft_transport.wire.snapshot import Memory
 logger = logging.getLogger(__name__)
 
 _WAIT_S: Final = 5.0
-"""Timeout for a process of this host that only has to answer."""
+"""Timeout for the source to accept a connection and to send its memory's descriptor."""
 _MAX_TICKET_BYTES: Final = 4096
-_LOOK_S: Final = 1.0
-"""Timeout of the kernel's queue, if very many receivers connect to a source's socket."""
+_CONNECT_S: Final = 1.0
+"""Timeout of a connection to the source's socket, for which the kernel queues receivers."""
 _PIECE_BYTES: Final = 512 << 10
-"""A piece is digested while in the processor's nearest large cache; smaller pieces cost more overhead."""
+"""Bytes to copy before they are digested: few enough to stay in the processor's cache. Smaller pieces cost more
+overhead."""
 
 
 def is_on_this_host(source: Connection) -> bool:
-    """Whether a source is on this host and lends its snapshot's memory to this process.
+    """Return whether a source is on this host and lends its snapshot's memory to this process.
 
     Args:
-        source: The connection to the source over which the manifest came.
+        source: Connection to the source, after the request for the manifest.
     """
     if source.same_host is None:
         return False
     try:
-        LentMemory(source.same_host, timeout_s=_LOOK_S).close()
+        LentMemory(source.same_host, timeout_s=_CONNECT_S).close()
     except TransportError:
         return False
     return True
@@ -59,38 +60,40 @@ def fetch_from_memory(
 ) -> Sequence[int]:
     """Copy chunks from the source's memory, if the source is on this host.
 
+    Verifies each copied chunk if ``settings.verify`` is set and the manifest has digests. Otherwise the source confirms
+    that it did not change the memory during the copy.
+
     Args:
-        connection: The connection to the source over which the manifest came.
-        manifest: The snapshot's manifest.
+        connection: Connection to the source, after the request for the manifest.
+        manifest: Manifest of the snapshot.
         destination: Memory to fill.
         settings: Settings of the fetch.
         chunks: Chunks to copy, ascending.
-        num_threads: Threads that copy and digest.
+        num_threads: Number of threads that copy and digest.
 
     Returns:
-        The chunks that have yet to be fetched: all, some or none of them. Copied chunks are verified if the settings
-        ask for it and the manifest has digests; otherwise the source has confirmed that the snapshot was unchanged.
+        The chunks that were not copied, ascending.
 
     Raises:
         DeadlineExceededError: The deadline passed.
-        TransportError: The caller's ``on_progress`` failed.
+        TransportError: The caller's ``on_progress`` raised an error.
     """
     name = connection.same_host
     if name is None or not chunks:
         return chunks
     started_s = time.monotonic()
     try:
-        lent = _borrowed(name, connection, manifest, settings)
+        lent = _borrow(name, connection, manifest, settings)
     except TransportError as error:
-        # If the deadline passed, the fetch over HTTP reports it at once.
-        logger.debug("the memory of %s is not to be had on this host: %s", connection.peer, error)
+        # If the deadline passed, the fetch over HTTP reports that at once.
+        logger.debug("cannot use the memory of %s on this host: %s", connection.peer, error)
         return chunks
     with lent:
         copying = _Copying(lent, manifest, destination, settings, chunks, peer=str(connection.peer))
         copying.run(num_threads)
         left = copying.left()
     logger.info(
-        "step %d: %d of %d chunks came from the memory of %s on this host, in %.2f s",
+        "step %d: copied %d of %d chunks from the memory of %s on this host in %.2f s",
         manifest.step,
         len(chunks) - len(left),
         len(chunks),
@@ -100,9 +103,9 @@ def fetch_from_memory(
     return left
 
 
-def _borrowed(name: str, connection: Connection, manifest: Manifest, settings: FetchSettings) -> LentMemory:
+def _borrow(name: str, connection: Connection, manifest: Manifest, settings: FetchSettings) -> LentMemory:
     peer, timeouts = str(connection.peer), settings.timeouts
-    # Connects first: a source on another host gets no request.
+    # Connects first, which fails for a source on another host, so that such a source receives no request.
     lent = LentMemory(
         name, timeout_s=min(_WAIT_S, timeouts.remaining_s("asking for memory on this host", connection.peer))
     )
@@ -118,7 +121,8 @@ def _borrowed(name: str, connection: Connection, manifest: Manifest, settings: F
         ticket = decode_ticket(connection.read_body(response, max_bytes=_MAX_TICKET_BYTES), peer=peer)
         if ticket.data_bytes != manifest.data_bytes:
             raise PeerProtocolError(
-                f"expected memory of {manifest.data_bytes} bytes, the peer lends {ticket.data_bytes}", peer=peer
+                f"expected the peer to lend memory of {manifest.data_bytes} bytes, got {ticket.data_bytes} bytes",
+                peer=peer,
             )
         lent.borrow(ticket)
     except BaseException:
@@ -128,7 +132,7 @@ def _borrowed(name: str, connection: Connection, manifest: Manifest, settings: F
 
 
 class _Copying:
-    """The copying threads and their progress."""
+    """The threads that copy the chunks of one snapshot, and their progress."""
 
     def __init__(
         self,
@@ -156,7 +160,7 @@ class _Copying:
         self._error: BaseException | None = None
 
     def run(self, num_threads: int) -> None:
-        """Copy on this thread and others; return or raise when none of them writes any more."""
+        """Copy on this thread and on others; return or raise only when no thread writes any more."""
         run_on_threads(
             lambda _number: self._work(),
             min(num_threads, len(self._chunks)),
@@ -168,8 +172,8 @@ class _Copying:
             raise self._error
 
     def left(self) -> list[int]:
-        """Return the chunks that have not landed."""
-        # Without digests, bytes copied after the source reclaimed the memory may be of another snapshot.
+        """Return the chunks that were not copied."""
+        # If the source has reclaimed its memory, bytes that were copied without digests may be of another snapshot.
         if self._digests is None and not self._lent.was_held():
             return list(self._chunks)
         return [chunk for chunk in self._chunks if chunk not in self._landed]
@@ -204,13 +208,13 @@ class _Copying:
                     self._landed.add(chunk)
                     self._report(end - start)
             elif not self._lent.is_held():
-                # A newer snapshot replaces it: the fetch over HTTP reports that.
+                # The source has reclaimed its memory for a newer snapshot. The fetch over HTTP reports that.
                 self._is_over = True
 
     def _copy(self, chunk: int, start: int, end: int) -> bool:
-        """Copy a chunk; return whether the destination holds the chunk now."""
+        """Copy and verify a chunk; return whether that succeeded."""
         lent = self._lent
-        # With digests, a source that has exited does not matter: this process keeps its memory alive.
+        # With digests, the source may even have exited: this process keeps the memory allocated.
         if self._digests is None and not lent.is_held():
             return False
         views = [view for view in self._destination.buffers(start, end) if view]
@@ -225,12 +229,12 @@ class _Copying:
                     hasher.update(view)
                     start += len(view)
         except OSError as error:
-            logger.debug("chunk %d of the memory of %s cannot be read: %s", chunk, self._peer, error)
+            logger.debug("cannot read chunk %d from the memory of %s: %s", chunk, self._peer, error)
             return False
         return hasher.intdigest() == self._digests[chunk]
 
     def _report(self, num_bytes: int) -> None:
-        """Report ``num_bytes`` more landed bytes. Called under the lock."""
+        """Count ``num_bytes`` more copied bytes, and call the caller's ``on_progress``. Called under the lock."""
         self._done_bytes += num_bytes
         on_progress = self._settings.on_progress
         if on_progress is None:
@@ -250,7 +254,7 @@ class _Copying:
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the bytes in pieces of about `_PIECE_BYTES`: many small views, or a part of a large one."""
+    """Yield the bytes of the views in pieces of about `_PIECE_BYTES`, as parts of views or as several views."""
     piece: list[memoryview] = []
     piece_bytes = 0
     for view in views:

@@ -1,9 +1,8 @@
-"""Fetches planned reads of the data, many in a request, each byte into its final memory.
+"""Fetches slices or byte ranges of the data, many in one request, directly into the caller's memory.
 
-A receiver with another layout reads slices of several sources; one that has most of the data reads ranges of bytes.
-
-``wire.reshard``, ``wire.fetch`` and ``wire.read_work`` decide which source to ask for what; ``fetch_pool`` runs the
-threads.
+A receiver with another layout fetches slices from several sources. A receiver that has most of the data fetches byte
+ranges. ``wire.reshard``, ``wire.fetch`` and ``wire.read_work`` decide which source delivers which bytes; ``fetch_pool``
+runs the threads.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ from ft_transport.wire.snapshot import Memory, put
 logger = logging.getLogger(__name__)
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
-"""Smaller pieces are received together and copied: a separate piece of a read costs more than a copy."""
+"""Size below which pieces are received together and then copied: receiving a small piece by itself costs more time
+than a copy."""
 
 
 class Source(NamedTuple):
-    """A serving peer and its manifest."""
+    """A peer that serves a snapshot, and the manifest of the snapshot."""
 
     peer: PeerAddress
     manifest: Manifest
@@ -54,18 +54,20 @@ def fetch_slices(
     destination: Memory,
     settings: FetchSettings,
 ) -> None:
-    """Fetch ``wanted`` into ``destination``; return when every byte has landed, verified if the settings ask for it.
+    """Fetch the parts of a state that a receiver needs, from sources with another layout.
+
+    Returns when every byte was received, and verified if ``settings.verify`` is set.
 
     Args:
-        sources: Sources, all with the same step.
-        wanted: The needed parts, and the sources that have each.
-        destination: The receiver's data. After an error its content is undefined.
+        sources: Sources that serve the same step.
+        wanted: The needed parts, each with the sources that have it.
+        destination: Memory of the receiver's state. After an error, its content is undefined.
         settings: Settings of the fetch.
 
     Raises:
-        RestoreError: The sources lack a part of ``wanted``; nothing was fetched.
-        FetchFailedError: No source could deliver the rest; carries each failure.
-        DeadlineExceededError: The deadline passed first.
+        RestoreError: The sources lack a needed part; nothing was fetched.
+        FetchFailedError: No source could deliver the remaining parts; the error has the failure of each source.
+        DeadlineExceededError: The deadline passed.
     """
     manifests = [source.manifest for source in sources]
     names = [str(source.peer) for source in sources]
@@ -81,9 +83,20 @@ def fetch_slices(
 def fetch_ranges(
     source: Source, ranges: Iterable[tuple[int, int]], destination: Memory, settings: FetchSettings
 ) -> None:
-    """Fetch byte ranges of the data, half-open; bytes between them stay unchanged. Arguments as for `fetch_slices`.
+    """Fetch byte ranges of the data in few requests; all other bytes of the destination stay unchanged.
 
-    Adapters lie between the weights that they belong to: a request for each would cost more than its bytes.
+    Small changed tensors, such as adapters, lie between unchanged weights. A request for each of them would cost more
+    time than its bytes.
+
+    Args:
+        source: Source of the data.
+        ranges: The half-open ranges.
+        destination: Memory of the receiver's state. After an error, its content is undefined.
+        settings: Settings of the fetch.
+
+    Raises:
+        FetchFailedError: The source could not deliver the ranges.
+        DeadlineExceededError: The deadline passed.
     """
     wire = _SliceWire([source.manifest], RangeRead.slice, RangeRead.slice, destination, settings)
     _fetch([source], [RangeRead.of(ranges)], wire, settings)
@@ -109,38 +122,38 @@ def _fetch(
 
 
 class _SliceWire:
-    """Requests frames of slices; the response has each frame's digest after it.
+    """Requests frames of slices. In the response, each frame is followed by its digest.
 
     Args:
         manifests: The manifest of each source.
-        held: Returns the slice of a read at a source.
-        placed: Returns the slice of a read here.
-        destination: The receiver's data.
-        settings: Whether to verify the digests.
+        source_slice: Returns where a read's bytes are in the data of a source, which is given by its index.
+        destination_slice: Returns where a read's bytes belong in the receiver's data.
+        destination: Memory of the receiver's state.
+        settings: Settings of the fetch.
     """
 
     def __init__(
         self,
         manifests: Sequence[Manifest],
-        held: Callable[[Any, int], Slice],
-        placed: Callable[[Any], Slice],
+        source_slice: Callable[[Any, int], Slice],
+        destination_slice: Callable[[Any], Slice],
         destination: Memory,
         settings: FetchSettings,
     ) -> None:
         self._manifests = manifests
-        self._held = held
-        self._placed = placed
+        self._source_slice = source_slice
+        self._destination_slice = destination_slice
         self._destination = destination
         self._is_verified = settings.verify
 
     def receive(self, connection: Connection, request: Request[FrameOfReads]) -> Iterator[tuple[FrameOfReads, int]]:
-        """See ``http.client.fetch_pool.Wire``."""
+        """Send one request; yield each received frame with its number of bytes."""
         manifest = self._manifests[request.source]
-        frames = [joined([self._held(read, request.source) for read in frame]) for frame in request.units]
+        frames = [joined([self._source_slice(read, request.source) for read in frame]) for frame in request.units]
         response = _ask_for_frames(connection, manifest, frames)
         staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.units)))
-        for frame, asked in zip(request.units, frames, strict=True):
-            self._receive_frame(connection, manifest, frame, asked, staging)
+        for frame, requested in zip(request.units, frames, strict=True):
+            self._receive_frame(connection, manifest, frame, requested, staging)
             yield frame, sum(read.num_bytes for read in frame)
         connection.end_response(response)
 
@@ -149,14 +162,14 @@ class _SliceWire:
         connection: Connection,
         manifest: Manifest,
         frame: FrameOfReads,
-        asked: SliceFrame,
+        requested: SliceFrame,
         staging: memoryview,
     ) -> None:
         views: list[memoryview] = []
         staged: list[tuple[memoryview, Slice]] = []
         filled = 0
         run_start: int | None = None
-        for piece in joined([self._placed(read) for read in frame]):
+        for piece in joined([self._destination_slice(read) for read in frame]):
             if not piece.loops and piece.block_bytes >= _LEAST_DIRECT_BYTES:
                 views += self._destination.buffers(piece.start, piece.end)
                 run_start = None
@@ -166,25 +179,32 @@ class _SliceWire:
             if run_start is None:
                 run_start = filled
                 views.append(staging[run_start:end])
-            else:  # Adjacent staged pieces are received as one.
+            else:  # Receives adjacent staged pieces as one view.
                 views[-1] = staging[run_start:end]
             filled = end
-        what = f"a frame with parts of {frame[0].path}"
-        _receive_verified(connection, manifest, asked, views, is_verified=self._is_verified, what=what)
+        digest = bytearray(FRAME_DIGEST_BYTES)
+        connection.read_into([*views, memoryview(digest)])
+        if self._is_verified:
+            digester = manifest.digester
+            hasher = digester.hasher(frame_context(manifest.snapshot_id, requested) if digester.is_keyed else b"")
+            for view in views:
+                hasher.update(view)
+            expected, actual = int.from_bytes(digest, "big"), hasher.intdigest()
+            if actual != expected:
+                raise IntegrityError(
+                    f"a frame with parts of {frame[0].path} was damaged",
+                    chunk=None,
+                    expected=expected,
+                    actual=actual,
+                    peer=str(connection.peer),
+                    step=manifest.step,
+                )
         for data, piece in staged:
             put(data, self._destination, piece)
 
 
 def _ask_for_frames(connection: Connection, manifest: Manifest, frames: Sequence[SliceFrame]) -> HTTPResponse:
-    """Request frames of a source's snapshot.
-
-    Returns:
-        The response: receive each frame in turn, then call ``connection.end_response``.
-
-    Raises:
-        MessageDamagedError: The response's length differs from that of the frames.
-        PeerError: The source refuses, or cannot be reached.
-    """
+    """Request frames of a source's snapshot; return the response, whose body has the frames in this order."""
     response = connection.get(
         bound_path(SLICES_ROUTE, manifest.step, manifest.snapshot_id),
         headers={"Content-Type": "application/json"},
@@ -194,47 +214,7 @@ def _ask_for_frames(connection: Connection, manifest: Manifest, frames: Sequence
     )
     if response.length != answer_bytes(frames):
         raise MessageDamagedError(
-            f"expected an answer of {answer_bytes(frames)} bytes, got {response.length}", peer=str(connection.peer)
+            f"expected a response of {answer_bytes(frames)} bytes, got one of {response.length} bytes",
+            peer=str(connection.peer),
         )
     return response
-
-
-def _receive_verified(
-    connection: Connection,
-    manifest: Manifest,
-    frame: SliceFrame,
-    views: Sequence[memoryview],
-    *,
-    is_verified: bool,
-    what: str,
-) -> None:
-    """Receive the next frame of a response.
-
-    Args:
-        connection: The connection to the source.
-        manifest: The source's manifest.
-        frame: The frame as it was requested.
-        views: Memory for its bytes, in order.
-        is_verified: Whether to compare its digest.
-        what: Description of the frame, for errors.
-
-    Raises:
-        IntegrityError: The frame has another digest. Its bytes are in ``views`` already.
-    """
-    told = bytearray(FRAME_DIGEST_BYTES)
-    connection.read_into([*views, memoryview(told)])
-    if not is_verified:
-        return
-    hasher = manifest.digester.hasher(frame_context(manifest.snapshot_id, frame) if manifest.digester.is_keyed else b"")
-    for view in views:
-        hasher.update(view)
-    expected, actual = int.from_bytes(told, "big"), hasher.intdigest()
-    if actual != expected:
-        raise IntegrityError(
-            f"{what} was damaged",
-            chunk=None,
-            expected=expected,
-            actual=actual,
-            peer=str(connection.peer),
-            step=manifest.step,
-        )

@@ -96,7 +96,7 @@ def test_much_that_has_come_earns_the_rest_no_time_once_it_is_paced_anew(
     # At this rate all that has come is worth ten seconds, and the trickle below is too slow.
     body = reader_of(near, ahead=b"", stall_timeout_s=0.3, min_bytes_per_s=100.0)
     body.read_into([memoryview(bytearray(len(BODY)))])
-    body.pace_anew()
+    body.restart_throughput()
     stop = threading.Event()
 
     def trickle() -> None:
