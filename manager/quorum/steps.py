@@ -51,7 +51,7 @@ class StepReductions:
         number, parameter = self._parameter_of(current, tensor)
         is_first = not current.works
         if is_first:
-            self._state.scalers.look()
+            self._state.scalers.begin_step()
         self._state.scalers.refuse_unscaled([tensor], self._state.optimizers, is_first=is_first)
         name = f"parameter {number}" if number is not None else ""
         return self._reduce(current, parameter, tensor, Reduction(name, reduce_op))
@@ -60,7 +60,7 @@ class StepReductions:
         """Average all gradients over the replicas; see `Manager.average_gradients`."""
         gradients = [each.grad for _, each in parameters if each.grad is not None]
         self._structures.check_averaged(gradients)
-        self._state.scalers.look()
+        self._state.scalers.begin_step()
         self._state.scalers.refuse_unscaled(gradients, self._state.optimizers, is_first=False)
         # `end` fails the step if the count stays above 0: if a signal handler raises before the averages are stored.
         current.num_averaging += 1

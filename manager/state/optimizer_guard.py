@@ -1,9 +1,11 @@
-"""Makes optimizers take the state lock in each step, and release it whatever happens.
+"""Makes every optimizer step a write section of the state lock, which is closed even if the step fails.
 
-``Optimizer.step`` runs hooks before and after the update, but the later ones only if the update succeeds. So the hooks
-open and release a write section, and a guard around the instance's ``step`` cleans up when ``step`` fails: it closes
-every section that the thread has opened since ``step`` began, including a `StateLock.disallow` of another pre-step hook
-(torchft's LocalSGD or DiLoCo). Flags tell guarded LocalSGD and DiLoCo objects from unguarded ones.
+``Optimizer.step`` runs pre-step hooks, the update and post-step hooks, but the post-step hooks only if the update
+succeeds. A pre-step hook opens the section, and a post-step hook closes it. If the step fails, a wrapper around the
+instance's ``step`` closes every section that the thread has opened since ``step`` began. Such a section may be that of
+a `StateLock.disallow` in another pre-step hook (torchft's LocalSGD or DiLoCo).
+
+Flags on LocalSGD and DiLoCo objects of torchft show which of them are guarded (``manager.local_updates``).
 """
 
 from __future__ import annotations
@@ -24,43 +26,42 @@ from manager.state.lock import Section, StateLock
 
 
 class StepObserver:
-    """Receives the steps of attached optimizers, on the stepping thread. The methods here do nothing."""
+    """Interface for observers of attached optimizers. The stepping thread calls the methods, which do nothing here."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before the optimizer takes the lock; may raise to refuse the step."""
+        """Called before the optimizer opens its write section. An error here prevents the step."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Called after a successful update, inside the section. If it raises, ``step()`` raises the same error."""
+        """Called after a successful update, inside the write section. ``step()`` passes on an error from here."""
 
     def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """Called after an error inside the section: the update may be partial."""
+        """Called after an error inside the write section. The update may be incomplete."""
 
     def other_gradients(self, optimizer: Optimizer) -> None:
-        """Called after a step whose closure changed the gradients."""
+        """Called after a step whose closure changed the gradients, so that they are no longer the averaged ones."""
 
 
 class OptimizerAttachment:
-    """The optimizers of one `attach_optimizers` call; `remove`, or the end of a ``with`` block, detaches them."""
+    """The optimizers of one `attach_optimizers` call. `remove`, or the end of a ``with`` block, detaches them."""
 
     def __init__(self, lock: StateLock, guards: list[_Guard]) -> None:
-        """Private to `attach_optimizers`."""
         self._lock = lock
         self._guards = guards
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers of this attachment; none after `remove`."""
+        """The attached optimizers; empty after `remove`."""
         return tuple(guard.optimizer for guard in self._guards)
 
     def remove(self) -> None:
-        """Detach all optimizers; a second call does nothing.
+        """Detach all optimizers; a second call does nothing. After an error, they stay attached.
 
-        A present reader relies on the attachment, so this waits for readers, and for another thread's step.
+        Waits for readers of the state, who rely on the attachment, and for a step on another thread.
 
         Raises:
-            ManagerError: A hook or closure called this inside a step of one of the optimizers; they stay attached.
-            LockTimeoutError: Other threads held the lock until the deadline; the optimizers stay attached.
-            LockOrderError: This thread holds the lock for reading; the optimizers stay attached.
+            ManagerError: A hook or closure called this inside a step of one of the optimizers.
+            LockTimeoutError: Other threads held the lock until the deadline.
+            LockOrderError: The calling thread has an open read section.
         """
         for guard in self._guards:
             guard.refuse_inside_step()
@@ -71,13 +72,11 @@ class OptimizerAttachment:
             self._guards.pop()
 
     def __enter__(self) -> OptimizerAttachment:
-        """Return itself."""
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Detach all optimizers."""
         self.remove()
 
 
@@ -86,29 +85,29 @@ def attach_optimizers(
 ) -> OptimizerAttachment:
     """Make every ``step()`` of the optimizers a write section of the lock.
 
-    An optimizer may be attached several times (its sections nest), before or after the construction of a learning rate
-    scheduler for it. It stays picklable and copyable; copies are not attached.
+    An optimizer may be attached several times: its sections nest. It may be attached before or after the construction
+    of a learning rate scheduler for it. It can be pickled and copied; copies are not attached.
 
     Args:
-        lock: The lock around the state; its default deadline applies, and ``step()`` raises its errors.
-        optimizers: The optimizers; the attachment refers to them until they are detached.
-        observer: Receives the steps; by default nobody does.
+        lock: The lock around the state. ``step()`` waits up to the lock's default deadline, and raises its errors.
+        optimizers: The optimizers to attach.
+        observer: Object whose methods are called around each step, if any.
 
     Returns:
-        The attachment. The optimizers stay attached without a reference to it.
+        The attachment. The optimizers stay attached even without a reference to the attachment.
 
     Raises:
-        TypeError: An object in ``optimizers`` is no optimizer; none of them is attached then.
+        TypeError: An object in ``optimizers`` is no optimizer. No optimizer is attached then.
     """
     attached = list(optimizers)
     for optimizer in attached:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected torch optimizers to attach, got {type(optimizer).__name__}")
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # torchft's OptimizerWrapper has an optimizer's methods and nothing else of it.
+            # torchft's OptimizerWrapper has the methods of an optimizer, but not the attributes.
             raise TypeError(
-                f"expected optimizers that run step hooks, got {type(optimizer).__name__}, which does not; attach the "
-                "optimizer inside it, before or after it is wrapped: manager.attach(wrapper.optim)"
+                f"expected optimizers that run step hooks, got {type(optimizer).__name__}, which runs none; attach the "
+                "optimizer inside that wrapper, before or after wrapping it: manager.attach(wrapper.optim)"
             )
     return OptimizerAttachment(lock, [_Guard(lock, optimizer, observer or StepObserver()) for optimizer in attached])
 
@@ -134,17 +133,17 @@ class _Guard:
             optimizer.register_step_pre_hook(self._open_section),
             optimizer.register_step_post_hook(self._close_section),
         ]
-        # The instance's ``step`` of a scheduler or an earlier attachment; None if the class's own applies.
+        # The ``step`` that a scheduler or an earlier attachment has set on the instance; ``None`` without one.
         self._previous: Callable[..., Any] | None = vars(optimizer).get("step")
         self._method = self._wrap_step(optimizer)
         vars(optimizer)["step"] = self._method
 
     def refuse_inside_step(self) -> None:
         if self._per_thread.num_inside or self._per_thread.sections:
-            # This would remove the hook that releases the lock, and readers would wait for ever.
+            # Without its post-step hook, the step would not release the lock, and readers would wait for ever.
             raise ManagerError(
-                f"expected the optimizers to be detached between two steps, got remove() inside {self._what}, from a "
-                "hook or closure; call remove() when step() has returned"
+                f"expected remove() to be called between two steps, but a hook or closure called it inside "
+                f"{self._what}; call remove() after step() has returned"
             )
 
     def remove(self) -> None:
@@ -152,7 +151,7 @@ class _Guard:
             hook.remove()
         self._is_removed = True
         attributes = vars(self.optimizer)
-        # If other code has wrapped the guard meanwhile, the guard stays and only passes calls on.
+        # If other code has wrapped this guard's ``step`` since, that ``step`` stays and only passes calls on.
         if attributes.get("step") is self._method:
             if self._previous is None:
                 del attributes["step"]
@@ -160,7 +159,7 @@ class _Guard:
                 attributes["step"] = self._previous
 
     def _wrap_step(self, optimizer: Optimizer) -> MethodType:
-        """Return a bound method: schedulers read ``step.__func__`` and leave a mark on it."""
+        """Return the guarded ``step``, as a bound method: schedulers set a mark on ``step.__func__``."""
         inner = self._previous if self._previous is not None else type(optimizer).step
 
         @functools.wraps(getattr(inner, "__func__", inner))
@@ -185,7 +184,7 @@ class _Guard:
                 try:
                     lock.close_sections_opened_since(mark)
                 except BaseException:
-                    # Another exception of a handler; sections that are closed already are skipped.
+                    # A signal handler raised during the first try. This one skips sections that are closed already.
                     lock.close_sections_opened_since(mark)
                     raise
                 finally:
@@ -207,7 +206,7 @@ class _Guard:
         self._per_thread.num_begun += 1
 
     def _close_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
-        # If the optimizer's ``step`` calls its superclass's ``step``, torch runs the hooks for both.
+        # If the optimizer's ``step`` calls its superclass's ``step``, torch runs the hooks twice, nested.
         if len(self._per_thread.sections) == 1:
             self._observer.stepped(optimizer)
         self._per_thread.sections.pop().release()
@@ -238,19 +237,22 @@ _SELDOM_FLAG: Final = "_ft_transport_steps_seldom"
 
 
 def flag_seldom(optimizers: Iterable[Optimizer]) -> None:
-    """Flag optimizers that step only at rare synchronisations: their tensors stay unchanged in between."""
+    """Flag optimizers that step only at rare synchronizations, and whose tensors do not change in between."""
     for optimizer in optimizers:
         setattr(optimizer, _SELDOM_FLAG, True)
 
 
 def often_stepping(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that step in every training step."""
+    """Return the optimizers without the flag of `flag_seldom`, which step in every training step."""
     return [optimizer for optimizer in optimizers if not hasattr(optimizer, _SELDOM_FLAG)]
 
 
 def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield torchft's LocalSGD and DiLoCo objects that count the optimizer's steps, which need not follow commits."""
-    # A wrapper may be an optimizer by its class alone.
+    """Yield the LocalSGD and DiLoCo objects of torchft that count the optimizer's steps.
+
+    Such an optimizer steps more often than the replica commits.
+    """
+    # A wrapper may have the class of an optimizer, but not its attributes.
     for hook in getattr(optimizer, "_optimizer_step_post_hooks", {}).values():
         owner = getattr(hook, "__self__", None)
         if type(owner).__module__ == _LOCAL_UPDATES:
@@ -258,7 +260,7 @@ def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def warn_of_unguarded(optimizers: Iterable[Optimizer]) -> None:
-    """Warn once of each LocalSGD or DiLoCo of torchft that steps an attached optimizer without a guard."""
+    """Warn once about each LocalSGD or DiLoCo object of torchft that counts an optimizer's steps and is not guarded."""
     for optimizer in optimizers:
         for owner in local_updates_of(optimizer):
             if hasattr(owner, GUARD_FLAG):
@@ -270,4 +272,4 @@ def warn_of_unguarded(optimizers: Iterable[Optimizer]) -> None:
                 kind,
                 "guard_local_sgd" if kind == "LocalSGD" else "guard_diloco",
             )
-            setattr(owner, GUARD_FLAG, "none, and that has been said")
+            setattr(owner, GUARD_FLAG, "not guarded, and a warning was logged")

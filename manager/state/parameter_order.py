@@ -1,8 +1,8 @@
-"""The order of an optimizer's parameters: states travel by position, so a receiver takes over the sender's order.
+"""Puts the parameters of a receiver's optimizers into the sender's order, because states refer to them by position.
 
-A received optimizer state refers to parameters by position. If the parameters of each group have the same names on both
-sides, the receiver arranges its groups in the sender's order, so that each state reaches the right parameter. Other
-states are refused, with names. The order of the groups stays: a training loop addresses groups by number.
+If the parameters of each group have the same names on both sides, the receiver reorders its groups, so that each state
+reaches the right parameter. If the names differ, the state is refused with an error that lists them. The order of the
+groups themselves never changes, because a training loop refers to groups by number.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ logger = logging.getLogger(__name__)
 USER_KEY: Final = "user"
 MANAGER_KEY: Final = "manager"
 NAMES_KEY: Final = "parameter_names"
-"""Key of the result of `parameter_names` in the manager's part of a state."""
+"""Key, in the manager's part of a state, of the names of optimizers' parameters (`parameter_names`)."""
 _FOUND: Final = " (found)"
-"""Suffix of keys whose names do not come from registered modules; such names count only if both sides have them."""
+"""Suffix of a key whose names come from unregistered modules. Such names count only if both sides have the same."""
 _PARAM_NAMES: Final = "param_names"
-"""Torch's key for names in the groups of an optimizer made from ``named_parameters()``."""
+"""torch's key for the names in a parameter group, if the optimizer was made from ``named_parameters()``."""
 _WRAPPERS: Final = re.compile(r"\b(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
-"""Activation checkpointing, FSDP and ``torch.compile`` insert these into parameter names, but not into state dicts."""
+"""Parts that activation checkpointing, FSDP and ``torch.compile`` add to parameters' names, but not in state dicts."""
 _MAX_DEPTH: Final = 4
 
 Groups: TypeAlias = Sequence[Sequence[str]]
-"""The names of an optimizer's parameters by group; an empty str for a parameter without a name."""
+"""The names of an optimizer's parameters, by group. A parameter without a name has an empty str."""
 
 
 class OrderTakenOverError(RegistryError):
-    """The receiver has reordered its own parameters, so its plan for receiving is void.
+    """The receiver has reordered its parameters, so it must plan the transfer again.
 
-    Raised and caught inside the package, before the first byte arrives.
+    The package raises and catches this error, before the first byte arrives.
     """
 
 
 TAKEN_OVER: Final = "the parameters of optimizers have been arranged in the order of the received state"
-"""Start of the message of an `OrderTakenOverError`. Ranks exchange errors as text."""
+"""Start of the message of an `OrderTakenOverError`, by which other ranks recognize it: they exchange errors as text."""
 
 
 def parameter_names(registry: StateRegistry) -> dict[str, list[list[str]]]:
-    """Return the names that registered modules give to the parameters of each registered optimizer, by group.
+    """Return the names that the parameters of each registered optimizer have in registered modules.
 
     Returns:
-        Names by key, in the optimizer's order; an empty str for a parameter that no registered module has. Optimizers
-        without any name are left out.
+        The names by key of the optimizer, group and position; an empty str for a parameter that no registered module
+        has. Optimizers of which no parameter has a name are left out.
     """
     return _names_of(registry.holders(torch.nn.Module).items(), registry.holders(Optimizer))
 
@@ -63,12 +63,12 @@ def parameter_names(registry: StateRegistry) -> dict[str, list[list[str]]]:
 def _names_of(
     modules: Iterable[tuple[str, torch.nn.Module]], optimizers: Mapping[str, Optimizer]
 ) -> dict[str, list[list[str]]]:
-    """See `parameter_names`; each module comes with the key that prefixes its names."""
+    """Return the result of `parameter_names` for these modules, each with the prefix of its names, and optimizers."""
     names: dict[int, str] = {}
     for key, module in modules:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             full_name = f"{key}.{without_wrappers(name)}"
-            # A shared parameter gets the first of its names in the alphabet: the order of submodules may differ.
+            # A shared parameter gets its alphabetically first name: replicas may differ in the order of submodules.
             names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
     named = {
         key: [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
@@ -78,12 +78,12 @@ def _names_of(
 
 
 def without_wrappers(name: str) -> str:
-    """Return a parameter's name as state dicts have it."""
+    """Return a parameter's name as in state dicts, without the parts that wrappers have added."""
     return _WRAPPERS.sub("", name)
 
 
 def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:
-    """Return the manager's own part of a replica's state: counters, and names of optimizers' parameters."""
+    """Return the manager's own part of a replica's state: the counters, and the names of optimizers' parameters."""
     named = parameter_names(registry)
     _, found = _found_names(registry, named)
     names = {**named, **{f"{key}{_FOUND}": groups for key, groups in found.items()}}
@@ -91,7 +91,7 @@ def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[st
 
 
 def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
-    """Return the names of parameters in a received manager's part; malformed entries are left out."""
+    """Return the names of parameters in the manager's part of a received state, without malformed entries."""
     names = part.get(NAMES_KEY)
     if not isinstance(names, Mapping):
         return {}
@@ -103,7 +103,7 @@ def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
 
 
 def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Groups]:
-    """Return the names of parameters in an incoming state, or the ``param_names`` of its groups."""
+    """Return the names of parameters in an incoming state, with the ``param_names`` of its groups as a substitute."""
     path = (MANAGER_KEY, NAMES_KEY)
     names: dict[str, Groups] = {
         key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
@@ -117,22 +117,22 @@ def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Gro
 
 
 def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> tuple[str, ...]:
-    """Arrange the parameters of registered optimizers in the order of a state's sender.
+    """Put the parameters of registered optimizers into the order of a state's sender.
 
-    The caller holds the write lock. Either all optimizers are arranged or none.
+    The caller holds the write lock. After an error, no optimizer has changed.
 
-    Names from registered modules decide. Other names may come from a wrapper, or say nothing about the order (torch
-    replaces ``param_names`` by the sender's), so they count only if both sides have the same ones.
+    The order follows the names in registered modules. Other names are less reliable: they may come from a wrapper, or
+    may not show the order (torch replaces ``param_names`` by the sender's). They count only if both sides have them.
 
     Args:
         registry: The objects registered here.
-        received: The sender's names, by key. Parameters with a name on only one side are not compared.
+        received: The sender's names, by key of the optimizer. A parameter with a name on only one side is not compared.
 
     Returns:
-        The keys of the rearranged optimizers.
+        The keys of the optimizers that have another order now.
 
     Raises:
-        RegistryError: An order differs and cannot be taken over. Nothing has changed.
+        RegistryError: An optimizer cannot take over the sender's order.
     """
     named, registered = parameter_names(registry), registry.holders(Optimizer)
     loaded, found = _found_names(registry, named)
@@ -150,8 +150,8 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
         hindrance = _hindrance(optimizer, mine, theirs)
         if hindrance and key not in registered:
             logger.warning(
-                "the parameters of the optimizer that %r loads stand in another order than in the state that is "
-                "received, and may get the states of others unless the function maps them by name: %s",
+                "the parameters of the optimizer that %r loads are not in the order of the received state; unless the "
+                "load function maps states by name, parameters may get the states of other parameters: %s",
                 key,
                 hindrance,
             )
@@ -160,9 +160,9 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
             group, position = at
             ours, others = mine[group][position:], theirs[group][position:]
             raise RegistryError(
-                f"expected the parameters of the optimizer {key!r} in the same order; from position {position} of "
-                f"group {group} on they are {listed(ours)} here and {listed(others)} there, and this replica "
-                f"cannot take over that order: {hindrance}; give the optimizers of all replicas their parameters in "
+                f"expected the parameters of the optimizer {key!r} in the sender's order; from position {position} of "
+                f"group {group} on, they are {listed(ours)} here and {listed(others)} at the sender, and this replica "
+                f"cannot take over that order: {hindrance}; pass the parameters to the optimizers of all replicas in "
                 "one order, for example sorted by name; nothing was received",
                 keys=(key,),
             )
@@ -172,21 +172,21 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
             arranged.append((params, [positions[name] for name in others]))
     for group_of_parameters, order in arranged:
         for each in (group_of_parameters["params"], group_of_parameters.get(_PARAM_NAMES)):
-            # In place: torch, schedulers and the training loop may refer to the list.
+            # In place, because torch, schedulers and the training loop may refer to the list.
             if each is not None:
                 each[:] = [each[position] for position in order]
     if changed:
         registry.num_changes += 1
         logger.warning(
-            "the parameters of %s stood in another order than in the state that is received; they have been arranged "
-            "in its order, by name",
+            "the parameters of %s were in another order than in the received state; they have been put into the order "
+            "of that state, by name",
             ", ".join(map(repr, changed)),
         )
     return tuple(changed)
 
 
 def orders_of(registry: StateRegistry) -> Iterator[tuple[str, Groups, bool]]:
-    """Yield each registered optimizer's key, the names of its parameters, and whether their order may change."""
+    """Yield, for each registered optimizer: its key, the names of its parameters, and whether it can reorder them."""
     names = parameter_names(registry)
     for key, optimizer in registry.holders(Optimizer).items():
         groups = names.get(key, ())
@@ -198,17 +198,17 @@ def _param_names(optimizer: Optimizer) -> Groups:
 
 
 def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[str, Optimizer], dict[str, Groups]]:
-    """Find optimizers that a user's own load functions refer to, and names from modules that these functions refer to.
+    """Find the optimizers and modules to which a user's own load functions refer, and names of parameters in them.
 
-    The function of another replica may refer to other modules.
+    Another replica may find other names, if its functions refer to other modules.
 
     Args:
         registry: The registered states.
-        named: Keys of optimizers that have names already.
+        named: Keys of the optimizers whose parameters have names in registered modules.
 
     Returns:
-        Optimizers by key, of functions that refer to exactly one; names for them and for registered optimizers without
-        names.
+        Two dicts by key: the optimizer of each function that refers to exactly one; and the names of parameters for
+        these optimizers and for registered optimizers that are not in ``named``.
     """
     modules: list[tuple[str, torch.nn.Module]] = []
     loaded: dict[str, Optimizer] = {}
@@ -229,7 +229,7 @@ def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[
 
 
 def _same_names(mine: Sequence[Groups], theirs: Sequence[Groups]) -> tuple[Groups, Groups]:
-    """Return the first pair of groups with the same names in any order; empty groups without such a pair."""
+    """Return the first pair of own and received names that are equal but for their order; empty if no pair is."""
     for own, others in product(mine, theirs):
         names = sorted(chain.from_iterable(own))
         if names and names == sorted(chain.from_iterable(others)):
@@ -238,6 +238,7 @@ def _same_names(mine: Sequence[Groups], theirs: Sequence[Groups]) -> tuple[Group
 
 
 def _first_difference(mine: Groups, theirs: Groups) -> tuple[int, int] | None:
+    """Return group and position of the first parameter whose names differ; ``None`` if all are equal."""
     for group, names in enumerate(zip(mine, theirs, strict=False)):
         for position, (ours, other) in enumerate(zip(*names, strict=False)):
             if ours != other and ours and other:
@@ -252,20 +253,20 @@ def _hindrance(optimizer: Optimizer, mine: Groups, theirs: Groups) -> str:
         return f"{name} does not save and load its state as torch's optimizers do"
     parts = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")]
     if not all(isinstance(key, torch.Tensor) for key in optimizer.state) or not _is_plain(parts, _MAX_DEPTH):
-        return f"{name} may hold an order of parameters of its own"
+        return f"{name} may store an order of parameters in its other attributes"
     if len(mine) != len(theirs):
-        return f"there are {len(mine)} groups here and {len(theirs)} there"
+        return f"the optimizer has {len(mine)} groups here and {len(theirs)} at the sender"
     for number, (ours, others) in enumerate(zip(mine, theirs, strict=True)):
         alone, missing = [sorted(set(one) - set(two)) for one, two in ((ours, others), (others, ours))]
         if alone or missing:
-            return f"group {number} has {listed(alone)} here alone and {listed(missing)} there alone"
+            return f"group {number} has {listed(alone)} only here and {listed(missing)} only at the sender"
         if not len(set(ours)) == len(ours) == len(others) or "" in ours:
-            return f"group {number} has parameters without a name, or two of one name"
+            return f"group {number} has parameters without a name, or two parameters with the same name"
     return ""
 
 
 def _is_plain(value: object, depth: int) -> bool:
-    """Return whether an optimizer's attribute cannot refer to its parameters. Hooks might, and are not examined."""
+    """Return whether a value in an optimizer's attributes cannot refer to parameters. Hooks are not examined."""
     match value:
         case None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.device():
             return True

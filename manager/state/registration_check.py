@@ -1,10 +1,10 @@
-"""Checks that all trained state is registered, that snapshots can hold it, and that gradients did not overflow.
+"""Checks that all trained state is registered and can be encoded, and that loops average gradients before unscaling.
 
-Otherwise replicas would train with different parameters, or fail hours later when one of them needs the state.
+Without these checks, replicas would train with different parameters, or fail hours later when a newcomer needs a state.
 
-A scaler looks for infinities while it unscales, and skips a step if it finds one. In averaged gradients the scalers of
-all replicas find the same. If a loop unscales gradients before it averages them, an overflow on one replica becomes an
-infinity on all of them, but only that replica's scaler has seen it: the others step, and their weights become NaN.
+A gradient scaler detects infinities while it unscales gradients, and skips the step if it finds one. If gradients are
+averaged first, all replicas' scalers find the same. If a loop unscales first, an overflow on one replica puts
+infinities into all replicas' averages, but only that replica's scaler skips the step; the others' weights become NaN.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ T = TypeVar("T")
 
 _SCALER_MODULE: Final = GradScaler.__module__
 PLAIN: Final = (nn.Module, Optimizer, LRScheduler, GradScaler)
-"""Classes whose state dicts have a known form."""
+"""Classes of registered objects whose state dicts have a known form."""
 
 
 class EncodingCheck:
-    """Finds leaves of the registered states that no snapshot can hold, before the first request for one.
-
-    For the training thread, at a step boundary.
+    """Detects values in registered states that snapshots cannot encode, before the first snapshot is requested.
 
     Args:
         registry: The registered states.
         optimizers: Returns the attached optimizers.
-        scopes: The scopes that are served or saved.
+        scopes: The scopes that are served to other replicas or saved.
     """
 
     def __init__(
@@ -59,17 +57,17 @@ class EncodingCheck:
         self._num_boundaries = 0
 
     def check(self) -> None:
-        """Check the states in the first two boundaries, after each registration, and when an optimizer's state grows.
+        """Check the states at the first two boundaries, after a registration, and when an optimizer's state has grown.
 
-        Tensors are checked from the second boundary on: the first step may allocate their memory. Raises a
-        ``RegistryError`` that names the path of a leaf without an encoding.
+        Called on the training thread at each step boundary. Tensors are checked from the second boundary on, because
+        the first step may allocate their memory. Raises a ``RegistryError`` that names the path of the value.
         """
         self._num_boundaries += 1
         optimizers = self._optimizers()
         signature = (
             min(self._num_boundaries, 2),
             self._registry.num_changes,
-            # If states appear one by one, a check at each doubling keeps the sum at twice the last check.
+            # The bit length changes at each doubling, so states that appear one by one cause only a few checks.
             *(number for each in optimizers for number in (id(each), len(each.state).bit_length())),
         )
         if signature == self._checked:
@@ -82,7 +80,7 @@ class EncodingCheck:
         try:
             state = self._registry.call(entry)
         except RegistryError as error:
-            logger.debug("the state of %r cannot be looked at: %s", entry.key, error)
+            logger.debug("the state of %r cannot be checked: %s", entry.key, error)
             return
         try:
             check_encodable(state, with_tensors=with_tensors)
@@ -96,17 +94,17 @@ class EncodingCheck:
 
 
 def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers, parameters and schedulers that no registered state contains.
+    """Raise an error if an optimizer, parameter or scheduler takes part in training and is in no registered state.
 
-    This covers attached and registered optimizers, other optimizers of parameters of a registered module that none of
-    these has, and schedulers that have marked one of these. The search through all objects of the process (0.1 s for
-    300,000) runs only if one of them seems to be missing.
+    Checked are attached and registered optimizers and their parameters, optimizers that train other parameters of
+    registered modules, and the schedulers of all these optimizers. If one seems to be missing, all objects of the
+    process are searched for it, which takes 0.1 s for 300,000 objects.
 
-    A user's own state functions may return copies, or an optimizer's state in another form. If there are any, a missing
-    part causes a warning instead.
+    A user's own state function may return the missing part as a copy, or in another form. If such a function is
+    registered, this only logs a warning.
 
     Raises:
-        RegistryError: Nothing is registered, or a trained part is not; the message names it.
+        RegistryError: Nothing is registered; or a part that is trained is missing, which the message names.
     """
     entries = registry.entries("replicated")
     if not entries:
@@ -118,7 +116,7 @@ def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -
     try:
         state = {**registry.state_dict("local"), **registry.state_dict("replicated")}
     except RegistryError as error:
-        logger.debug("what is registered cannot be compared with what is trained: %s", error)
+        logger.debug("the registered state cannot be compared with the trained objects: %s", error)
         return
     known = {**dict.fromkeys(registered, "registered"), **dict.fromkeys(optimizers, "attached")}
     refuse_unregistered(
@@ -133,21 +131,21 @@ def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -
 
 
 def check_averaged(registry: StateRegistry, optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse reduced tensors that are gradients of parameters neither registered nor an attached optimizer's.
+    """Raise an error if a reduced tensor is the gradient of a parameter that is neither registered nor attached.
 
-    The search for such parameters runs only if a tensor is not the gradient of a known parameter.
+    The search for such a parameter runs only if a tensor is not the gradient of a known parameter.
 
     Raises:
-        RegistryError: The message names the shapes of the parameters.
+        RegistryError: Such parameters exist; the message has their shapes.
     """
     known = {id(each.grad) for each in [*registry.parameters(), *parameters_of(optimizers)]}
     unknown = {id(each): each.shape for each in tensors if id(each) not in known}
     if not unknown:
         return
-    # Another thread may run backward, and reading a gradient that it replaces may crash the process: so this reads
-    # parameters of these shapes alone, and none that another replica in this process has registered.
+    # If another thread runs ``backward``, reading a gradient that it replaces may crash the process. So this reads
+    # only the gradients of parameters with these shapes, and none that another replica in this process has registered.
     others = {id(parameter) for other in _living(StateRegistry) for parameter in other.parameters()}
-    # Leaves only: other tensors warn when their gradient is read.
+    # Only leaves, because torch warns when the gradient of another tensor is read.
     leaves = (each for each in _living(torch.Tensor) if each.requires_grad and each.is_leaf and id(each) not in others)
     candidates = (each for each in leaves if _has_shape_of(each, unknown.values()))
     parameters = {id(each.grad): each for each in candidates if id(each.grad) in unknown}
@@ -159,21 +157,21 @@ def check_averaged(registry: StateRegistry, optimizers: Sequence[Optimizer], ten
 
 
 def refuse_unregistered(registry: StateRegistry, missing: Sequence[str]) -> None:
-    """Raise an error for missing parts, or warn if a registered function may return them.
+    """Raise an error for parts that are trained and not registered; only warn if a registered function may return them.
 
     Raises:
-        RegistryError: A part is missing, and no registered object can contain it.
+        RegistryError: A part is missing, and no registered object can contain that part.
     """
     if not missing:
         return
     entries = registry.entries("replicated")
     message = (
-        f"expected everything that takes part in training to be registered, and this is not: "
+        f"expected everything that takes part in training to be registered, but this is not: "
         f"{listed(missing, '; ')}; without manager.register(key, object) replicas train on with different values"
     )
     if all(isinstance(entry.holder, PLAIN) for entry in entries):
         raise RegistryError(message, keys=tuple(entry.key for entry in entries))
-    logger.warning("%s (a registered function may return it as a copy)", message)
+    logger.warning("%s (ignore this if a registered function returns it as a copy)", message)
 
 
 def _missing_optimizers(
@@ -181,7 +179,7 @@ def _missing_optimizers(
 ) -> Iterator[str]:
     registered = {id(entry.holder) for entry in registry.entries()}
     attached = {id(optimizer) for optimizer in optimizers}
-    # The state of a user's own function or of a wrapper may contain an optimizer's state.
+    # The result of a user's own function, or a wrapper's state, may contain the optimizer's state.
     others = [state[entry.key] for entry in registry.entries() if id(entry.holder) not in attached]
     nested = [len(groups) for groups in _parameter_groups_in(others)]
     for index, optimizer in enumerate(dict.fromkeys(optimizers)):
@@ -190,7 +188,7 @@ def _missing_optimizers(
 
 
 def _mappings_in(value: object) -> Iterator[Mapping[str, object]]:
-    """Yield a state and the mappings nested in it."""
+    """Yield the mappings nested in a state, and the state itself if it is a mapping."""
     if isinstance(value, Mapping):
         yield value
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
@@ -214,7 +212,7 @@ def _missing_parameters(state: Mapping[str, object], optimizers: Mapping[Optimiz
 def _forgotten_optimizers(
     registry: StateRegistry, state: Mapping[str, object], known: Mapping[Optimizer, str]
 ) -> Iterator[str]:
-    """Yield optimizers of registered modules' parameters that are neither attached nor registered."""
+    """Describe the optimizers that train registered modules' parameters and are neither attached nor registered."""
     local = registry.holders(Optimizer, "local").values()
     stepped = {id(parameter) for parameter in parameters_of([*known, *local, *_wrapped(registry, Optimizer)])}
     unstepped = {
@@ -228,16 +226,19 @@ def _forgotten_optimizers(
     for optimizer in _living(Optimizer):
         groups = getattr(optimizer, "param_groups", ())
         keys = [unstepped[id(each)] for group in groups for each in group["params"] if id(each) in unstepped]
-        # Between two synchronisations of LocalSGD or DiLoCo each replica has its own momentum.
+        # An inner optimizer of LocalSGD or DiLoCo need not be registered: its state differs between replicas.
         if keys and not any(local_updates_of(optimizer)):
-            what = f"an optimizer of {len(keys)} parameters of {keys[0]!r} (drop it if it is not used)"
+            what = f"an optimizer of {len(keys)} parameters of {keys[0]!r} (delete it if it is not used)"
             yield f"{type(optimizer).__name__}, {what}"
 
 
 def _forgotten_schedulers(
     registry: StateRegistry, state: Mapping[str, object], known: Mapping[Optimizer, str]
 ) -> Iterator[str]:
-    """Yield unregistered schedulers of these optimizers. Schedulers mark ``step`` and add ``initial_lr`` to groups."""
+    """Describe the unregistered schedulers of these optimizers.
+
+    A scheduler leaves marks on an optimizer: an attribute of ``step``, and ``initial_lr`` in the groups.
+    """
     registered = [*registry.holders(LRScheduler, None).values(), *_wrapped(registry, LRScheduler)]
     marked = [
         optimizer
@@ -247,7 +248,7 @@ def _forgotten_schedulers(
     ]
     if not marked or any("last_epoch" in each for each in _mappings_in(_of_unknown(registry, state))):
         return
-    # Marks outlive their scheduler, and arrive with a received state.
+    # A mark does not prove that a scheduler exists: marks stay after its end, and a received state has them, too.
     living = _living(LRScheduler)
     for optimizer in marked:
         kinds = sorted({type(scheduler).__name__ for scheduler in living if _schedules(scheduler, optimizer)})
@@ -258,12 +259,12 @@ def _forgotten_schedulers(
 
 def _schedules(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
     scheduled = getattr(scheduler, "optimizer", None)
-    # A wrapping optimizer shares the groups of the wrapped one.
+    # An optimizer that wraps another shares the groups of that optimizer.
     return scheduled is optimizer or getattr(scheduled, "param_groups", None) is optimizer.param_groups
 
 
 def _of_unknown(registry: StateRegistry, state: Mapping[str, object]) -> list[object]:
-    """Return the states of plain functions, and of objects that wrap neither an optimizer nor a scheduler."""
+    """Return the states of functions, and of objects of unknown classes without an optimizer or scheduler in them."""
     return [
         state[entry.key]
         for entry in registry.entries()
@@ -277,7 +278,7 @@ def _wrapped(registry: StateRegistry, kind: type[T]) -> list[T]:
 
 
 def _parts_of(holder: object, kinds: tuple[type[T], ...]) -> Iterator[T]:
-    """Yield an unknown object's attributes of these classes, also from lists and dicts."""
+    """Yield such attributes, and items of lists and dicts, of a ``holder`` that has none of the classes in `PLAIN`."""
     if holder is None or isinstance(holder, PLAIN):
         return
     for value in getattr(holder, "__dict__", {}).values():
@@ -293,16 +294,16 @@ def _has_shape_of(tensor: torch.Tensor, shapes: Collection[torch.Size]) -> bool:
 
 
 def _living(kind: type[T]) -> list[T]:
-    # Garbage may still wait for the collector on one replica and not on another.
+    # Without this, unused objects might be found on one replica and not on another.
     gc.collect()
-    # `isinstance` would read ``__class__``, which runs the code of lazy modules.
+    # Not `isinstance`, which reads ``__class__`` and so runs the code of lazy modules.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 class Scalers:
-    """The scalers of a replica: registered ones, and those that have stepped one of its optimizers.
+    """The gradient scalers of a replica: those that are registered, and those that have stepped its optimizers.
 
-    For the training thread alone.
+    Only the training thread may use this object.
     """
 
     def __init__(self, registry: StateRegistry) -> None:
@@ -311,14 +312,14 @@ class Scalers:
         self._known_in_step: list[GradScaler] = []
 
     def known(self) -> list[GradScaler]:
-        """Return them."""
+        """Return the scalers."""
         return [*self._registry.holders(GradScaler).values(), *self._seen]
 
     def check_stepping(self, optimizer: Optimizer) -> None:
-        """Make sure that a scaler that is about to step this optimizer is registered. Takes some µs.
+        """If a scaler is calling the optimizer's ``step``, make sure that the scaler is registered. Takes some µs.
 
         Raises:
-            RegistryError: It is not: its scale would differ on a replica that healed.
+            RegistryError: The scaler is not registered: its scale would be wrong on a replica that has healed.
         """
         scaler = _calling_scaler()
         if scaler is None or not scaler.is_enabled() or scaler in self.known():
@@ -329,8 +330,8 @@ class Scalers:
             missing = f"{type(scaler).__name__}, which steps {type(optimizer).__name__}: register('scaler', scaler)"
             refuse_unregistered(self._registry, [missing])
 
-    def look(self) -> None:
-        """Note the scalers for `refuse_unscaled`, once for the thousand tensors that a step may reduce one by one."""
+    def begin_step(self) -> None:
+        """Store the scalers for `refuse_unscaled`, which a step may call for each of a thousand tensors."""
         self._known_in_step = self.known()
 
     def refuse_unscaled(
@@ -339,16 +340,16 @@ class Scalers:
         """Make sure that gradients are averaged before they are unscaled.
 
         Args:
-            tensors: Tensors about to be averaged.
-            optimizers: Returns those that are attached.
-            is_first: Whether a tensor is the first of its step; it may be a bucket of gradients. Later ones may be no
-                gradients.
+            tensors: Tensors that are about to be averaged.
+            optimizers: Returns the attached optimizers.
+            is_first: Whether these are the first tensors of the step. Then no gradient may be unscaled yet, because
+                a tensor may be a bucket of gradients. Later tensors may be no gradients.
 
         Raises:
-            ManagerError: A scaler has unscaled one of them, or before the first reduction of a step any gradients.
+            ManagerError: A scaler has unscaled one of the tensors; or, for the first tensors, any gradient.
         """
         for scaler in self._known_in_step:
-            # A disabled scaler has no such attribute.
+            # With a default, because a disabled scaler lacks this attribute.
             for key, state in getattr(scaler, "_per_optimizer_states", {}).items():
                 if state["stage"] is not OptState.UNSCALED:
                     continue
@@ -357,14 +358,14 @@ class Scalers:
                 if is_first or any(id(tensor) in unscaled for tensor in tensors):
                     raise ManagerError(
                         "expected gradients that are still scaled, got some that scaler.unscale_ has unscaled already: "
-                        "an overflow on one replica would be an infinity on all, and its scaler alone would skip the "
-                        "step; average them first, and call scaler.unscale_, clipping, scaler.step and scaler.update "
-                        "inside `if manager.should_commit():`"
+                        "an overflow on one replica would be an infinity on all, and only that replica's scaler would "
+                        "skip the step; average gradients first, and call scaler.unscale_, clipping, scaler.step and "
+                        "scaler.update inside `if manager.should_commit():`"
                     )
 
 
 def nonfinite_parameters(registry: StateRegistry, optimizers: Iterable[Optimizer]) -> list[str]:
-    """Name the optimizers' parameters that have a NaN or an infinity. Reads all parameters: 0.05 s for each GiB."""
+    """Return the names of parameters that contain a NaN or an infinity. Takes 0.05 s for each GiB of parameters."""
     names = {
         id(parameter): f"{key}.{name}"
         for key, module in registry.holders(nn.Module).items()
@@ -381,14 +382,14 @@ def _is_finite(parameter: torch.Tensor) -> bool:
     if not local.is_floating_point() or not local.numel():
         return True
     try:
-        # A NaN makes both NaN. This allocates no tensor as large as the parameter.
+        # Minimum and maximum are NaN if any element is. Unlike ``isfinite`` of all elements, this needs no memory.
         return all(bool(extreme.isfinite()) for extreme in torch.aminmax(local))
-    except (NotImplementedError, RuntimeError):  # 8 bits, sparse tensors and other wrappers
+    except (NotImplementedError, RuntimeError):  # tensors of 8 bits, sparse tensors, tensors that wrap others
         return True
 
 
 def _calling_scaler() -> GradScaler | None:
-    """Return the scaler in whose ``step`` this runs."""
+    """Return the scaler that is a caller of this function, if any."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _SCALER_MODULE:

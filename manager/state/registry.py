@@ -1,8 +1,8 @@
-"""The functions that return and load the parts of a replica's state, by key.
+"""The registered functions that return and load the parts of a replica's state.
 
-Rules: each key is registered once. The keys of a received state are compared before the first load function runs, so
-that a mismatch changes nothing. Load functions run in the order of registration (a scheduler may rely on its loaded
-optimizer). The registry takes no lock: callers hold the state lock.
+Each pair of functions has a key, which can be registered once. Before the first load function runs, the keys of the
+received state are compared with the registered keys, so a mismatch changes nothing. Load functions run in the order of
+registration: a scheduler may rely on its loaded optimizer. The registry uses no lock; callers hold the state lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _SCOPES = ("replicated", "local")
 _ORDER: Final = "the order of the arguments is key, load_state_dict, state_dict"
 _MAX_LISTED: Final = 5
 _NUM_GUARDED_CALLS: Final = 2
-"""Twice: the first call may find an optimizer that has not stepped yet. A guarded call takes longer."""
+"""Number of calls of a state function in which collectives are refused; each such call takes longer.
+
+Two, because at the first call an optimizer may not have stepped yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,12 @@ class StateEntry:
     """One registered pair of functions.
 
     Attributes:
-        key: Name of this part of the state, unique in its registry over both scopes.
-        load_state_dict: Takes a state that ``state_dict`` of a peer (or of an earlier run) returned.
-        state_dict: Returns the present state; called for every snapshot.
-        scope: ``replicated`` state is equal on every replica, ``local`` state belongs to this one.
+        key: Name of this part of the state; unique in the registry.
+        load_state_dict: Function that loads a state which ``state_dict`` returned on a peer or in an earlier run.
+        state_dict: Function that returns the present state. Every snapshot calls it.
+        scope: ``replicated`` if the state is equal on every replica, ``local`` if each replica has its own.
         on_training_thread: Whether only the training thread may call the functions.
-        is_stable: Whether its tensors change only inside write sections of the state lock.
+        is_stable: Whether the tensors of the state change only inside write sections of the state lock.
     """
 
     key: str
@@ -55,26 +57,25 @@ class StateEntry:
 
     @property
     def holder(self) -> object:
-        """The object whose method loads the state; ``None`` for a plain function."""
+        """The object whose method ``load_state_dict`` is; ``None`` for a plain function."""
         return getattr(self.load_state_dict, "__self__", None)
 
 
 class StateRegistry:
     """The state functions of one replica.
 
-    Register before training starts: registration is not synchronised with the other methods, which any thread may
-    call. The registry refers to the functions, and through them to their objects.
+    Any thread may call the methods, but registration is not synchronized with them: register before training starts.
+    The registry keeps the functions, and so their objects, alive.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._entries: dict[str, StateEntry] = {}
         self._num_calls: dict[str, int] = {}
         self._calling: set[int] = set()
         self.num_changes = 0
         """Number of registrations and replacements."""
         self.loaders = LoaderOrder()
-        """Watches the registered data loaders."""
+        """Checks the positions of registered data loaders."""
 
     def register(
         self,
@@ -86,20 +87,20 @@ class StateRegistry:
         on_training_thread: bool = False,
         is_stable: bool = False,
     ) -> None:
-        """Register one pair of functions; argument order as in torchft.
+        """Register one pair of functions. The arguments are in torchft's order.
 
         Args:
             key: A new, non-empty name.
-            load_state_dict: See `StateEntry`; its result is ignored.
+            load_state_dict: See `StateEntry`. The function's result is ignored.
             state_dict: See `StateEntry`.
             scope: See `StateEntry`.
             on_training_thread: See `StateEntry`.
             is_stable: See `StateEntry`.
 
         Raises:
-            RegistryError: The key is taken or empty, the scope is unknown, or the functions do not accept their
-                arguments (they may be swapped).
-            TypeError: The key is no string, or one of the functions cannot be called.
+            RegistryError: The key is empty or registered already, the scope is unknown, or the functions do not accept
+                the arguments of a call (they may be swapped).
+            TypeError: The key is no str, or one of the functions is not callable.
         """
         if not isinstance(key, str):
             raise TypeError(f"expected a str as key of a registered state, got {key!r} ({type(key).__name__})")
@@ -136,8 +137,8 @@ class StateRegistry:
             **options: As in `register`.
 
         Raises:
-            RegistryError: As in `register`; or the object is a model of FSDP1.
-            TypeError: The object lacks one of the two methods, or as in `register`.
+            RegistryError: The object is a model of FSDP1; also raised as in `register`.
+            TypeError: The object lacks one of the two methods; also raised as in `register`.
         """
         _refuse_fsdp1(key, obj)
         methods = {name: getattr(obj, name, None) for name in ("load_state_dict", "state_dict")}
@@ -151,10 +152,10 @@ class StateRegistry:
         self.register(key, **functions, **options)
 
     def replace(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
-        """Give an entry another state function, e.g. one that returns live tensors instead of copies.
+        """Replace an entry's state function, e.g. by one that returns live tensors instead of copies.
 
         Raises:
-            RegistryError: No such entry exists.
+            RegistryError: The key is not registered.
         """
         if key not in self._entries:
             raise RegistryError(f"expected a registered key to replace, got {key!r}", keys=(key,))
@@ -162,11 +163,11 @@ class StateRegistry:
         self.num_changes += 1
 
     def entries(self, scope: Scope | None = None) -> tuple[StateEntry, ...]:
-        """Return the entries of one scope, or of both, in the order of registration."""
+        """Return the entries of one scope, or of both scopes for ``None``, in the order of registration."""
         return tuple(entry for entry in self._entries.values() if scope is None or entry.scope == scope)
 
     def holders(self, kind: type[T], scope: Scope | None = "replicated") -> dict[str, T]:
-        """Return the registered objects of a class by key, in the order of registration."""
+        """Return the registered objects of class ``kind`` by key, in the order of registration."""
         return {entry.key: holder for entry in self.entries(scope) if isinstance(holder := entry.holder, kind)}
 
     def state_dict(self, scope: Scope = "replicated") -> dict[str, object]:
@@ -186,7 +187,7 @@ class StateRegistry:
     def call(self, entry: StateEntry) -> object:
         """Call one state function; the caller holds the lock as for `state_dict`.
 
-        The first calls refuse collectives inside the function: they would wait for ranks whose state nobody requests.
+        In its first calls, the function cannot run collectives: these would wait for ranks that do not call it.
 
         Raises:
             RegistryError: The function failed; its exception is the cause.
@@ -197,7 +198,7 @@ class StateRegistry:
             with nullcontext() if is_known else refusing_collectives():
                 thread = threading.get_ident()
                 try:
-                    # Inside the try: after an exception of a handler, this thread's steps must count again.
+                    # Inside the ``try``, so that the ``finally`` runs even if a signal handler raises here.
                     self._calling.add(thread)
                     state = entry.state_dict()
                 finally:
@@ -212,15 +213,18 @@ class StateRegistry:
             ) from error
 
     def is_calling(self) -> bool:
-        """Return whether this thread runs a registered function. Those of DCP step an optimizer to make its states."""
+        """Return whether the calling thread is inside a registered function.
+
+        Functions of DCP step an optimizer to create its states. Such a step must not count as a training step.
+        """
         return threading.get_ident() in self._calling
 
     def parameter_finder(self) -> Callable[[tuple[str | int, ...]], torch.Tensor | None]:
-        """Return a function that finds the parameter of an optimizer state, whose sharding the state shares.
+        """Return a function that finds, for an optimizer's state tensor, the parameter with the same sharding.
 
         Returns:
-            A function of a path in a replica's state. For ``("user", key, "state", index, name)`` it returns the
-            parameter, even before the optimizer's first step; for other paths ``None``.
+            A function of a path in a replica's state. For ``("user", key, "state", index, name)``, the function returns
+            the parameter, even before the optimizer's first step. For other paths, it returns ``None``.
         """
         parameters = {key: parameters_of([each]) for key, each in self.holders(Optimizer).items()}
 
@@ -249,7 +253,7 @@ class StateRegistry:
         Args:
             keys: The received state's keys.
             scope: See `StateEntry`.
-            note: Advice at the end of the message.
+            note: Advice at the end of the error's message.
 
         Raises:
             RegistryError: The keys differ.
@@ -274,18 +278,19 @@ class StateRegistry:
     ) -> None:
         """Pass each part of a received state to its load function. Optimizers load it bit for bit (`exact_loading`).
 
-        The caller holds the state lock for writing. If a load function fails, the parts before it are loaded and the
-        parts after it are not.
+        The caller holds the state lock for writing. If a load function fails, the parts before it have been loaded, and
+        the parts after it have not.
 
         Args:
             state: The result of `state_dict` on a replica with the same registrations.
-            scope: The entries to load; the state must match their keys exactly.
-            optimizers: Optimizers that the user's own functions load, besides the registered ones.
-            only_shared: Whether to load only the keys that state and registry share.
+            scope: Scope of the entries to load.
+            optimizers: Optimizers that the user's own functions load, besides the registered optimizers.
+            only_shared: Whether to load only the keys that ``state`` and the registry share. Otherwise the keys of
+                ``state`` must be exactly the registered ones.
 
         Raises:
-            RegistryError: The keys differ (nothing has been loaded then), or a load function failed (its exception
-                is the cause, and the message tells what had been loaded before).
+            RegistryError: The keys differ, and nothing has been loaded; or a load function failed. Then its exception
+                is the cause, and the message lists the keys that were loaded before.
         """
         if not only_shared:
             self.check_keys(state, scope)
@@ -315,13 +320,13 @@ class StateRegistry:
 
 
 def listed(texts: Sequence[str], separator: str = ", ") -> str:
-    """Return the first few texts and the number of the others, for a message."""
+    """Join the first few texts, and the number of further texts, for a message."""
     more = f" and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
     return (separator.join(texts[:_MAX_LISTED]) or "none") + more
 
 
 def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], object]) -> None:
-    """Refuse functions whose signatures do not accept the registry's calls."""
+    """Raise ``RegistryError`` if a function's signature does not accept the arguments of the registry's calls."""
     if not (_takes(load_state_dict, None) and _takes(state_dict)):
         is_swapped = _takes(load_state_dict) and _takes(state_dict, None)
         raise RegistryError(
@@ -353,21 +358,24 @@ def _shown(function: Callable[..., object]) -> str:
 
 
 def _swap_advice(error: Exception) -> str:
-    """Return advice for a call that failed before the function's first line ran; otherwise an empty str."""
+    """Return advice on swapped functions if a call failed on its arguments; otherwise an empty str."""
     traceback = error.__traceback__
     is_refused_call = isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
     return f" ({_ORDER})" if is_refused_call else ""
 
 
 def _refuse_fsdp1(key: str, obj: object) -> None:
-    """Refuse a model whose state functions gather parameters from all ranks; an interrupted gather spoils the model."""
+    """Raise ``RegistryError`` for a model of FSDP1, whose state functions gather parameters from all ranks.
+
+    An interrupted gather would leave the model broken.
+    """
     for module in obj.modules() if isinstance(obj, torch.nn.Module) else ():
         group: Any = getattr(module, "process_group", None)
         if type(module).__name__ == "FullyShardedDataParallel" and group is not None and group.size() > 1:
             raise RegistryError(
-                f"expected a model whose state one rank can give alone under {key!r}, got one of FSDP1 "
-                "(FullyShardedDataParallel), which gathers parameters for its state dict: use FSDP2 (fully_shard), or "
-                "save with a CheckpointStore what FSDP1, made with a device_mesh, returns on all ranks after "
-                "FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)",
+                f"expected a model under {key!r} whose state one rank can return alone, got one of FSDP1 "
+                "(FullyShardedDataParallel), which gathers parameters from all ranks for its state dict; use FSDP2 "
+                "(fully_shard), or make FSDP1 with a device_mesh, call FSDP.set_state_dict_type(model, "
+                "StateDictType.SHARDED_STATE_DICT), and save the state dict with a CheckpointStore on all ranks",
                 keys=(key,),
             )

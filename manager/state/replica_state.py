@@ -1,4 +1,4 @@
-"""The state of one replica: its parts, the step that it shows, and its lock."""
+"""The training state of one replica: registered objects, the committed step that they show, and the lock."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ T = TypeVar("T")
 
 
 class StateObserver(StepObserver):
-    """Receives the changes of a `ReplicaState`, on the thread that makes them. The methods here do nothing."""
+    """Interface for observers of a `ReplicaState`. The changing thread calls the methods, which do nothing here."""
 
     def before_change(self, is_optimizer_step: bool) -> None:
-        """Called inside every write section, before the first change."""
+        """Called when a write section has opened, before the first change."""
 
     def replaced(self) -> None:
         """Called before a load replaces the state."""
 
 
 class ReplicaState(StepObserver):
-    """A replica's state behind its lock, and the step that it shows.
+    """The state of a replica, its lock, and the committed step that the state shows.
 
-    Any thread may use the lock; only the training thread may use the rest.
+    Any thread may use the lock and call `status`. Only the training thread may use the rest.
 
     Args:
-        timeout: Deadline of every wait for the lock.
+        timeout: Longest wait for the lock.
 
     Attributes:
-        timeout: See above.
+        timeout: Longest wait for the lock.
         lock: The lock around the state.
-        registry: The functions that return and load its parts.
+        registry: The functions that return and load the parts of the state.
         ledger: Counts the optimizers' steps since the last commit.
         scalers: The gradient scalers.
         steps: A log of the last steps.
         step: The committed step that the state shows.
-        batches_committed: Number of batches of all replicas up to this step.
-        lineage: Digest of the process groups that averaged its gradients.
+        batches_committed: Number of batches that all replicas have committed up to this step.
+        lineage: Digest of the process groups that averaged the gradients of all committed steps.
         is_past_step: Whether an attached optimizer has stepped since ``step`` began.
         training_thread: Identifier of the training thread; ``None`` before the first boundary.
-        partial: Why the state shows no single step; ``None`` if it shows one.
+        partial: Error that says why the state mixes steps or is incomplete; ``None`` if it shows one whole step.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -87,17 +87,17 @@ class ReplicaState(StepObserver):
         self._observers: list[StateObserver] = []
 
     def add_observer(self, observer: StateObserver) -> None:
-        """Report every change from now on to ``observer``."""
+        """Call the methods of ``observer`` at every change from now on."""
         self._observers.append(observer)
 
     # ---------------------------------------------------------------------------------------------------- optimizers
 
     def attach(self, optimizers: tuple[Optimizer, ...], *, every_commit: bool) -> OptimizerAttachment:
-        """See `StateManager.attach`."""
+        """Make the steps of these optimizers write sections of the lock (`StateManager.attach`)."""
         attachment = attach_optimizers(self.lock, optimizers, self)
         if not every_commit:
             self.ledger.let_step_freely(optimizers)
-        # A snapshot may share their tensors as memory that no optimizer step changes.
+        # A snapshot may share tensors that optimizer steps are going to change from now on.
         self.before_change(is_optimizer_step=False)
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
@@ -109,10 +109,10 @@ class ReplicaState(StepObserver):
     # ------------------------------------------------------------------------------------------------- what is shown
 
     def begin_step(self, step: int) -> None:
-        """Note that the state shows the committed ``step``, on the training thread.
+        """Record, on the training thread, that the state shows the committed ``step``.
 
         Raises:
-            StateTornError: The state shows no whole step.
+            StateTornError: The state is partial.
         """
         self.refuse_partial()
         self.note_training_thread()
@@ -120,20 +120,23 @@ class ReplicaState(StepObserver):
         self.is_past_step = False
 
     def note_training_thread(self) -> None:
-        """Make the calling thread the training thread."""
+        """Record the calling thread as the training thread."""
         self.training_thread = threading.get_ident()
 
     def assume_training_thread(self) -> None:
-        """Make the calling thread the training thread, unless a boundary has determined it already."""
+        """Record the calling thread as the training thread, unless an earlier call has recorded one."""
         if self.training_thread is None:
             self.note_training_thread()
 
     def require_step(self, step: int | None) -> None:
-        """Make sure that the state shows a committed step: ``step``, or by default the one that began last.
+        """Make sure that the state shows a committed step.
+
+        Args:
+            step: The step that the state shows, according to the caller; ``None`` for the step that began last.
 
         Raises:
-            ManagerError: An optimizer has stepped since; or ``step`` is not a whole number from 0.
-            StateTornError: The state shows no whole step.
+            ManagerError: An optimizer has stepped since the last step began; or ``step`` is not a whole number from 0.
+            StateTornError: The state is partial.
         """
         self.refuse_partial()
         self.assume_training_thread()
@@ -147,7 +150,7 @@ class ReplicaState(StepObserver):
             )
 
     def content(self) -> dict[str, object]:
-        """Return the replicated state, live tensors included; the caller holds the lock.
+        """Return the replicated state, which contains live tensors. The caller holds the lock.
 
         Raises:
             ManagerError: A state function requires the training thread, and this is another thread.
@@ -158,9 +161,9 @@ class ReplicaState(StepObserver):
         return {USER_KEY: user, MANAGER_KEY: own_part(self.counters(), self.registry)}
 
     def content_like(self, received: Mapping[str, Any]) -> dict[str, object]:
-        """Return `content` in a form that compares equal to a received state after loading it.
+        """Return `content` in a form that equals a received state after an exact load of that state.
 
-        Names of parameters, and keys that only one side has, are those of the received state.
+        Parameter names, and entries with keys that are not registered here, are taken from the received state.
         """
         names = {key: value for key, value in received[MANAGER_KEY].items() if key == NAMES_KEY}
         own: Any = self.content()[USER_KEY]
@@ -172,13 +175,13 @@ class ReplicaState(StepObserver):
         return {"step": self.step, "batches_committed": self.batches_committed, "lineage": self.lineage}
 
     def readings(self) -> Iterator[Reading]:
-        """See ``telemetry.metrics.Source``."""
+        """Yield the metrics of the state."""
         yield Reading("step", self.step)
         yield Reading("batches_committed", self.batches_committed)
         yield Reading("state_is_partial", int(self.partial is not None))
 
     def status(self) -> ManagerStatus:
-        """Return the state of a manager without a quorum. Any thread may call it."""
+        """Return the status of a manager without a quorum, for status pages. Any thread may call this."""
         partial, waits = self.partial, self.lock.contended
         is_training = self.training_thread is not None
         return ManagerStatus(
@@ -202,7 +205,7 @@ class ReplicaState(StepObserver):
         )
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Set the counters; all but ``step`` are optional.
+        """Set the counters from a received state. Only ``step`` is required.
 
         Raises:
             ManagerError: ``step`` is not a whole number from 0.
@@ -213,14 +216,15 @@ class ReplicaState(StepObserver):
         self.is_past_step = False
 
     def load(self, state: object, *, only_shared: bool = False) -> None:
-        """Apply a whole state; the caller holds the write lock.
+        """Load a replica's state into the registered objects. The caller holds the write lock.
 
         Args:
             state: The result of `content` on a replica.
             only_shared: See ``StateRegistry.load_state_dict``.
 
         Raises:
-            RegistryError: The state does not fit the registrations. If a load function failed, the state is partial.
+            RegistryError: The state does not fit the registrations; or a load function failed. After a failed load
+                function, the state is partial.
         """
         parts = state if isinstance(state, Mapping) else {}
         for key in (USER_KEY, MANAGER_KEY):
@@ -253,30 +257,32 @@ class ReplicaState(StepObserver):
         self._configured.warn_of_replaced(self.registry, self.optimizers(), step)
 
     def note_configured(self) -> None:
-        """Remember this process's configured hyperparameters, before a received state replaces them."""
+        """Store the hyperparameters that this process was started with, before a received state replaces them."""
         self._configured.note(self.registry, self.optimizers(), has_trained=self.steps.num_committed > 0)
 
     def take_over_order(self, names: Mapping[str, Groups]) -> bool:
-        """Arrange optimizers' parameters as in a state that is about to be loaded; the caller holds the write lock.
+        """Put optimizers' parameters into the order of a state that is about to be loaded.
+
+        The caller holds the write lock.
 
         Args:
-            names: The sender's names of the parameters, by key.
+            names: The sender's names of the parameters, by key of the optimizer.
 
         Returns:
             Whether any parameter has another position now.
 
         Raises:
-            RegistryError: An order differs and cannot be taken over.
+            RegistryError: An optimizer cannot take over the sender's order.
         """
         if not take_over_order(self.registry, names):
             return False
-        # Notes of the last boundary refer to positions in the old order.
+        # Copies of the last boundary refer to positions in the old order.
         for observer in self._observers:
             observer.replaced()
         return True
 
     def forget_gradients(self) -> None:
-        """Zero all gradients in place: they belong to a replaced state, and the loop may be about to reduce them."""
+        """Zero all gradients in place: they belong to a replaced state, and the training loop may reduce them next."""
         for parameter in chain(self.registry.parameters(), parameters_of(self.optimizers())):
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()
@@ -284,41 +290,36 @@ class ReplicaState(StepObserver):
     # ---------------------------------------------------------------------------------------------- what is refused
 
     def mark_partial(self, step: int | Literal["latest"], reason: str) -> None:
-        """Refuse every step until a whole state is loaded.
+        """Record that the state is partial: every step is refused until a whole state is loaded.
 
         Args:
             step: The step that the state should show.
-            reason: Why it does not.
+            reason: Why the state does not show that step.
         """
         self.partial = StateTornError(step=step, reason=reason)
 
     def refuse_partial(self) -> None:
-        """Make sure that the state shows one whole step.
-
-        Raises:
-            StateTornError: The state does not show one whole step.
-        """
+        """Raise ``StateTornError`` if the state is partial, so does not show one whole step."""
         partial = self.partial
         if partial is not None:
-            # A new error each time: an exception collects the tracebacks, and so the frames, of all its raises.
+            # A new error each time: an exception object collects the frames of every place that raises it.
             raise StateTornError(step=partial.step, reason=partial.reason)
 
     def require_training_thread(self) -> None:
-        """Make sure that this thread may call the state functions.
-
-        Raises:
-            ManagerError: A state function requires the training thread, and this is another thread.
-        """
+        """Raise ``ManagerError`` if a state function requires the training thread, and this is another thread."""
         if self.training_thread in (None, threading.get_ident()):
             return
         keys = [entry.key for entry in self.registry.entries("replicated") if entry.on_training_thread]
         if keys:
-            raise ManagerError(f"expected the training thread to call the state functions of {keys}, got another one")
+            raise ManagerError(
+                f"expected the training thread to call the state functions of {keys}, got thread "
+                f"{threading.current_thread().name!r}"
+            )
 
     # ----------------------------------------------------------------------------------------------------- observers
 
     def before_change(self, is_optimizer_step: bool) -> None:
-        """Notify the observers before the state changes. The lock calls this in every write section."""
+        """Notify the observers that the state is about to change. The lock calls this in every write section."""
         for observer in self._observers:
             observer.before_change(is_optimizer_step)
 
@@ -329,24 +330,24 @@ class ReplicaState(StepObserver):
             observer.before_step(optimizer)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Count a step; called inside its write section after a successful update."""
+        """Count a successful step. Called inside the step's write section."""
         if not self.registry.is_calling():
             self.is_past_step = True
             self.ledger.stepped(optimizer)
 
     def other_gradients(self, optimizer: Optimizer) -> None:
-        """Notify the observers."""
+        """Notify the observers that a closure has changed the gradients."""
         for observer in self._observers:
             observer.other_gradients(optimizer)
 
     def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """Notify the observers."""
+        """Notify the observers of a failed step."""
         for observer in self._observers:
             observer.step_failed(optimizer, error)
 
 
 def status_report(owner: T, describe: Callable[[T], ManagerStatus]) -> Callable[[], ManagerStatus | None]:
-    """Return a function that describes ``owner`` as long as it exists, and keeps no manager alive."""
+    """Return a function that describes ``owner`` while ``owner`` exists. The function does not keep ``owner`` alive."""
     reference = weakref.ref(owner)
 
     def report() -> ManagerStatus | None:
@@ -367,5 +368,5 @@ def checked_step(step: object) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise ManagerError(f"expected the number of committed steps, got {type(step).__name__} {step!r}")
+        raise ManagerError(f"expected the number of committed steps, from 0, got {type(step).__name__} {step!r}")
     return number

@@ -21,7 +21,7 @@ from manager.state.parameter_order import parameter_names
 from manager.state.registry import StateRegistry
 
 _TIMEOUT = timedelta(seconds=20)
-_TAKEN_OVER = "'optimizer' stood in another order"
+_TAKEN_OVER = "'optimizer' were in another order"
 _ELEMENTWISE = [
     "ASGD",
     "Adadelta",
@@ -193,10 +193,10 @@ def groups_of(*groups: str) -> Names:
 @pytest.mark.parametrize(
     ("theirs", "ours", "reason"),
     [
-        (named("a", "b", "c"), named("a", "d", "b"), "group 0 has model.d here alone and model.c there alone"),
-        (groups_of("ab", "cd"), groups_of("cd", "ab"), "group 0 has model.c, model.d here alone and model.a, model.b"),
-        (groups_of("ab", "c"), groups_of("bac"), "there are 1 groups here and 2 there"),
-        (named("a", "b"), named("b", "a"), "LBFGS may hold an order of parameters of its own"),
+        (named("a", "b", "c"), named("a", "d", "b"), "group 0 has model.d only here and model.c only at the sender"),
+        (groups_of("ab", "cd"), groups_of("cd", "ab"), "group 0 has model.c, model.d only here and model.a, model.b"),
+        (groups_of("ab", "c"), groups_of("bac"), "the optimizer has 1 groups here and 2 at the sender"),
+        (named("a", "b"), named("b", "a"), "LBFGS may store an order of parameters in its other attributes"),
     ],
 )
 def test_an_order_that_cannot_be_taken_over_is_refused_before_a_byte_lands(
@@ -303,8 +303,8 @@ def test_an_optimizer_of_a_function_that_keeps_its_order_is_a_warning(
     peer, other = (replica(named(*order), by_function=True, optimizer=lbfgs) for order in ("abc", "cab"))
     peer.train(1)
     other.manager.recover(peer.snapshot())
-    assert "the optimizer that 'optimizer' loads stand in another order" in caplog.text
-    assert "LBFGS may hold an order" in caplog.text
+    assert "the optimizer that 'optimizer' loads are not in the order of the received state" in caplog.text
+    assert "LBFGS may store an order of parameters in its other attributes" in caplog.text
 
 
 def test_modules_in_another_order_are_equal_by_name(replica: Callable[..., Replica]) -> None:
