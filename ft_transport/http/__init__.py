@@ -1,5 +1,5 @@
-"""The network side: a server that sends the snapshots it is given, and clients that fill the memory they are given.
+"""The network: an HTTP server that sends snapshots, and HTTP clients that receive them.
 
-``transfer`` passes in memory and manifests; ``transport``, ``checkpoint`` and ``publish`` pass in addresses and keys.
-Nothing here imports torch.
+``transfer`` passes in snapshots to send, and memory to receive into. ``transport``, ``checkpoint`` and ``publish`` pass
+in addresses and keys. Nothing here imports torch.
 """

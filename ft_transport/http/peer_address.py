@@ -1,4 +1,4 @@
-"""Parses the URLs of peers and resolves their host names."""
+"""Addresses of peers: parses URLs and sockets' addresses, and resolves host names."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ft_transport.runtime.signal_safe import SafeFuture, SafeThread, ThreadRefus
 _TICK_S: Final = 0.1
 _UNKNOWN: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
 """The resolver's errors for a name that does not exist; after other errors, a later query may succeed."""
+_IPV6_SITE_BITS: Final = 64
+"""Prefix length of the IPv6 network of one host (RFC 7421); all its addresses count as one."""
 AddressInfo: TypeAlias = tuple[Any, ...]
 """One result of ``socket.getaddrinfo``."""
 
@@ -74,6 +76,22 @@ def socket_address(address: Any) -> str:
     parsed = ipaddress.ip_address(str(host).partition("%")[0])
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return str(PeerAddress(host=str(mapped or parsed), port=int(port)))
+
+
+@functools.lru_cache(maxsize=1024)
+def client_of(host: str) -> str:
+    """Return the key under which limits count a peer: its IPv4 address, or else the IPv6 network of its host."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    if address.is_link_local or address.is_loopback:
+        return str(address)
+    return str(ipaddress.ip_network((address, _IPV6_SITE_BITS), strict=False))
 
 
 _lock = threading.Lock()

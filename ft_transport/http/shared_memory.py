@@ -1,7 +1,7 @@
-"""Memory of a snapshot that a source on the same host lends: a descriptor to read from until it is returned.
+"""The receiver's end of lending: a source on the same host lends the memory of a snapshot as a file descriptor.
 
-It is read with ``preadv``, which fills many tensors in one call without the interpreter. Mapping and copying was
-slower: mapping a page for one use costs as much as copying it.
+The receiver reads the memory with ``preadv``, which fills many tensors in one call without the interpreter. Mapping and
+copying was slower: to map a page for one use costs as much as to copy it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from ft_transport.runtime.children import close_files_in_children, close_in_chil
 from ft_transport.wire.routes import DONE, HELD, LENT, MemoryTicket, socket_name
 
 _MAX_BUFFERS: Final = 1024
-"""Maximum per call: ``IOV_MAX`` of Linux."""
+"""Maximum number of buffers in one call of ``preadv``: ``IOV_MAX`` of Linux."""
 
 
 class LentMemory:
-    """A connection to the source and the memory that it lends; a context manager that returns the memory.
+    """A connection to a source on this host, and the memory that the source lends.
 
-    Several threads may call `read` and `is_held` at once, and any thread `interrupt`; one thread calls the rest.
+    A context manager that returns the memory. Several threads may call `read` and `is_held` at once. Any thread may
+    call `interrupt`. Only one thread calls the other methods.
 
     Args:
-        name: The socket's name, as the source announced it.
+        name: Name of the source's unix socket, as the source announced it.
         timeout_s: Timeout of each wait, in seconds.
 
     Raises:
-        PeerUnreachableError: The source is not on this host, or does not answer.
-        PeerProtocolError: The source is another user's process.
+        PeerUnreachableError: The source is not on this host, or does not respond.
+        PeerProtocolError: The source is the process of another user.
     """
 
     def __init__(self, name: str, *, timeout_s: float) -> None:
@@ -55,10 +56,10 @@ class LentMemory:
         try:
             self._socket.settimeout(timeout_s)
             self._socket.connect(remote)
-            # With a timeout, Python waits for data even in calls that should not wait.
+            # Non-blocking, because with a timeout `is_held` would wait for data.
             self._socket.setblocking(False)
             if not is_own_user(self._socket):
-                raise PeerProtocolError("expected a source of the same user at the socket of this host")
+                raise PeerProtocolError("expected a source of this process's user on this host, it is another user's")
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError):
@@ -72,50 +73,50 @@ class LentMemory:
         self.close()
 
     def close(self) -> None:
-        """Return the memory. No thread may be reading any more."""
+        """Return the memory to the source. Called when no thread reads the memory any more."""
         self._socket.close()
         if self._memory is not None:
             self._memory.close()
             self._file = None
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.children``."""
+        """Whether ``candidate`` is this connection; forked children close it (``runtime.children``)."""
         try:
             return bool(candidate.family == socket.AF_UNIX and candidate.getpeername() == self._remote)
         except OSError:  # not connected
             return False
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """See ``runtime.children``."""
+        """Whether ``status`` is of the lent file; forked children close it (``runtime.children``)."""
         return self._file == (status.st_dev, status.st_ino)
 
     def borrow(self, ticket: MemoryTicket) -> None:
-        """Show the ticket and take the memory that the source sends. Called once.
+        """Send the ticket, and receive the descriptor of the snapshot's memory. Called once.
 
         Raises:
-            PeerUnreachableError: Nothing came.
+            PeerUnreachableError: The source did not respond.
             PeerProtocolError: The snapshot no longer exists, or its memory could change or shrink.
         """
         try:
             self._socket.sendall(ticket.ticket.encode())
             self._wait()
-            # No fork may come between: a child would keep the inherited descriptor.
+            # No fork until the descriptor has its owner: a child would inherit it and never close it.
             with making_socket:
                 answer, lent, _flags, _address = socket.recv_fds(self._socket, len(LENT), 1, socket.MSG_CMSG_CLOEXEC)
                 if lent:
                     self._take(lent[0])
                 if answer != LENT or self._memory is None:
-                    raise PeerProtocolError("expected the memory of a snapshot, it is gone")
+                    raise PeerProtocolError("expected the memory of a snapshot, the source no longer lends it")
                 self._check(self._memory, ticket)
         except OSError as error:
-            raise PeerUnreachableError(f"the socket of this host broke: {error}") from error
+            raise PeerUnreachableError(f"the connection to the source on this host broke: {error}") from error
 
     def read(self, buffers: Sequence[memoryview], start: int) -> None:
-        """Fill buffers with the data from byte ``start`` on.
+        """Copy the snapshot's data from byte ``start`` on into buffers.
 
         Args:
-            buffers: Writable bytes, filled in order; none is empty.
-            start: Position in the data.
+            buffers: Writable buffers, filled in order; none is empty.
+            start: Position in the data of the first byte to copy.
 
         Raises:
             OSError: The memory cannot be read, or is shorter than announced.
@@ -125,7 +126,7 @@ class LentMemory:
         while left:
             num_bytes = os.preadv(descriptor, left[:_MAX_BUFFERS], position)
             if not num_bytes:
-                raise OSError(f"expected memory of {sum(map(len, left))} bytes more at {position}, it ends there")
+                raise OSError(f"expected {sum(map(len, left))} more bytes of memory at {position}, it ends there")
             position += num_bytes
             num_full = 0
             while num_full < len(left) and num_bytes >= len(left[num_full]):
@@ -136,7 +137,7 @@ class LentMemory:
                 left[0] = left[0][num_bytes:]
 
     def is_held(self) -> bool:
-        """Whether the source still lends the memory, as far as this side knows."""
+        """Whether the source, as far as this process can tell, has not reclaimed the memory."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
@@ -145,7 +146,7 @@ class LentMemory:
             return False
 
     def was_held(self) -> bool:
-        """Give the memory back; return whether the source says that it was unchanged until now."""
+        """Return the memory; return whether the source confirms that the memory was unchanged until now."""
         try:
             self._socket.sendall(DONE)
             self._wait()
@@ -154,7 +155,7 @@ class LentMemory:
             return False
 
     def interrupt(self) -> None:
-        """End another thread's wait. Thread-safe."""
+        """End the wait of another thread. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -162,10 +163,10 @@ class LentMemory:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(self._timeout_s * 1e3):
-            raise TimeoutError(f"nothing came for {self._timeout_s:.3g} s")
+            raise TimeoutError(f"no response within {self._timeout_s:.3g} s")
 
     def _take(self, descriptor: int) -> None:
-        """Give the descriptor to an object that closes it once, even if a signal handler raises."""
+        """Store the received descriptor in an object that closes it exactly once, even if a signal handler raises."""
         try:
             self._memory = io.FileIO(descriptor)
         except OSError:  # a directory
@@ -177,13 +178,13 @@ class LentMemory:
     def _check(self, memory: io.FileIO, ticket: MemoryTicket) -> None:
         end, descriptor = ticket.data_start + ticket.data_bytes, memory.fileno()
         if ticket.data_start % mmap.PAGESIZE or os.fstat(descriptor).st_size < end or not is_sealed(descriptor):
-            raise PeerProtocolError("expected memory that holds the snapshot and stays as long as it is")
+            raise PeerProtocolError(f"expected sealed, page-aligned memory of {end} bytes or more, got other memory")
         self._data_start = ticket.data_start
 
 
 _CREDENTIALS: Final = struct.Struct("3i")
 _OVERFLOW_USER: Final = 65534
-"""User id of every user without an id in this user namespace; it may stand for many users."""
+"""User id of every user without an id in this user namespace, so two processes with this id may differ in user."""
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
 
 
@@ -195,7 +196,7 @@ def is_own_user(connected: socket.socket) -> bool:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Whether a memory file can neither shrink under a mapping nor be written through a descriptor."""
+    """Whether a memory file can neither shrink nor be written through a descriptor."""
     wanted = fcntl.F_SEAL_SHRINK | _F_SEAL_FUTURE_WRITE
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & wanted == wanted

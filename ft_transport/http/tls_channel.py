@@ -1,7 +1,7 @@
-"""TLS between two peers without a socket: takes received records, and returns records to send.
+"""TLS without a socket: decrypts received records, and encrypts data into records to send.
 
-So the owner of the socket waits for it with its own methods and deadlines, and another thread than the one that
-answered the request may encrypt the body.
+The owner of the socket sends and receives the records. So it can wait with its own methods and deadlines, and a body
+can be encrypted on another thread than the head of the response.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ft_transport.wire.signing import Bytes
 MAX_RECORD_BYTES: Final = 16 << 10
 """Maximum length of one record's content (RFC 8446, section 5.1)."""
 PLAIN_ALERT: Final = bytes((0x15, 3, 3, 0, 2, 2, 40))
-"""A fatal ``handshake_failure``, unencrypted (RFC 8446, section 6): the answer to plain HTTP."""
+"""An unencrypted alert, ``handshake_failure`` (RFC 8446, section 6). The server sends it to a client without TLS."""
 
 _HTTP: Final = re.compile(rb"[A-Z]{3}")
-"""The beginning of an HTTP request or response; no record begins so, not even with one bit changed."""
+"""The beginning of an HTTP request or response. No TLS record begins like this, not even with one bit changed."""
 _NOTHING_IN_COMMON: Final = frozenset(
     {
         "INSUFFICIENT_SECURITY",
@@ -36,23 +36,24 @@ _NOTHING_IN_COMMON: Final = frozenset(
 
 
 class TLSRefusedError(Exception):
-    """One side rejects the other; no retry can succeed. The text says which side and why."""
+    """One side refuses the other side, so no retry can succeed. The message names the side and the reason."""
 
 
 class TLSBrokenError(ConnectionError):
-    """The received bytes are apparently not those that the other end sent; a retry may succeed."""
+    """The received bytes apparently differ from the sent bytes; a retry may succeed."""
 
 
 class TLSChannel:
     """One end of a TLS connection. Used by one thread at a time.
 
     Args:
-        context: This end's context; see ``ft_transport.tls``.
-        server_hostname: On the client's end, the host or address that the peer's certificate has to be valid for.
+        context: TLS context of this end (``ft_transport.tls``).
+        server_hostname: On the client's end, the host or address for which the server's certificate must be valid;
             ``None`` on the server's end.
 
     Attributes:
         is_ended: Whether the other end has announced the end of its data.
+        object: The TLS state.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server_hostname: str | None) -> None:
@@ -71,30 +72,30 @@ class TLSChannel:
             ) from error
 
     def feed(self, data: Bytes) -> None:
-        """Take received bytes."""
+        """Add received bytes, to be decrypted."""
         if len(self._first) < 3:
             self._first += bytes(data[: 3 - len(self._first)])
         self._incoming.write(data)
 
     def take(self) -> bytes:
-        """Return the bytes to send now."""
+        """Return the encrypted bytes that have to be sent now."""
         return self._outgoing.read()
 
     @property
     def must_send(self) -> bool:
-        """Whether `take` returns any bytes."""
+        """Whether `take` would return any bytes."""
         return bool(self._outgoing.pending)
 
     def shake_hands(self) -> bool:
         """Continue the handshake with the received bytes; return whether it is complete.
 
         Raises:
-            TLSRefusedError: One side refuses the other. `take` may return an alert about it.
+            TLSRefusedError: One side refuses the other side. `take` may then return an alert with the reason.
             TLSBrokenError: The received bytes are not TLS.
         """
-        # Checked before TLS, which would complain of a version.
+        # First, because OpenSSL would report a wrong version of TLS.
         if _HTTP.fullmatch(self._first):
-            raise TLSRefusedError("expected TLS, the peer speaks without it")
+            raise TLSRefusedError("expected TLS, the peer speaks plain HTTP")
         try:
             self.object.do_handshake()
         except ssl.SSLWantReadError:
@@ -104,14 +105,17 @@ class TLSChannel:
         return True
 
     def read_into(self, view: memoryview) -> int:
-        """Decrypt one record at most into the view; return 0 without a whole record, or at the end.
+        """Decrypt at most one record into the view.
+
+        Returns:
+            Number of decrypted bytes; 0 if no complete record was received, or at the end of the data.
 
         Raises:
-            TLSRefusedError: The other end refuses this one: in TLS 1.3 it does so after the handshake.
+            TLSRefusedError: The other end refuses this end; in TLS 1.3 that happens after the handshake.
             TLSBrokenError: The record is malformed or was changed.
         """
         try:
-            # With a buffer, ``read`` returns a number.
+            # With a buffer, ``read`` returns the number of bytes.
             got = cast(int, self.object.read(min(len(view), MAX_RECORD_BYTES), view))
         except ssl.SSLWantReadError:
             return 0
@@ -128,8 +132,8 @@ class TLSChannel:
         self.object.write(data)
 
     def end(self) -> None:
-        """Prepare the end of this side's data (RFC 8446, section 6.1) for `take`."""
-        with contextlib.suppress(ssl.SSLError, ValueError):  # unwrap would wait for the other end.
+        """Encrypt the announcement that this end sends no more data (RFC 8446, section 6.1), for `take`."""
+        with contextlib.suppress(ssl.SSLError, ValueError):  # Raised because the other end has not ended yet.
             self.object.unwrap()
 
     def _failure(self, error: ssl.SSLError) -> TLSRefusedError | TLSBrokenError:
@@ -137,17 +141,17 @@ class TLSChannel:
         reason = error.reason or type(error).__name__
         if isinstance(error, ssl.SSLCertVerificationError):
             return TLSRefusedError(
-                f"this side does not take the {other}'s certificate: {error.verify_message} ({AUTHORITY_VARIABLE})"
+                f"this side does not accept the {other}'s certificate: {error.verify_message} ({AUTHORITY_VARIABLE})"
             )
         if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-            return TLSRefusedError(f"the {other} has shown no certificate")
+            return TLSRefusedError(f"expected a certificate from the {other}, it has sent none")
         if reason in _NOTHING_IN_COMMON:
-            # No member has another version; a member's first bytes may have been changed on the way.
+            # All members of a job support these versions, so a member's first bytes were probably changed on the way.
             return TLSBrokenError(f"expected TLS 1.2 or later with a cipher of both sides: {_words(reason)}")
         if "_ALERT_" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
             words = _words(reason.partition("_ALERT_")[2])
             return TLSRefusedError(
-                f"the {other} does not take this side's certificate ({CERTIFICATE_VARIABLE}): {words}"
+                f"the {other} does not accept this side's certificate ({CERTIFICATE_VARIABLE}): {words}"
             )
         return TLSBrokenError(f"TLS with the {other} broke: {_words(reason)}")
 

@@ -21,7 +21,7 @@ _PUT_TOGETHER = {
     "expected quorum_timeout of at least timeout, got",
     "expected a job token in FT_TRANSPORT_TOKEN, it is set and empty",
     "s LocalSGD changes the model outside the lock when it synchronizes",
-    "this side does not take the server",
+    "this side does not accept the server",
     "s certificate (FT_TRANSPORT_TLS_CERT)",
     "expected manifest.json to be signed with the job token,",
     ".owner is a link or something else",

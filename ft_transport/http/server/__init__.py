@@ -1,5 +1,5 @@
-"""The server's side: accepts connections, decides which requests it answers, and sends snapshots.
+"""The HTTP server: accepts connections, authenticates requests and sends snapshots.
 
-``transfer`` comes in with a cache of snapshots, ``publish`` with an application of its own. Nothing here knows the
+``transfer`` passes in a cache of snapshots, and ``publish`` an application of its own. Nothing here imports the HTTP
 client.
 """

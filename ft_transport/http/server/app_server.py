@@ -1,4 +1,4 @@
-"""An aiohttp application on a thread and an event loop of its own, behind a listener that counts its connections."""
+"""Runs an aiohttp application on its own thread and event loop, behind a `Listener` that limits its connections."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _MAX_LINE_BYTES: Final = 8190
 _MAX_HEADERS: Final = 32
 """Maximum number of header fields of a request. This package's client sends fewer than ten short lines."""
 _LINGERING_S: Final = 1.0
-"""How long the rest of an unwanted body is read, so that its sender sees the response."""
-
+"""How long the server reads the rest of an unwanted body, so that its sender can receive the response."""
 
 _START_TIMEOUT_S: Final = 30.0
 _ENDING_S: Final = 1.0
@@ -36,14 +35,13 @@ _SETTLING_ROUNDS: Final = 5
 
 
 class PeerProtocol(web.RequestHandler):
-    """Reads requests and sends responses.
+    """aiohttp's protocol of one connection, with logs and error responses that contain no byte of the request.
 
-    aiohttp logs a malformed request verbatim with a traceback, and quotes it in the response. Here neither the log nor
-    the response contains a byte of it.
+    aiohttp itself logs a malformed request verbatim with a traceback, and quotes the request in the response.
 
     Args:
-        server: Hands requests to the application.
-        owner: The server of the connection.
+        server: aiohttp's server, which passes requests to the application.
+        owner: The server that accepted the connection.
         slot: The connection's slot.
     """
 
@@ -74,7 +72,7 @@ class PeerProtocol(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """See ``asyncio.Protocol``."""
         self._owner.slots.leave(self.slot)
-        self._owner.uploads.left(self.slot)
+        self._owner.uploads.connection_closed(self.slot)
         super().connection_lost(exc)
 
     def handle_error(
@@ -82,27 +80,27 @@ class PeerProtocol(web.RequestHandler):
         request: web.BaseRequest,
         status: int = 500,
         exc: BaseException | None = None,
-        message: str | None = None,  # noqa: ARG002 - aiohttp's, which quotes the request
+        message: str | None = None,  # noqa: ARG002 - quotes the request
     ) -> web.StreamResponse:
-        """Answer a request that could not be read or handled, and close the connection."""
+        """Send an error response to a request that could not be read or handled, and close the connection."""
         if status == HTTPStatus.BAD_REQUEST:
             self._owner.peer_log.note(logging.INFO, self.slot.address, f"a malformed request ({type(exc).__name__})")
         else:
             self._owner.peer_log.note(logging.ERROR, self.slot.address, f"a request failed: {describe_failure(exc)}")
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun, and no other one can be sent")
+            raise ConnectionError("the response has begun, so no error response can be sent")
         response = web.Response(status=status, text=f"{status} {HTTPStatus(status).phrase}\n")
         response.force_close()
         return response
 
-    def log_exception(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002 - what they quote
-        """Log in one line what aiohttp would log in many."""
+    def log_exception(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002 - may quote the request
+        """Log an exception in one line, where aiohttp would log its whole traceback."""
         error = kw.get("exc_info")
         failure = describe_failure(error if isinstance(error, BaseException) else None)
         self._owner.peer_log.note(logging.ERROR, self.slot.address, f"a connection failed: {failure}")
 
     def log_debug(self, *args: Any, **kw: Any) -> None:
-        """Do nothing: a client that disconnects is no event to log."""
+        """Do nothing: aiohttp logs here that a client has disconnected, which is not worth a line."""
 
 
 def slot_of(request: web.Request) -> Slot:
@@ -114,20 +112,21 @@ def slot_of(request: web.Request) -> Slot:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AppServer:
-    """Answers from `start` until `stop`.
+    """Serves an application from `start` until `stop`.
 
     Attributes:
-        listening: The listening socket; the thread closes it at the end.
-        name: Name of the thread.
-        keep_alive_s: How long a connection may be silent between two requests.
-        slots: Gives the connections their slots.
-        peer_log: Logs what goes wrong.
-        claims: See `Listener`.
-        make_app: Makes the application. Called on the event loop.
-        end: Called on the event loop when no further connection is accepted.
-        certificates: Encrypt the connections; ``None`` for plain HTTP.
-        uploads: Logs the fetches of connections that end.
-        loop: The event loop. Its class by name: a policy of the process may make loops without sendfile (uvloop).
+        listening: The listening socket. The server's thread closes the socket at the end.
+        name: Name of the server's thread.
+        keep_alive_s: Longest time without a request after which a connection is closed, in seconds.
+        slots: Assigns slots to the connections.
+        peer_log: Logs failures of connections and requests.
+        claims: Returns whether a connection, by its address and its first bytes, may be a member's.
+        make_app: Creates the application. Called on the event loop.
+        end: Called on the event loop after the listener has stopped.
+        certificates: TLS certificates of the server; ``None`` for plain HTTP.
+        uploads: Logs a fetch when its last connection ends.
+        loop: The event loop. A selector loop in any case: the process's policy may create loops without sendfile, such
+            as uvloop's.
     """
 
     listening: socket.socket
@@ -146,28 +145,28 @@ class AppServer:
     _is_stopping: bool = field(default=False, init=False)
 
     def start(self) -> None:
-        """Returns when the server accepts connections."""
+        """Start the thread, and return when the server accepts connections."""
         started: Future[None] = SafeFuture()
         self._thread = SafeThread(target=self._run, args=(started,), name=self.name, daemon=True)
         self._thread.start()
         started.result(_START_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Ends the event loop soon. May be called twice."""
-        # A second time it would stop the loop while it ends the connections.
+        """Let the thread close all connections and end. Returns at once; may be called twice."""
+        # A second call would stop the loop while `_stop` closes the connections on it.
         if not self._is_stopping:
             self._is_stopping = True
             with contextlib.suppress(RuntimeError):  # The thread has ended already.
                 self.loop.call_soon_threadsafe(self.loop.stop)
 
     def join(self) -> None:
-        """Waits for the end of the thread."""
+        """Wait until the thread has ended."""
         self._thread.join()
 
     def _run(self, started: Future[None]) -> None:
         loop = self.loop
         asyncio.set_event_loop(loop)
-        # asyncio's own words, and all of them in its debug mode, quote what the peer sent.
+        # asyncio's error messages, and in debug mode all of its messages, quote bytes that the peer sent.
         loop.set_debug(False)
         loop.set_exception_handler(self._on_loop_error)
         try:
@@ -210,13 +209,13 @@ class AppServer:
         await self.end()
         await runner.cleanup()
         self.uploads.close()
-        # aiohttp forgets a connection that its peer has left while it still reads the rest of a body.
+        # aiohttp does not track a connection whose peer has disconnected while the rest of a body was read.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=_ENDING_S)
-        # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
+        # asyncio closes the socket of a closed transport only after a few iterations of the loop.
         for _ in range(_SETTLING_ROUNDS):
             await asyncio.sleep(0)
 

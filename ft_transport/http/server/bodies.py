@@ -1,6 +1,6 @@
-"""The bodies of responses: a part of a snapshot's file, slices of its tensors, and relayed chunks.
+"""The kinds of response bodies: a part of a snapshot's file, slices of tensors, a buffer, and relayed chunks.
 
-Each goes from memory straight to the socket, on the thread that ``body_sender`` starts for it.
+A body is sent directly from memory, on the thread that ``body_sender`` starts for it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ft_transport.wire.snapshot import MemoryFile, ServedMemory, SharedFile, Sna
 
 _PIECE_BYTES: Final = 64 << 20
 _MAX_VIEWS_PER_SEND: Final = 512
-"""Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
+"""Maximum number of views in one ``sendmsg``; less than IOV_MAX, which is 1024 on Linux (``man 2 writev``)."""
 _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
-"""``struct timeval``, 20 ms: the longest wait of one call for the receiver while shared memory is pinned."""
+"""A ``struct timeval`` of 20 ms: the longest time for which one call waits for the receiver, with memory pinned."""
 _LEAST_SENDFILE_BYTES: Final = 64 << 10
-"""Below this size, a copy costs less than a separate system call."""
+"""Minimum size of a slice for ``sendfile``: a copy of a smaller slice costs less than a separate system call."""
 _LOOK_S: Final = 0.1
 """Interval at which a response that waits for its next chunk checks whether the receiver is still connected."""
 
 
 class FileRange:
-    """Bytes ``[position, end)`` of the snapshot's file."""
+    """A body of bytes ``[position, end)`` of a snapshot's file."""
 
     def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
         self.file = memory if isinstance(memory, MemoryFile) else None
@@ -64,17 +64,20 @@ class FileRange:
             else:
                 with self._memory.pin(self.position, end) as views:
                     connected.encrypt(views)
-                # The owner waits for the encryption, but not for the receiver.
+                # The memory is no longer pinned, so its owner need not wait for the receiver.
                 connected.flush()
             self.position = end
 
     def _send_shared(self, connected: BodySocket, file: SharedFile) -> None:
-        """Send a pinned piece at a time; the kernel copies it, so the owner waits for one call and no receiver."""
+        """Send shared memory piece by piece, each pinned for one call that lets the kernel copy it.
+
+        So the owner of the memory waits for at most one call, and never for a receiver.
+        """
         connected.raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         while self.position < self.end:
-            # Pinning digests the piece, so it is small enough to be in the processor's cache when it is sent.
+            # Small pieces: pinning digests a piece, which is then still in the processor's cache when it is sent.
             end = min(self.end, self.position + min(CHUNK_BYTES, connected.piece_bytes))
-            # First, because the owner of the memory waits for a pin.
+            # Before the pin, because the owner of the memory has to wait until a pin ends.
             connected.admit(end - self.position)
             sent = 0
             try:
@@ -88,11 +91,11 @@ class FileRange:
 
 
 class Slices:
-    """The frames of a request for slices (``wire.slices``), each with its digest.
+    """A body of frames of slices of tensors, each frame followed by its digest (``wire.slices``).
 
     Args:
-        snapshot: The snapshot.
-        frames: The requested frames, inside the data.
+        snapshot: The snapshot that contains the slices.
+        frames: The requested frames; they lie within the snapshot's data.
     """
 
     file = None
@@ -125,7 +128,7 @@ class Slices:
             and not only.loops
             and only.block_bytes >= _LEAST_SENDFILE_BYTES
         ):
-            # The digest brings the data into the processor's cache; the kernel sends the pages themselves.
+            # Digested first, which loads the data into the processor's cache; then the kernel sends the pages.
             hasher.update(memory.data[only.start : only.end])
             for sent in _send_data(connected, memory, only):
                 self.position += sent
@@ -141,10 +144,10 @@ class Slices:
 
 
 class Buffer:
-    """Bytes that the server keeps in memory.
+    """A body of bytes in memory, such as a delta.
 
     Args:
-        data: The bytes.
+        data: The bytes of the body.
     """
 
     file = None
@@ -163,11 +166,11 @@ class Buffer:
 
 
 class RelayedChunks:
-    """Chunks that this process receives: each is sent as soon as it lands, in any order (``wire.routes``).
+    """A body of chunks that this process is receiving itself: it sends each chunk when it lands, in any order.
 
     Args:
-        follower: Reports landed chunks; the caller closes it.
-        pause_s: Longest wait for the next chunk, in seconds; then the response ends early.
+        follower: Reports landed chunks; the caller closes the follower.
+        pause_s: Longest wait for the next chunk, in seconds. After that, the body ends early.
     """
 
     file = None
@@ -209,8 +212,8 @@ class RelayedChunks:
     def _send_encrypted(self, connected: BodySocket, header: memoryview, start: int, end: int) -> None:
         connected.sendall(header)
         self.position += len(header)
-        # Looks up the memory for each piece: a slow receiver delays the loop, and the trainer may free memory
-        # meanwhile, which must not be read here. Without TLS the kernel reads it, which is safe.
+        # Requests new views for each piece. While a slow receiver delays this loop, the trainer may free the memory,
+        # and encrypting freed memory would crash. Without TLS the kernel reads the memory, which is safe.
         for at in range(start, end, ENCRYPTED_PIECE_BYTES):
             for view in self._views(at, min(end, at + ENCRYPTED_PIECE_BYTES)):
                 connected.sendall(view)
@@ -218,32 +221,32 @@ class RelayedChunks:
 
     def _await_chunk(self, connected: BodySocket) -> int:
         until_s = time.monotonic() + self._pause_s
-        # Otherwise the end of the previous chunk would wait for an acknowledgement (man 7 tcp).
+        # Sends the end of the previous chunk, which would otherwise wait for an acknowledgement (man 7 tcp).
         connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connected.waiting():
             while (chunk := self._follower.next(min(_LOOK_S, until_s - time.monotonic()))) is None:
                 if self._relay.is_closed:
-                    raise ConnectionAbortedError("it is not passed on any more")
+                    raise ConnectionAbortedError("the relay is closed")
                 if connected.has_ended(0.0):
                     raise ConnectionResetError("the receiver has closed the connection")
                 if time.monotonic() >= until_s:
-                    raise ConnectionAbortedError("no other chunk has landed in time")
+                    raise ConnectionAbortedError(f"no further chunk has landed within {self._pause_s:g} s")
         connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
         return chunk
 
     def _views(self, start: int, end: int) -> Sequence[memoryview]:
         if self._relay.is_closed:
-            raise ConnectionAbortedError("it is not passed on any more")
+            raise ConnectionAbortedError("the relay is closed")
         try:
             return self._views_of(start, end)
         except RestoreError as error:
-            # The trainer has freed the received data: the next request is refused before it waits for chunks.
+            # The trainer has freed the received data. The relay closes, so that it refuses further requests at once.
             self._relay.close()
             raise ConnectionAbortedError(str(error)) from error
 
 
 def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
-    """Yield bytes ``[start, end)`` of the file; only its data is mapped, so the header is read."""
+    """Yield views of bytes ``[start, end)`` of the file. Only the data is mapped; the header is read."""
     num_header_bytes = file.data_start - file.start
     if start < num_header_bytes:
         yield memoryview(os.pread(file.descriptor, min(end, num_header_bytes) - start, file.start + start))
@@ -252,8 +255,8 @@ def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
 
 
 def _send_file(connected: BodySocket, file: MemoryFile, position: int, end: int) -> Iterator[int]:
-    """Send bytes ``[position, end)`` of the descriptor; yield the number of bytes after each call."""
-    # Where the system does not report acknowledged bytes, the bytes that the kernel took stand for them.
+    """Send bytes ``[position, end)`` of the file; yield after each system call the number of bytes that it sent."""
+    # Smaller pieces where the system does not report acknowledged bytes: a stall is then detected by sent bytes.
     piece_bytes = _PIECE_BYTES if acked_bytes(connected.raw) else CHUNK_BYTES
     while position < end:
         sent = connected.send_file(file.descriptor, position, min(end - position, piece_bytes))
@@ -264,7 +267,7 @@ def _send_file(connected: BodySocket, file: MemoryFile, position: int, end: int)
 
 
 def _send_data(connected: BodySocket, memory: MemoryFile, piece: Slice) -> Iterator[int]:
-    """Send a contiguous part of the data; yield the number of bytes after each call."""
+    """Send a contiguous part of the data; yield after each system call the number of bytes that it sent."""
     if not connected.is_encrypted:
         yield from _send_file(connected, memory, memory.data_start + piece.start, memory.data_start + piece.end)
         return

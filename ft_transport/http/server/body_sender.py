@@ -1,12 +1,11 @@
-"""Sends the bodies of responses, from memory straight to the socket, within the server's share of the network.
+"""Sends the bodies of responses, directly from memory to the socket, within the server's rate limit.
 
-One thread per body lets the kernel send in large pieces and wait for the receiver by itself: an event loop would wake
-up for each megabyte or so that the receiver takes, and would take the interpreter from the training thread each time.
+Each body has its own thread, so that the kernel sends large pieces and waits for the receiver. An event loop would wake
+up for about each megabyte that the receiver reads, and would each time take the interpreter from the training thread.
 
-A trainer shares the machine with the threads that send its state: the kernel copies each byte on the trainer's cores,
-and sends it over the network that its gradients need. One rate limit covers all bodies, for any receiver and any way of
-sending. Pieces of 25 milliseconds enforce it: it holds over any short interval too, and the sending threads take the
-interpreter from the trainer only a few times in each.
+Sending a state slows down the training: the kernel copies each byte on the trainer's cores, and sends it over the
+network that the gradients need. So one rate limit covers all bodies together. Bodies are sent in pieces of 25
+milliseconds, so that the limit holds even in short intervals, and sending threads rarely need the interpreter.
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ from ft_transport.wire.snapshot import MemoryFile
 logger = logging.getLogger(__name__)
 
 ENCRYPTED_PIECE_BYTES: Final = 256 << 10
-"""Bytes encrypted at once; they stay in the processor's cache until the kernel has taken them."""
+"""Number of bytes encrypted at once, so few that they are still in the processor's cache when the kernel copies them.
+"""
 _PIECE_S: Final = 0.025
 _LEAST_PIECE_BYTES: Final = 4 << 10
 _CREDIT_S: Final = 0.04
-"""Sleeping threads wake up late: after a pause, a thread may catch up by this much."""
+"""How much sending time a thread may catch up after a pause, because sleeping threads wake up late."""
 _UNLIMITED_PIECE_BYTES: Final = 1 << 62
 _CLOSED_BY_PEER: Final = getattr(select, "POLLRDHUP", 0)
 _ACKED_BYTES: Final = struct.Struct("=120xQ")
@@ -48,19 +48,19 @@ _FEW_BYTES: Final = 64 << 10
 _NO_LIMIT: Final = struct.pack("ll", 0, 0)
 _FLUSH_TICK_S: Final = 0.005
 _LEAST_SHARE: Final = 0.1
-"""Share of the stall timeout; a receiver that had bytes to take for less than this share is not judged."""
+"""A receiver is not cut off if it had bytes to read during less than this share of the stall timeout."""
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
 
 
 class RateLimiter:
-    """Grants bytes at a rate. Thread-safe.
+    """Limits the rate at which all bodies together are sent. Thread-safe.
 
     Args:
-        bytes_per_s: The rate.
-        clock: Monotonic seconds.
+        bytes_per_s: The maximum rate.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        piece_bytes: Maximum size of one grant.
+        piece_bytes: Maximum number of bytes to pass to `grant` at once.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +71,7 @@ class RateLimiter:
         self.piece_bytes: int = max(_LEAST_PIECE_BYTES, min(CHUNK_BYTES, int(bytes_per_s * _PIECE_S)))
 
     def grant(self, num_bytes: int) -> float:
-        """Return the seconds until ``num_bytes`` may be sent; callers are served in order."""
+        """Take ``num_bytes`` from the budget; return the seconds until they may be sent, in the order of the calls."""
         now_s = self._clock()
         with self._mutex:
             start_s = max(self._free_s, now_s - _CREDIT_S)
@@ -85,17 +85,17 @@ class RateLimiter:
 
 
 class BodySocket:
-    """A blocking socket to which one body is sent under a rate limit. Used only by one thread, except `waited_s`.
+    """A blocking socket to which one thread sends one body under a rate limit. Any thread may call `waited_s`.
 
     Args:
         raw: The socket to the receiver.
-        limiter: Limit for all bodies of the server; ``None`` for none.
-        channel: The server's end of a TLS connection, lent to this thread; ``None`` without TLS.
+        limiter: The rate limit of all bodies together; ``None`` for no limit.
+        channel: The TLS state of the connection, lent to this thread; ``None`` without TLS.
 
     Attributes:
-        raw: The socket.
+        raw: The socket to the receiver.
         is_encrypted: Whether the body is sent over TLS.
-        piece_bytes: Maximum number of bytes to `admit` at once.
+        piece_bytes: Maximum number of bytes to pass to `admit` at once.
     """
 
     def __init__(self, raw: socket.socket, limiter: RateLimiter | None, channel: TLSChannel | None = None) -> None:
@@ -105,7 +105,9 @@ class BodySocket:
         self._limiter = limiter
         self._channel = channel
         self._waits: tuple[float, float | None] = (0.0, None)
-        """Total wait so far, and start of the current wait; one value, because other threads read it."""
+        """Total seconds of ended waits, and the start of the current wait. One tuple, so that other threads always read
+        values that belong together.
+        """
         self._poll = select.poll()
 
     def sendall(self, data: memoryview) -> None:
@@ -118,7 +120,7 @@ class BodySocket:
             self.flush()
 
     def encrypt(self, views: Sequence[memoryview]) -> None:
-        """Encrypt the views for a later `flush`; does not wait."""
+        """Encrypt the views, to be sent by `flush`. Does not wait."""
         assert self._channel is not None, "without TLS, sendall suffices"
         for view in views:
             self._channel.write(view)
@@ -135,7 +137,7 @@ class BodySocket:
             self.raw.sendall(piece)
 
     def send_file(self, descriptor: int, position: int, num_bytes: int) -> int:
-        """Send the beginning of a part of a file, without TLS; return the bytes sent, 0 at the end of the file."""
+        """Send at most ``num_bytes`` of a file, without TLS; return the number of bytes sent, 0 at the file's end."""
         num_bytes = min(num_bytes, self.piece_bytes)
         self.admit(num_bytes)
         sent = os.sendfile(self.raw.fileno(), descriptor, position, num_bytes)
@@ -143,10 +145,10 @@ class BodySocket:
         return sent
 
     def admit(self, num_bytes: int) -> None:
-        """Wait until ``num_bytes``, at most ``piece_bytes``, may be sent; no memory may be pinned meanwhile.
+        """Wait until the rate limit allows ``num_bytes``. The caller must not have memory pinned meanwhile.
 
         Raises:
-            ConnectionResetError: The connection ended meanwhile.
+            ConnectionResetError: The connection was closed meanwhile.
         """
         if self._limiter is None:
             return
@@ -156,20 +158,20 @@ class BodySocket:
         until_s = time.monotonic() + left_s
         with self.waiting():
             while left_s > 0:
-                # Not time.sleep: the thread that ends the connection waits for this one.
+                # Not time.sleep: the event loop closes the connection and then waits for this thread.
                 if self.has_ended(left_s):
                     self._limiter.take_back(num_bytes)
-                    raise ConnectionResetError("the connection has ended")
+                    raise ConnectionResetError("the connection was closed")
                 left_s = until_s - time.monotonic()
 
     def unsent(self, num_bytes: int) -> None:
-        """Return admitted but unsent bytes to the budget."""
+        """Return bytes to the budget that `admit` allowed but that were not sent."""
         if self._limiter is not None and num_bytes:
             self._limiter.take_back(num_bytes)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Add the time of the block to `waited_s`: the receiver has nothing to take meanwhile."""
+        """Add the duration of the block to `waited_s`: the receiver has nothing to read meanwhile."""
         self._waits = self._waits[0], time.monotonic()
         try:
             yield
@@ -177,22 +179,22 @@ class BodySocket:
             self._waits = self.waited_s(), None
 
     def waited_s(self) -> float:
-        """Return the seconds of waiting so far. Called by any thread."""
+        """Return for how many seconds the sender, and not the receiver, has caused a wait. Called by any thread."""
         waited_s, began_s = self._waits
         return waited_s + (time.monotonic() - began_s if began_s is not None else 0.0)
 
     def has_ended(self, within_s: float) -> bool:
-        """Wait at most ``within_s`` for either side to end the connection; return whether it ended."""
+        """Wait at most ``within_s`` until one side closes the connection; return whether it was closed."""
         self._poll.register(self.raw, _CLOSED_BY_PEER)
         return bool(self._poll.poll(within_s * 1e3))
 
 
 class Body(Protocol):
-    """A body of which bytes ``[position, end)`` have yet to be sent.
+    """The body of a response.
 
     Attributes:
-        position: Bytes sent so far, or where they begin.
-        end: End of the bytes.
+        position: Start of the bytes that have yet to be sent.
+        end: End of the bytes that have yet to be sent.
     """
 
     position: int
@@ -200,10 +202,10 @@ class Body(Protocol):
 
     @property
     def file(self) -> MemoryFile | None:
-        """The memory file whose bytes ``[position, end)`` the body is; ``None`` for any other body."""
+        """The memory file, if the body consists of bytes ``[position, end)`` of one; else ``None``."""
 
     def send_to(self, connected: BodySocket) -> None:
-        """Sends the rest and advances ``position``; blocks."""
+        """Send the rest of the body, and advance ``position``; blocks."""
 
 
 async def send(
@@ -214,9 +216,9 @@ async def send(
     stall_timeout_s: float,
     limiter: RateLimiter | None,
 ) -> web.StreamResponse:
-    """Send a part of the snapshot as the response, or only the head if the request was for the head.
+    """Send a response with this body; or without it, if the method of the request is HEAD.
 
-    A receiver that disconnects or stalls loses its connection; that is no error of the server.
+    If the receiver disconnects or stalls, the server closes the connection, and raises no error.
     """
     response.content_length = body.end - body.position
     try:
@@ -225,7 +227,7 @@ async def send(
             await _send_body(request, body, stall_timeout_s, limiter)
         await response.write_eof()
     except OSError as error:
-        logger.info("the answer to receiver %s ended early: %s", request.remote, error)
+        logger.info("the response to receiver %s ended early: %s", request.remote, error)
         if request.transport is not None:
             request.transport.abort()
     return response
@@ -234,19 +236,19 @@ async def send(
 async def _send_body(request: web.Request, body: Body, stall_timeout_s: float, limiter: RateLimiter | None) -> None:
     transport = request.transport
     if transport is None or transport.is_closing():
-        raise ConnectionResetError("it closed the connection")
+        raise ConnectionResetError("the receiver closed the connection")
     is_plain = not isinstance(transport, TLSTransport)
     if is_plain and body.file is not None and limiter is None and body.end - body.position <= _FEW_BYTES:
         await _send_few(request, transport, body, body.file, stall_timeout_s)
         return
     await _flushed(request, transport, stall_timeout_s)
     if transport.is_closing():
-        raise ConnectionResetError("it closed the connection")
-    # With its own descriptor, the thread can never write to a later connection.
+        raise ConnectionResetError("the receiver closed the connection")
+    # A descriptor of its own: the number of a closed one may be that of a later connection.
     connected = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     was_reading = transport.is_reading()
     transport.pause_reading()
-    # A thread that writes to the socket directly would send plain text.
+    # With TLS, the thread needs the TLS state, because bytes that it wrote to the socket would be plain text.
     channel = transport.lend() if isinstance(transport, TLSTransport) else None
     try:
         sending = _Sending(BodySocket(connected, limiter, channel), body)
@@ -262,7 +264,7 @@ async def _send_body(request: web.Request, body: Body, stall_timeout_s: float, l
 async def _send_few(
     request: web.Request, transport: asyncio.Transport, body: Body, memory: MemoryFile, stall_timeout_s: float
 ) -> None:
-    """Send a small body from the event loop: a thread would cost more than sending it."""
+    """Send a small body on the event loop, because a thread would cost more than the sending."""
     num_bytes = body.end - body.position
     with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
         # The loop's sendfile waits until the head of the response has left its buffers.
@@ -272,15 +274,15 @@ async def _send_few(
         except asyncio.TimeoutError:
             raise _stalled(request, num_bytes, stall_timeout_s) from None
         except RuntimeError:
-            # asyncio raises it if the connection was closed just before; it would be logged with all its references.
+            # asyncio raises RuntimeError if the receiver has just closed the connection.
             if not transport.is_closing():
                 raise
-            raise ConnectionResetError("it closed the connection") from None
+            raise ConnectionResetError("the receiver closed the connection") from None
     body.position += num_bytes
 
 
 class _Sending:
-    """The body that one thread sends, and the receiver's progress."""
+    """One body that a thread sends, and how much of it the receiver has read."""
 
     def __init__(self, connected: BodySocket, body: Body) -> None:
         self.connected = connected
@@ -289,9 +291,9 @@ class _Sending:
         self._num_bytes = body.end - body.position
 
     def send(self) -> None:
-        """Send everything; blocks."""
+        """Send the whole body; blocks."""
         raw = self.connected.raw
-        # The flag is the connection's, not the descriptor's: the event loop needs it restored.
+        # This changes the blocking mode of the event loop's descriptor as well, so `finally` restores it.
         raw.settimeout(None)
         try:
             # asyncio sets TCP_NODELAY; a body is better sent in full segments, until its end.
@@ -301,18 +303,18 @@ class _Sending:
             os.set_blocking(raw.fileno(), False)
             with contextlib.suppress(OSError):  # The receiver disconnected.
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _NO_LIMIT)
-                # This sends the rest (man 7 tcp).
+                # TCP_NODELAY also sends the last, partial segment (man 7 tcp).
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def remaining_bytes(self) -> int:
-        """Return the bytes that the receiver has yet to take, less those in flight when the body began."""
+        """Return about how many bytes of the body the receiver's system has yet to acknowledge."""
         if self._num_acked_before:
             return self._num_bytes - (acked_bytes(self.connected.raw) - self._num_acked_before)
         return self._body.end - self._body.position
 
 
 async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:
-    """Wait until the head of the response has left the event loop's buffers; usually it has at once."""
+    """Wait until the event loop has sent the head of the response, as it usually has already."""
     deadline_s = time.monotonic() + stall_timeout_s
     while num_bytes := transport.get_write_buffer_size():
         if time.monotonic() > deadline_s:
@@ -339,14 +341,13 @@ async def _send_on_thread(request: web.Request, sending: _Sending, stall_timeout
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
             before, remaining = remaining, sending.remaining_bytes()
             waited_before_s, waited_s = waited_s, sending.connected.waited_s()
-            # While the thread waited for the limiter or the next chunk, there was nothing to take.
+            # While the thread waited for the rate limit or the next chunk, the receiver had nothing to read.
             share = min(1.0, 1.0 - (waited_s - waited_before_s) / stall_timeout_s)
             expected = max(1, int(share * min(CHUNK_BYTES, before)))
-            # The last bytes sent may still be in flight.
             if before - remaining < expected and share > _LEAST_SHARE:
                 raise _stalled(request, expected, stall_timeout_s)
     finally:
-        # However the wait ended, the thread must end first: it uses the caller's socket and memory file.
+        # Even after an error or a cancellation, the thread must end first: it uses the caller's socket and memory file.
         while not ended.done():
             _cut_off(sending.connected.raw)
             with contextlib.suppress(asyncio.CancelledError):
@@ -357,7 +358,7 @@ async def _send_on_thread(request: web.Request, sending: _Sending, stall_timeout
 
 
 def drop_connection(transport: asyncio.Transport) -> None:
-    """Abort a connection with all unreceived data, including a body that a thread is sending."""
+    """Abort a connection, discard all unsent data, and interrupt a thread that is sending a body on it."""
     connected = transport.get_extra_info("socket")
     if connected is not None and not transport.is_closing():
         _cut_off(connected)
@@ -365,22 +366,22 @@ def drop_connection(transport: asyncio.Transport) -> None:
 
 
 def _cut_off(connected: socket.socket) -> None:
-    """Wake the sending thread; its call fails. Unsent bytes are dropped when the connection is closed."""
-    with contextlib.suppress(OSError):  # The receiver disconnected first.
+    """Let the call of the sending thread fail, and discard unsent bytes when the connection is closed."""
+    with contextlib.suppress(OSError):  # The receiver has disconnected already.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_UNSENT)
         connected.shutdown(socket.SHUT_RDWR)
 
 
 def _stalled(request: web.Request, num_bytes: int, stall_timeout_s: float) -> ConnectionResetError:
     logger.warning(
-        "receiver %s took less than %d bytes in %.0f s and was cut off", request.remote, num_bytes, stall_timeout_s
+        "receiver %s read less than %d bytes in %.0f s and was cut off", request.remote, num_bytes, stall_timeout_s
     )
-    # `send` aborts: only an abort frees the socket of a peer that does not read; a close would wait for the peer.
-    return ConnectionResetError("it stalled")
+    # `send` then aborts the connection: a mere close would wait until the receiver has read everything.
+    return ConnectionResetError("the receiver stalled")
 
 
 def acked_bytes(connected: socket.socket) -> int:
-    """Return the bytes that the receiver's system has acknowledged on the connection; 0 if unknown."""
+    """Return the number of bytes that the receiver's system has acknowledged on a connection; 0 if unknown."""
     if sys.platform != "linux":
         return 0
     info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_BYTES.size)

@@ -1,51 +1,48 @@
 """Connection slots of a server, and rate limits for clients that have not authenticated themselves.
 
-A connection is a newcomer until it has authenticated itself as a member of the job; in a server without a secret, until
-its first request. Newcomers never take more than a part of the slots, newcomers of one address a part of that, and a
-newcomer keeps its slot for seconds at most. When there are too many newcomers, the next one evicts another: first one
-that has sent no request, the oldest first. So a client that opens connections without end competes with other
-newcomers, and a genuine peer, which sends its request at once, is a newcomer for an instant. When all slots are taken,
-but not by a crowd of newcomers, the server closes the connections that have been idle for longest between two requests.
+Slots: A connection is a newcomer until it has authenticated itself as a member of the job; in a server without a
+secret, until its first request. Newcomers may use a part of the slots, and the newcomers of one address a part of that.
+A newcomer keeps its slot for seconds at most. If there are too many newcomers, the next newcomer evicts another: the
+oldest one that has not sent a request, if there is one. So a client that opens connections without end evicts mostly
+its own, and a genuine peer, which authenticates itself at once, is a newcomer only for an instant. If all slots are in
+use, but few of them by newcomers, the server closes the connection that has been idle for longest.
 
-Each connection or request also costs the training a fraction of a millisecond of Python. A connection is charged when
-its first request is about to be read; without budget it waits, unread. A client that authenticates itself gets its
-charge refunded, so any number of genuine peers may come at once. A server without authentication cannot tell: there,
-the first requests of a connection are free, responses that move data are free, and all others wait for their turn.
-Each address has a budget, and all addresses share a larger one. A client that sends what only members know, such as the
-id of the job's key, has a separate budget: a flood does not use up what genuine peers need, even if both come from one
-address.
+Rate limits: Each connection and each request costs the training a fraction of a millisecond of Python. The server
+charges a connection to a budget before it reads the first request. Without budget, the request waits unread. After the
+client has authenticated itself, the server refunds the charge, so that any number of genuine peers may connect at once.
+A server without authentication cannot recognize genuine peers. There, the first requests of a connection are free, and
+so are responses with much data; other requests are charged. Each address has a budget, and all addresses share a larger
+one. Clients that send what only members know, such as the id of the job's key, have separate budgets, so that a flood
+does not use up the budget of genuine peers at the same address.
 
-This module knows no sockets: a slot returns when its connection ends, over TLS or not.
+This module uses no sockets: the owner of a connection returns the slot when the connection ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import ipaddress
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 NEWCOMER_S: Final = 10.0
-"""Deadline for a complete first request that authenticates the connection."""
+"""How long a connection may take to authenticate itself, in seconds."""
 _BURST: Final = 512.0
-"""Enough for all ranks of a host that recover at once, each with several connections."""
+"""Size of a budget: enough for all ranks of a host that recover at once, each with several connections."""
 _CONNECTIONS_PER_S: Final = 50.0
-"""A connection with one request costs about 0.3 ms of Python."""
+"""Connections that are added to a budget each second; a connection with one request costs 0.3 ms of Python."""
 _REQUESTS_PER_S: Final = 300.0
-"""A request costs about 0.1 ms."""
+"""Requests that are added to a budget each second; a request costs about 0.1 ms of Python."""
 _ADDRESSES: Final = 4.0
-"""Budget of all addresses together, in budgets of one address."""
+"""Budget of all addresses together, as a multiple of the budget of one address."""
 _FREE_REQUESTS: Final = 8
-"""More than a fetch makes on one connection before data comes."""
+"""Free requests of a connection: more than a fetch makes on one connection before it receives data."""
 _MOVING_BYTES: Final = 64 << 10
-"""Least size of a response that counts as a transfer of data."""
+"""Minimum size of a response that counts as a transfer of data."""
 _KNOWN_S: Final = 600.0
+"""How long an address counts as a member's after a client there has authenticated itself."""
 _MAX_ADDRESSES: Final = 1024
 _ROUNDING_S: Final = 1e-9
-_IPV6_SITE_BITS: Final = 64
-"""Prefix length of the network that one host owns (RFC 7421); its addresses count as one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +51,14 @@ class Slot:
 
     Attributes:
         address: The peer's address, as `client_of` returns it.
-        entered_s: When the connection was accepted, by the clock of its `ConnectionSlots`.
-        end: Closes the connection, at once or soon. Set by the code that makes the connection.
-        claims: Whether it claims to be a member's, see ``http.server.listener``: other newcomers are evicted first.
+        entered_s: Time at which the connection was accepted, by the clock of `ConnectionSlots`.
+        end: Closes the connection, at once or soon. Set by the owner of the connection.
+        claims: Whether the connection has sent what only members know; then other newcomers are evicted first.
         is_authenticated: Whether the connection has authenticated itself as a member of the job.
         is_ending: Whether the connection is being closed.
         has_left: Whether the connection has ended.
-        num_requests: Number of its requests that `RateLimits` counts.
-        charged: The budget that was charged for it; ``None`` before, and after a refund.
+        num_requests: Number of charged or free requests on the connection.
+        charged: The budget that was charged for the connection; ``None`` before that, and after a refund.
     """
 
     address: str
@@ -75,7 +72,7 @@ class Slot:
     charged: _Buckets | None = None
 
     def refund(self) -> bool:
-        """Refund the connection's charge; return whether there was one."""
+        """Refund what was charged for the connection; return whether anything was charged."""
         charged, self.charged = self.charged, None
         if charged is not None:
             charged.give_back(self.address)
@@ -83,7 +80,7 @@ class Slot:
 
 
 class _Queues:
-    """Slots by address; those of each address in the order of arrival."""
+    """Slots by address; the slots of each address are in the order in which they were added."""
 
     def __init__(self) -> None:
         self._by_address: dict[str, dict[Slot, None]] = {}
@@ -112,7 +109,7 @@ class _Queues:
         return next(iter(self._by_address.get(address, ())), None)
 
     def first_of_crowd(self) -> Slot | None:
-        """Return the oldest slot of the address with the most: a lone client is not evicted for a crowd."""
+        """Return the oldest slot of the address with the most slots, so that a crowd does not evict a lone client."""
         crowd = max(self._by_address.values(), key=len, default=None)
         return next(iter(crowd)) if crowd is not None else None
 
@@ -121,18 +118,18 @@ class _Queues:
 
 
 class ConnectionSlots:
-    """Gives slots to connections. Used only on the server's event loop.
+    """Assigns slots to connections. Used only on the server's event loop.
 
     Args:
         max_connections: Maximum number of open connections.
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
 
     Attributes:
         max_connections: Maximum number of open connections.
         max_newcomers: Maximum number of newcomers.
-        max_newcomers_of_address: Maximum number of newcomers of one address.
-        max_of_address: Maximum number of slots of one address: enough for the ranks of a host, but not all.
-        limits: Rate limits of newcomers.
+        max_newcomers_of_address: Maximum number of newcomers from one address.
+        max_of_address: Maximum number of slots of one address: enough for the ranks of a host, but not all slots.
+        limits: Rate limits for newcomers.
     """
 
     def __init__(self, max_connections: int, clock: Callable[[], float]) -> None:
@@ -151,12 +148,12 @@ class ConnectionSlots:
 
     @property
     def num_open(self) -> int:
-        """Number of connections that have a slot, including those being closed."""
+        """Number of connections with a slot, including connections that are being closed."""
         return len(self._open)
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether `end_overdue` may have something to do later."""
+        """Whether any connection is a newcomer, so that `end_overdue` has to be called again."""
         return bool(len(self._waiting) + len(self._asking))
 
     @property
@@ -166,27 +163,27 @@ class ConnectionSlots:
 
     @property
     def is_full(self) -> bool:
-        """Whether all slots are taken, and no closing connection will free one."""
+        """Whether all slots are in use, and no connection is being closed."""
         return not self.has_room and not self._num_ending
 
     def make_room(self) -> bool:
-        """Return whether one more connection may be accepted now.
+        """Free a slot if none is free; return whether a slot is free now.
 
-        If not, a connection is being closed and a slot becomes free in a moment, or `is_full` is true.
+        If not, `is_full` is true, or a connection is being closed and its slot becomes free soon.
         """
         if self.is_full:
             self._end(self._dispensable())
         return self.has_room
 
     def enter(self, address: str) -> Slot | None:
-        """Give a slot to a connection that was accepted after `make_room`.
+        """Assign a slot to a connection that was accepted after `make_room`.
 
         Args:
             address: The peer's address, as `client_of` returns it.
 
         Returns:
-            The slot, to be returned with `leave`; ``None`` if this address has its maximum of slots and uses all of
-            them.
+            The slot, which the caller returns with `leave`; ``None`` if the address has its maximum number of slots and
+            none of its connections can be closed.
         """
         num_newcomers = self._waiting.num_of(address) + self._asking.num_of(address)
         if num_newcomers >= self.max_newcomers_of_address:
@@ -204,14 +201,14 @@ class ConnectionSlots:
         self._num_of_address[address] = self._num_of_address.get(address, 0) + 1
         return slot
 
-    def asks(self, slot: Slot) -> None:
-        """Note a newcomer's complete request: others lose their slots first until it is answered."""
+    def note_request(self, slot: Slot) -> None:
+        """Record that a newcomer has sent a request: until the response, newcomers without a request go first."""
         if not slot.is_ending:
             self._waiting.discard(slot)
             self._asking.add(slot)
 
     def authenticated(self, slot: Slot) -> None:
-        """Note that the connection has authenticated itself. May be called with each request."""
+        """Record that the connection has authenticated itself. May be called for each request."""
         if not slot.is_authenticated:
             slot.is_authenticated = True
             self._waiting.discard(slot)
@@ -219,11 +216,11 @@ class ConnectionSlots:
 
     @contextlib.contextmanager
     def serving(self, slot: Slot) -> Iterator[None]:
-        """Protect the connection of an authenticated peer from eviction while its request is answered."""
+        """Protect an authenticated connection from eviction while the server processes a request on it."""
         if slot.is_authenticated:
             self._idle.discard(slot)
         else:
-            self.asks(slot)
+            self.note_request(slot)
         try:
             yield
         finally:
@@ -234,7 +231,7 @@ class ConnectionSlots:
 
     @contextlib.contextmanager
     def waiting(self, slot: Slot) -> Iterator[None]:
-        """Treat the connection as idle while a request in progress waits for its peer."""
+        """Allow the eviction of a connection, although a request is in progress, because the request has to wait."""
         if slot.is_authenticated and not slot.is_ending:
             self._idle.add(slot)
         try:
@@ -243,12 +240,12 @@ class ConnectionSlots:
             self._idle.discard(slot)
 
     def leave(self, slot: Slot) -> None:
-        """Return the slot of a connection that has ended. May be called twice."""
+        """Free the slot of a connection that has ended. May be called twice."""
         if slot not in self._open:
             return
         self._open.remove(slot)
         slot.has_left = True
-        # It refers back to the slot, and training loops run with the cyclic collector off.
+        # Breaks a reference cycle, because training loops often disable the cyclic garbage collector.
         slot.end = lambda: None
         if slot.is_ending:
             self._num_ending -= 1
@@ -256,14 +253,14 @@ class ConnectionSlots:
             self._stop_counting(slot)
 
     def end_overdue(self) -> None:
-        """Close the connections that have taken too long to authenticate themselves."""
+        """Close the connections that have not authenticated themselves within `NEWCOMER_S`."""
         overdue_s = self._clock() - NEWCOMER_S
         for slot in [*self._waiting.all(), *self._asking.all()]:
             if slot.entered_s <= overdue_s:
                 self._end(slot)
 
     def _dispensable(self) -> Slot | None:
-        # Without a few newcomers no new client would ever get in beside idle clients that keep their slots.
+        # Leaves room for a few newcomers, because otherwise idle clients would keep all new clients out.
         has_many = len(self._waiting) + len(self._asking) > self.max_newcomers // 2
         newcomer, idle = self._newcomer_of_crowd(), self._idle.first_of_crowd()
         return newcomer or idle if has_many else idle or newcomer
@@ -299,10 +296,10 @@ class ConnectionSlots:
 
 
 class RateLimits:
-    """Rate limits of unauthenticated clients. Used only on the server's event loop.
+    """Rate limits for clients that have not authenticated themselves. Used only on the server's event loop.
 
     Args:
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -313,15 +310,15 @@ class RateLimits:
         self._known_s: dict[str, float] = {}
 
     def admit(self, slot: Slot) -> bool:
-        """Return whether the first request of a connection may be read now; if so, charge for it."""
+        """Charge for a new connection; return ``False`` if the budget does not suffice and it has to wait."""
         buckets = self._claims if slot.claims else self._connections
         if not buckets.take(slot.address):
             return False
         slot.charged = buckets
         return True
 
-    def belongs(self, slot: Slot) -> None:
-        """Refund a connection that has authenticated itself. May be called with each request."""
+    def refund_member(self, slot: Slot) -> None:
+        """Refund the charge for a connection that has authenticated itself. May be called for each request."""
         if not slot.refund():
             return
         self._known_s.pop(slot.address, None)
@@ -335,12 +332,12 @@ class RateLimits:
         return known_s is not None and self._clock() - known_s < _KNOWN_S
 
     def turn_after_s(self, slot: Slot) -> float:
-        """Return the seconds until a request's turn, in a server without authentication."""
+        """Charge for a request of an unauthenticated client; return the seconds for which the request has to wait."""
         slot.num_requests += 1
         return self._requests.borrow(slot.address) if slot.num_requests > _FREE_REQUESTS else 0.0
 
-    def moved(self, slot: Slot, num_bytes: int) -> None:
-        """Refund a request, after its turn, whose response moved at least `_MOVING_BYTES`."""
+    def refund_transfer(self, slot: Slot, num_bytes: int) -> None:
+        """Refund the charge for a request if its response had at least `_MOVING_BYTES`."""
         if num_bytes < _MOVING_BYTES:
             return
         slot.refund()
@@ -351,9 +348,9 @@ class RateLimits:
 
 
 class _Buckets:
-    """Token buckets, one for each address and one for all.
+    """Token buckets that limit a rate: one bucket for each address, and one for all addresses together.
 
-    A bucket is the time at which it is empty: a token moves it into the future by the time that the token takes.
+    A bucket is stored as one time: it has tokens while that time is in the past, and taking a token advances the time.
     """
 
     def __init__(self, per_s: float, clock: Callable[[], float]) -> None:
@@ -363,7 +360,7 @@ class _Buckets:
         self._all_empty_s = float("-inf")
 
     def borrow(self, address: str) -> float:
-        """Take a token of this address in any case; return the seconds until it is available."""
+        """Take a token of this address, even from an empty bucket; return the seconds until the token is available."""
         now_s = self._clock()
         full_s = now_s - _BURST * self._token_s
         empty_s = max(full_s, self._empty_s.pop(address, full_s)) + self._token_s
@@ -376,7 +373,7 @@ class _Buckets:
         return wait_s if wait_s > _ROUNDING_S else 0.0
 
     def take(self, address: str) -> bool:
-        """Take a token of this address; return whether one was available."""
+        """Take a token of this address if one is available; return whether one was."""
         is_available = not self.borrow(address)
         if not is_available:
             self.give_back(address)
@@ -387,19 +384,3 @@ class _Buckets:
         if address in self._empty_s:
             self._empty_s[address] -= self._token_s
         self._all_empty_s -= self._token_s / _ADDRESSES
-
-
-@functools.lru_cache(maxsize=1024)
-def client_of(host: str) -> str:
-    """Return the address by which a peer counts: IPv4 also if mapped into IPv6, else its IPv6 network."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    if address.is_link_local or address.is_loopback:
-        return str(address)
-    return str(ipaddress.ip_network((address, _IPV6_SITE_BITS), strict=False))

@@ -1,7 +1,7 @@
-"""Leases of snapshots, and slots among the receivers, for clients that have authenticated themselves.
+"""Leases, which keep a snapshot in the cache for a receiver, and the limit on the number of receivers.
 
-A lease keeps a snapshot in the cache between the requests of one fetch (see ``snapshot_cache``). It begins with a
-request, or, for a receiver that waits for a future step, when that snapshot comes.
+A lease keeps a snapshot between the requests of one fetch (``snapshot_cache``). It begins with the receiver's request.
+If the receiver waits for a future step, it begins when the snapshot of that step arrives.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Final, TypeAlias
 from ft_transport.errors import PeerNotReadyError
 
 Client: TypeAlias = tuple[str, str]
-"""A receiver: its address and its name. Its connections count as one, and so do the ranks of one replica."""
+"""Address and replica name of a receiver. All connections with the same pair count as one receiver, as do the ranks of
+a replica on one host.
+"""
 
 _KEPT_S: Final = 1.0
-"""How long a receiver keeps its slot without a request: the next one usually comes within milliseconds."""
+"""How long a receiver keeps its slot without a request. The next request usually arrives within milliseconds."""
 _RETRY_AFTER_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """A reader of a snapshot. Any thread may call its functions.
+    """A reader of a snapshot, such as a receiver's connection. Any thread may call its functions.
 
     Attributes:
-        is_closed: Returns whether the reader's connection is closed, which ends its lease. Also identifies the reader:
-            each distinct function has one lease.
-        cut_off: Ends the connection, and calls its argument when no more bytes can reach the reader; returns at once.
-            ``None`` for a reader of this process, which is never cut off.
+        is_closed: Returns whether the reader's connection is closed, which ends the reader's lease. The function object
+            also identifies the reader: two readers have two function objects.
+        cut_off: Closes the reader's connection and returns at once; calls its argument when no more bytes can reach the
+            reader. ``None`` for a reader within this process, which is never cut off.
     """
 
     is_closed: Callable[[], bool] = lambda: False
@@ -39,20 +41,32 @@ class Reader:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A reader's requests of one snapshot that are in progress, and the time until which it may ask again."""
+    """The lease of one reader for one snapshot.
+
+    Attributes:
+        reader: The reader.
+        num_readings: Number of the reader's requests in progress.
+        until_s: Time until which the lease lasts without a request in progress.
+    """
 
     reader: Reader
     num_readings: int = 0
     until_s: float = 0.0
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the reader no longer keeps the snapshot."""
+        """Whether the lease no longer keeps the snapshot in the cache."""
         return not self.num_readings and (self.until_s <= now_s or self.reader.is_closed())
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A reader that waits for a step: without an end while its request is in progress."""
+    """A reader that waits for a step.
+
+    Attributes:
+        reader: The reader.
+        step: The step for which the reader waits.
+        until_s: Time at which the wait ends; infinite while the reader's request is in progress.
+    """
 
     reader: Reader
     step: int
@@ -60,28 +74,31 @@ class Wait:
 
 
 class StepWaiters:
-    """At most one step for each reader. Not thread-safe: the cache's lock protects it."""
+    """The readers that wait for a future step, each for one step. Not thread-safe: the cache's lock protects it."""
 
     def __init__(self) -> None:
         self._waits: dict[Callable[[], bool], Wait] = {}
 
     def begin(self, step: int, reader: Reader, *, now_s: float) -> Wait:
-        """Note that a reader waits for a step, in place of the step that it waited for before."""
-        # Without this, entries of closed connections would stay for ever.
+        """Record that a reader waits for a step, and forget an earlier step of this reader."""
+        # Removes the entries of closed connections, which nothing else removes.
         self._waits = {
             name: wait for name, wait in self._waits.items() if wait.until_s > now_s and not wait.reader.is_closed()
         }
         wait = self._waits[reader.is_closed] = Wait(reader, step)
         return wait
 
-    def come(self, step: int, *, now_s: float, lease_s: float) -> dict[Callable[[], bool], Lease]:
-        """Remove the readers that wait for a step, and return their leases: without an end if a request waits now."""
-        come = {name: wait for name, wait in self._waits.items() if wait.step == step and wait.until_s > now_s}
-        for name in come:
+    def grant_leases(self, step: int, *, now_s: float, lease_s: float) -> dict[Callable[[], bool], Lease]:
+        """Remove the readers that wait for a step that has arrived, and return a lease for each of them.
+
+        A lease has no end yet if the reader's request is still in progress.
+        """
+        granted = {name: wait for name, wait in self._waits.items() if wait.step == step and wait.until_s > now_s}
+        for name in granted:
             del self._waits[name]
         return {
             name: Lease(wait.reader, until_s=math.inf if wait.until_s == math.inf else now_s + lease_s)
-            for name, wait in come.items()
+            for name, wait in granted.items()
         }
 
 
@@ -92,11 +109,11 @@ class _Place:
 
 
 class ClientLimit:
-    """The slots of receivers. Used only on the server's event loop.
+    """Limits the number of receivers to which the server sends data. Used only on the server's event loop.
 
     Args:
         max_clients: Maximum number of receivers; ``None`` for any number.
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, max_clients: int | None, clock: Callable[[], float]) -> None:
@@ -106,10 +123,10 @@ class ClientLimit:
 
     @contextlib.contextmanager
     def serving(self, client: Client) -> Iterator[None]:
-        """Reserve a slot for the receiver while a response is sent, and for a moment after the last one.
+        """Reserve a slot for the receiver while a response is sent, and for a moment after its last response.
 
         Raises:
-            PeerNotReadyError: All slots are taken.
+            PeerNotReadyError: Other receivers have all slots.
         """
         if self._max_clients is None:
             yield
@@ -131,7 +148,7 @@ class ClientLimit:
                         del self._places[each]
             if len(self._places) >= max_clients:
                 raise PeerNotReadyError(
-                    f"expected a place among the receivers, {max_clients} others are sent data (max_clients)",
+                    f"expected fewer than {max_clients} receivers (max_clients), the server sends to {max_clients} now",
                     retry_after_s=_RETRY_AFTER_S,
                 )
             self._places[client] = _Place()

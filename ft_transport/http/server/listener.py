@@ -1,7 +1,7 @@
-"""Accepts connections while slots are free; the others wait in the kernel.
+"""Accepts connections only while slots are free; further connections wait in the kernel.
 
-asyncio's own server accepts up to a thousand waiting sockets before it counts the first: a burst takes the descriptors
-that the training needs. Here each connection gets a slot (``connection_slots``) before the next is accepted.
+asyncio's own server may accept a thousand connections at once, so a burst would use up the file descriptors that the
+training needs. Here, each connection gets a slot (``connection_slots``) before the next connection is accepted.
 """
 
 from __future__ import annotations
@@ -18,39 +18,45 @@ from collections.abc import Callable
 from typing import Final
 
 from ft_transport.http.bind_address import LISTEN_BACKLOG
-from ft_transport.http.server.connection_slots import ConnectionSlots, Slot, client_of
+from ft_transport.http.peer_address import client_of
+from ft_transport.http.server.connection_slots import ConnectionSlots, Slot
 from ft_transport.http.server.logs import PeerLog
 
 _MAX_CONNECTIONS: Final = 512
-"""No crowd of receivers may take the descriptors and the memory that the training needs."""
+"""Maximum number of connections, so that receivers do not use up the file descriptors that the training needs."""
 _DESCRIPTOR_SHARE: Final = 8
-"""A connection takes two descriptors while a body is sent; all together may take a quarter of the process's limit."""
+"""Maximum share of connections in the process's limit of file descriptors: one in 8. A connection uses two descriptors
+while it sends a body, so all connections together use at most a quarter of the limit.
+"""
 _LEAST_CONNECTIONS: Final = 8
 _FULL_BACKLOG: Final = 16
-"""Backlog in the kernel while every slot is taken; further connections are not answered, and retry."""
+"""Length of the kernel's queue while all slots are in use. The kernel ignores further connections, which retry."""
 _FULL_PAUSE_S: Final = 0.05
 _BATCH: Final = 16
 _BATCH_PAUSE_S: Final = 0.002
-"""Pause between two batches, so that an endless crowd leaves the interpreter to the training."""
+"""Pause after each batch of accepted connections, so that a flood does not keep the interpreter from the training."""
 _PARKED_S: Final = 0.02
-"""Interval at which connections that wait for their turn are checked."""
+"""Interval between two attempts to admit the connections that wait for their rate limit."""
 _ROUNDS_TO_ASK: Final = 8
-"""aiohttp takes six rounds of the loop to a connection's first request; later arrivals must not evict it before."""
+"""aiohttp needs six iterations of the loop to read a connection's first request. Until then, the connections accepted
+in as many iterations must not evict it.
+"""
 _NO_DESCRIPTOR_PAUSE_S: Final = 1.0
 _SWEEP_S: Final = 1.0
 _HELD_UP_S: Final = 0.5
-"""A loop later than this was delayed; it has to read its sockets before it closes overdue connections."""
+"""If the loop runs later than this, it was delayed, and has to read its sockets before it closes overdue connections.
+"""
 _OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAX_PEEK_BYTES: Final = 16 << 10
 _HEAD_BEGINS: Final = re.compile(
     rb"[A-Z]+( ([!-~]+( (H|HT|HTT|HTTP|HTTP/1?|HTTP/1\.[01]?(\r?|\r\n.*))?)?)?)?\Z", re.DOTALL
 )
-"""The beginning of a request line (RFC 9112, section 3) or more. Anything else is refused at once."""
+"""Matches any beginning of a request (RFC 9112, section 3). Other bytes are passed on, to be refused at once."""
 _BUSY: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 def max_connections() -> int:
-    """Return the maximum number of connections under this process's limit of descriptors."""
+    """Return the maximum number of connections, given this process's limit of file descriptors."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit < 0:
         return _MAX_CONNECTIONS
@@ -60,14 +66,15 @@ def max_connections() -> int:
 class Listener:
     """Accepts connections on a listening socket. Used only on the server's event loop.
 
-    A connection gets its protocol when the head of a request has arrived; before, it costs little more than a socket.
+    A connection gets its protocol when the head of a request has arrived; until then it costs little more than a
+    socket.
 
     Args:
-        listening: The socket; the caller closes it.
-        slots: Gives the slots.
-        make_protocol: Makes the protocol of a connection. In ``connection_made`` the protocol sets the ``end`` of its
-            slot, and in ``connection_lost`` it returns the slot.
-        peer_log: Logs when the system provides no further socket.
+        listening: The listening socket; the caller closes the socket.
+        slots: Assigns slots to the connections.
+        make_protocol: Creates the protocol of a connection. In ``connection_made``, the protocol sets ``end`` of its
+            slot; in ``connection_lost``, it returns the slot.
+        peer_log: Logs that the process has no file descriptor or memory for a connection.
         claims: Returns whether a connection, by its address and its first bytes, may be a member's.
     """
 
@@ -97,7 +104,7 @@ class Listener:
         self._resume()
 
     async def stop(self) -> None:
-        """Accept no further connection, and close those that have sent no request yet."""
+        """Stop accepting connections, and close the connections that have no protocol yet."""
         self._loop.remove_reader(self._listening.fileno())
         for timer in (self._resuming, self._sweeping, self._unparking):
             if timer is not None:
@@ -125,7 +132,7 @@ class Listener:
         num_to_connect = max(1, self._slots.max_newcomers_of_address // _ROUNDS_TO_ASK)
         for number in range(_BATCH):
             if number and not self._slots.has_room:
-                break  # Perhaps no other client waits: nothing is evicted for one that may not exist.
+                break  # Evicts nothing, because perhaps no further client waits.
             if not self._slots.make_room():
                 if self._slots.is_full:
                     self._set_backlog(_FULL_BACKLOG)
@@ -138,14 +145,14 @@ class Listener:
                 if error.errno in _OUT_OF_RESOURCES:
                     self._peer_log.note(logging.ERROR, "the server", f"cannot accept a connection: {error.strerror}")
                     self._pause(_NO_DESCRIPTOR_PAUSE_S)
-                return  # No client waits any more, or the waiting one has disconnected.
+                return  # No client waits, or the waiting client has disconnected.
             num_to_connect -= self._enter(accepted, client_of(address[0]))
             if not num_to_connect:
                 break
         self._pause(_BATCH_PAUSE_S)
 
     def _enter(self, accepted: socket.socket, address: str) -> bool:
-        """Give a connection a slot; return whether the head of a request has arrived already."""
+        """Assign a slot to a connection; return whether its request has arrived already and was passed on."""
         accepted.setblocking(False)
         if _has_gone(accepted):
             accepted.close()
@@ -160,11 +167,11 @@ class Listener:
         return _Waiting(self, accepted, slot).look()
 
     def _ask(self, waiting: _Waiting, sent: bytes) -> bool:
-        """Hand a connection to its protocol, or queue it for its turn; return whether it was handed over."""
+        """Pass a connection to its protocol; or queue it if its rate limit is exceeded, and return ``False``."""
         slot = waiting.slot
         slot.claims = self._claims(slot.address, sent)
         if slot.claims:
-            self._slots.asks(slot)
+            self._slots.note_request(slot)
         if waiting.payer not in self._parked and self._admit(waiting):
             return True
         self._parked.setdefault(waiting.payer, {})[waiting] = None
@@ -196,7 +203,7 @@ class Listener:
                 del self._parked[waiting.payer]
 
     def _connect(self, accepted: socket.socket, slot: Slot) -> None:
-        self._slots.asks(slot)
+        self._slots.note_request(slot)
 
         async def connect() -> None:
             await self._loop.connect_accepted_socket(lambda: self._make_protocol(slot), accepted)
@@ -225,7 +232,7 @@ class Listener:
 
 
 class _Waiting:
-    """A connection that has not sent the head of a request yet. Its bytes stay in the kernel."""
+    """A connection without a protocol: it has not sent the head of a request. Its bytes stay in the kernel."""
 
     def __init__(self, listener: Listener, accepted: socket.socket, slot: Slot) -> None:
         self._listener = listener
@@ -237,11 +244,15 @@ class _Waiting:
 
     @property
     def payer(self) -> tuple[str, bool]:
-        """Key of the budget that its first request is charged to."""
+        """Key of the budget to which the connection is charged."""
         return self.slot.address, self.slot.claims
 
     def look(self) -> bool:
-        """Hand the connection over if the head is there, or can never be; return whether it was handed over."""
+        """Check the received bytes; pass the connection on if they contain the head of a request, or no request at all.
+
+        Returns:
+            Whether the connection got its protocol.
+        """
         try:
             sent = self.accepted.recv(_MAX_PEEK_BYTES, socket.MSG_PEEK)
             if not sent:
@@ -282,7 +293,7 @@ class _Waiting:
 
 
 def _has_gone(accepted: socket.socket) -> bool:
-    """Whether a peer has closed a connection without sending anything: it needs no slot."""
+    """Whether the peer has closed the connection without sending anything, so that it needs no slot."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):
@@ -292,7 +303,7 @@ def _has_gone(accepted: socket.socket) -> bool:
 
 
 def _may_become_a_head(sent: bytes) -> bool:
-    """Whether ``sent`` may be the beginning of an incomplete request head."""
+    """Whether ``sent`` may be the beginning of a request head of which more has yet to arrive."""
     if len(sent) >= _MAX_PEEK_BYTES or b"\r\n\r\n" in sent:
         return False
     return bool(_HEAD_BEGINS.match(sent))

@@ -1,4 +1,4 @@
-"""Logs of a server about its peers: failures, uploads, and the state of the transport for ``/state``."""
+"""Reports of a server about its peers: a log of failures, a log of uploads, and the transport's part of ``/state``."""
 
 from __future__ import annotations
 
@@ -29,64 +29,64 @@ _MAX_FRAMES: Final = 3
 @dataclass(slots=True)
 class _LastLine:
     at_s: float
-    num_untold: int = 0
+    num_suppressed: int = 0
 
 
 class PeerLog:
-    """Logs failures of peers. Used only by one thread.
+    """Logs failures of peers, at most one line per peer and minute. Used only by one thread.
 
     Args:
-        logger: Gets the lines.
-        clock: Monotonic seconds.
-        errors: Gets warnings and errors as well, for ``/state``; ``None`` without monitoring.
+        logger: The logger to which the lines are written.
+        clock: Returns monotonic seconds.
+        errors: Records warnings and errors for ``/state``; ``None`` without monitoring.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, errors: LastErrors | None = None) -> None:
         self._errors = errors
         self._logger = logger
         self._clock = clock
-        self._told: dict[str, _LastLine] = {}
-        self._num_untold_elsewhere = 0
+        self._last_lines: dict[str, _LastLine] = {}
+        self._num_suppressed_elsewhere = 0
 
     def note(self, level: int, about: str, what: str) -> None:
-        """Log one line, unless the last minute had a line about the same peer, or lines about too many others.
+        """Log one line, unless the last minute had a line about the same peer, or lines about too many other peers.
 
         Args:
             level: A level of ``logging``.
-            about: The peer's address as the system reports it, or another name chosen by the server.
-            what: A text of the server's own.
+            about: The peer's address as the system reports it, or a name chosen by this server.
+            what: Description of the failure, without any text from the peer.
         """
         if not self._logger.isEnabledFor(level):
             return
         now_s = self._clock()
-        told = self._told.get(about)
-        if told is not None and now_s - told.at_s < _PERIOD_S:
-            told.num_untold += 1
+        last = self._last_lines.get(about)
+        if last is not None and now_s - last.at_s < _PERIOD_S:
+            last.num_suppressed += 1
             return
-        if told is None and len(self._told) >= _MAX_ADDRESSES and not self._forget_the_past(now_s):
-            self._num_untold_elsewhere += 1
+        if last is None and len(self._last_lines) >= _MAX_ADDRESSES and not self._forget_past(now_s):
+            self._num_suppressed_elsewhere += 1
             return
-        untold = told.num_untold if told is not None else 0
-        more = f"; {untold} more of the kind since the last line about it" if untold else ""
-        if self._num_untold_elsewhere:
-            more += f"; {self._num_untold_elsewhere} about other addresses"
-            self._num_untold_elsewhere = 0
-        # Moves the address to the end: the latest line is forgotten last.
-        self._told.pop(about, None)
-        self._told[about] = _LastLine(now_s)
+        suppressed = last.num_suppressed if last is not None else 0
+        more = f"; {suppressed} more of the kind since the last line about it" if suppressed else ""
+        if self._num_suppressed_elsewhere:
+            more += f"; {self._num_suppressed_elsewhere} about other addresses"
+            self._num_suppressed_elsewhere = 0
+        # Moves the peer to the end, because `_forget_past` removes the oldest entries.
+        self._last_lines.pop(about, None)
+        self._last_lines[about] = _LastLine(now_s)
         self._logger.log(level, "%s: %s%s", about, what, more)
         if self._errors is not None and level >= logging.WARNING:
             self._errors.note(about, what)
 
-    def _forget_the_past(self, now_s: float) -> bool:
-        past = [about for about, told in self._told.items() if now_s - told.at_s >= _PERIOD_S]
+    def _forget_past(self, now_s: float) -> bool:
+        past = [about for about, last in self._last_lines.items() if now_s - last.at_s >= _PERIOD_S]
         for about in past:
-            del self._told[about]
+            del self._last_lines[about]
         return bool(past)
 
 
 def describe_failure(error: BaseException | None) -> str:
-    """Return an error's type and where it was raised, without its message, which may quote a peer's bytes."""
+    """Return the type of an error and where it was raised, without the message, which may quote a peer's bytes."""
     if error is None:
         return "no error"
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
@@ -104,14 +104,14 @@ _MAX_NAME_CHARACTERS: Final = 64
 
 
 class Progress(Protocol):
-    """A body of which bytes ``[position, end)`` have yet to be sent."""
+    """The progress of a body: bytes ``[position, end)`` have yet to be sent."""
 
     position: int
     end: int
 
 
 class FetchKey(NamedTuple):
-    """Key of a fetch; requests with the same key are of one fetch."""
+    """Key of a fetch: all requests with the same key belong to the same fetch."""
 
     address: str
     replica: str
@@ -137,13 +137,15 @@ class _Upload:
 
 
 class UploadLog:
-    """Sums up the requests of each fetch. The event loop writes it; any thread may read it.
+    """Logs one line for each fetch of a peer, with the sum of its requests.
+
+    The event loop adds requests; any thread may call `status`.
 
     Args:
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        sent: Bytes sent so far, by route.
+        sent: Metric of the bytes sent so far, by route.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -157,15 +159,15 @@ class UploadLog:
     def sending(
         self, slot: Slot, key: FetchKey, body: Progress, *, route: str, role: str, is_head: bool = False
     ) -> Iterator[None]:
-        """Log a response while it is sent, complete or not.
+        """Add a response to the sum of its fetch, while the response is sent and after its end.
 
         Args:
-            slot: The slot of its connection.
-            key: The fetch.
-            body: Its body.
+            slot: The slot of the connection.
+            key: The fetch to which the response belongs.
+            body: The body of the response.
             route: The requested part of the snapshot.
-            role: See `TransferStatus`.
-            is_head: Whether the request is for the head of the response alone.
+            role: The role of this process, as in `TransferStatus`.
+            is_head: Whether the method of the request is HEAD, so that the response has no body.
         """
         began_s, start, outcome = self._clock(), body.position, "interrupted"
         with self._mutex:
@@ -180,7 +182,7 @@ class UploadLog:
                 self._ended(key, upload, route, body.position - start, outcome)
 
     def lent(self, slot: Slot, key: FetchKey, *, route: str, num_bytes: int) -> None:
-        """Log that memory was lent to a receiver on this host."""
+        """Add memory that was lent to a receiver on this host to the sum of its fetch."""
         with self._mutex:
             self._ended(key, self._upload(slot, key, self._clock(), "same_host"), route, num_bytes, "lent")
 
@@ -191,23 +193,23 @@ class UploadLog:
         upload.num_requests += 1
         upload.num_bytes += num_bytes
         upload.routes[route] = None
-        _end_if_left(key, upload)
+        _end_if_closed(key, upload)
 
-    def left(self, slot: Slot) -> None:
-        """Note that a connection has ended."""
+    def connection_closed(self, slot: Slot) -> None:
+        """Log the fetches whose last connection was this one."""
         with self._mutex:
             for key, upload in self._uploads.items():
                 if slot in upload.slots:
-                    _end_if_left(key, upload)
+                    _end_if_closed(key, upload)
 
     def close(self) -> None:
-        """Log all fetches that have not ended."""
+        """Log all fetches that have not been logged yet."""
         with self._mutex:
             for key, upload in self._uploads.items():
                 _end(key, upload)
 
-    def told(self) -> tuple[TransferStatus, ...]:
-        """Return the running uploads and those that just ended; the newest at the end."""
+    def status(self) -> tuple[TransferStatus, ...]:
+        """Return the status of each running or recently ended upload, the newest last."""
         now_s = self._clock()
         with self._mutex:
             recent = [
@@ -253,8 +255,8 @@ class UploadLog:
             _end(oldest, self._uploads.pop(oldest))
 
 
-def _end_if_left(key: FetchKey, upload: _Upload) -> None:
-    """End a fetch whose last connection has ended; a response that is still running ends it later."""
+def _end_if_closed(key: FetchKey, upload: _Upload) -> None:
+    """Log a fetch if all of its connections and responses have ended."""
     upload.slots = {slot for slot in upload.slots if not slot.has_left}
     if not upload.slots and not upload.running:
         _end(key, upload)
@@ -283,15 +285,15 @@ _RECEIVING = frozenset(KINDS) - {"save", "load", "publish"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusReport:
-    """Reports the state of a transport for ``/state``. Thread-safe.
+    """Collects the transport's part of ``/state``. Thread-safe.
 
     Attributes:
-        cache: The snapshots that the transport serves.
+        cache: The cache of served snapshots.
         uploads: The log of sent data.
-        recorder: The records of received data.
-        server: As in `TransportStatus`.
-        replica: As in `TransportStatus`.
-        address: As in `TransportStatus`.
+        recorder: The recorder of received data.
+        server: Id of the server.
+        replica: Name of the replica.
+        address: The advertised URL of the server.
     """
 
     cache: SnapshotCache
@@ -302,8 +304,8 @@ class StatusReport:
     address: str
     _rates: Rates = field(default_factory=Rates, init=False)
 
-    def told(self) -> TransportStatus:
-        """Return the current state."""
+    def status(self) -> TransportStatus:
+        """Return the current status of the transport."""
         return TransportStatus(
             server=self.server,
             replica=self.replica,
@@ -312,7 +314,7 @@ class StatusReport:
                 SnapshotStatus(step=step, num_bytes=num_bytes, num_readers=num_readers)
                 for step, num_bytes, num_readers in self.cache.alive()
             ),
-            sends=self.uploads.told(),
+            sends=self.uploads.status(),
             receives=tuple(self._receives()),
         )
 

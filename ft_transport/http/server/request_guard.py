@@ -155,7 +155,7 @@ class RequestGuard:
                     self._sessions.admit(request)
                 self._slots.authenticated(slot)
                 if belongs:
-                    self._slots.limits.belongs(slot)
+                    self._slots.limits.refund_member(slot)
             if belongs:
                 return await handler(request)
             return await self._in_turn(slot, request, handler, is_watching=is_watching)
@@ -194,7 +194,7 @@ class RequestGuard:
         response = await handler(request)
         # The cost of a monitoring request does not depend on the length of its response.
         if not is_watching and request.method != "HEAD":
-            limits.moved(slot, response.content_length or 0)
+            limits.refund_transfer(slot, response.content_length or 0)
         return response
 
     def _admit_watcher(self, request: web.Request) -> bool:

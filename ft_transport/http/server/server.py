@@ -150,7 +150,7 @@ class SnapshotServer:
                 replica=settings.replica,
                 address=self.address,
             )
-            process_status.set_part("transport", report.told)
+            process_status.set_part("transport", report.status)
             self._watch_routes = WatchRoutes(process_status)
             process_status.metrics.collect(self._uploads.sent.readings)
             self._server.start()

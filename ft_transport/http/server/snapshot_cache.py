@@ -169,7 +169,7 @@ class SnapshotCache:
             if not closed:
                 self._sequence += 1
                 self._failure = self._final_failure_s = None
-                leases = self._waiters.come(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
+                leases = self._waiters.grant_leases(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
                 self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
         if closed:
             snapshot.close()

@@ -1,8 +1,8 @@
-"""The server's end of TLS, between asyncio's transport and the protocol that answers requests.
+"""The server's end of TLS: a layer between asyncio's transport and aiohttp's protocol.
 
-asyncio's own TLS does not suffice: a thread that sends a body has to encrypt on the connection that the event loop has
-begun, and asyncio does not share its TLS state. A body that a thread wrote to the socket directly would be plain text.
-Here `TLSTransport.lend` hands that state over, and the loop does not touch it until it is returned.
+asyncio's own TLS does not suffice. A thread that sends a body has to encrypt it with the TLS state of the connection,
+which asyncio keeps private. Here, `TLSTransport.lend` passes the TLS state to the thread, and the event loop does not
+use it until `TLSTransport.give_back`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ft_transport.tls import Certificates
 
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
 _MAX_OUTSIDE: Final = 128
-"""Maximum number of connections whose handshake is running or has failed; one more ends the oldest."""
+"""Maximum number of connections without a completed handshake; one more aborts the oldest of them."""
 _LINGERING_S: Final = 1.0
-"""How long a refused connection stays open: closed at once, it would lose the alert with the reason."""
+"""How long a refused connection stays open, so that the peer can receive the alert with the reason."""
 
 
 class TLSAcceptor:
-    """Counts the connections whose handshake is not complete. Used only on the event loop.
+    """Limits the number of connections without a completed handshake. Used only on the event loop.
 
     Args:
-        certificates: This side's certificates.
-        peer_log: Logs why peers are refused.
+        certificates: The certificates of this process.
+        peer_log: Logs the reason for each refused connection.
     """
 
     def __init__(self, certificates: Certificates, peer_log: PeerLog) -> None:
@@ -39,19 +39,19 @@ class TLSAcceptor:
         self._outside: dict[TLSProtocol, None] = {}
 
     def refused(self, raw: asyncio.Transport, why: str) -> None:
-        """Log why a peer was refused."""
+        """Log the reason for which a connection was refused."""
         address = raw.get_extra_info("peername")
         self._peer_log.note(
             logging.WARNING, str(address[0]) if address else "a peer", f"a connection was refused: {why}"
         )
 
     def close(self) -> None:
-        """End all connections whose handshake is not complete."""
+        """Abort all connections without a completed handshake."""
         for protocol in tuple(self._outside):
             protocol.abort()
 
     def begin(self, protocol: TLSProtocol) -> TLSChannel:
-        """Count a connection, and return the channel for its handshake."""
+        """Add a connection to the count, and return the channel for its handshake."""
         if len(self._outside) >= _MAX_OUTSIDE:
             oldest = next(iter(self._outside))
             self.end(oldest)
@@ -60,17 +60,17 @@ class TLSAcceptor:
         return TLSChannel(self._certificates.for_server(), server_hostname=None)
 
     def end(self, protocol: TLSProtocol) -> None:
-        """Note that a connection's handshake has succeeded, or that the connection has ended."""
+        """Remove a connection from the count: its handshake is complete, or the connection has closed."""
         self._outside.pop(protocol, None)
 
 
 class TLSProtocol(asyncio.Protocol):
-    """One connection: performs the handshake, then decrypts received bytes for the inner protocol.
+    """The protocol of one TLS connection: performs the handshake, then decrypts bytes for the inner protocol.
 
     Args:
         acceptor: Counts the connection until its handshake is complete.
-        make_protocol: Makes the inner protocol, once both sides have shown their certificates.
-        refused: Called when the connection has ended without an inner protocol.
+        make_protocol: Creates the inner protocol. Called after the handshake.
+        refused: Called when the connection has closed before the handshake was complete.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TLSProtocol(asyncio.Protocol):
             self._inside.protocol.resume_writing()
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """Abort the connection."""
         if self._raw is not None:
             self._raw.abort()
 
@@ -161,7 +161,7 @@ class TLSProtocol(asyncio.Protocol):
 
     def _too_slow(self) -> None:
         assert self._raw is not None
-        self._acceptor.refused(self._raw, f"expected a handshake of TLS within {_HANDSHAKE_TIMEOUT_S:g} s")
+        self._acceptor.refused(self._raw, f"expected a TLS handshake within {_HANDSHAKE_TIMEOUT_S:g} s")
         self._raw.abort()
 
     def _refuse(self, channel: TLSChannel, raw: asyncio.Transport, why: str) -> None:
@@ -180,11 +180,11 @@ class TLSProtocol(asyncio.Protocol):
 
 
 class TLSTransport(asyncio.Transport):
-    """The inner protocol's transport: asyncio's transport with encryption.
+    """The inner protocol's transport, which encrypts what it passes to asyncio's transport.
 
     Args:
         raw: asyncio's transport.
-        channel: The channel after the handshake.
+        channel: The TLS state after the handshake.
         protocol: The inner protocol.
 
     Attributes:
@@ -201,14 +201,14 @@ class TLSTransport(asyncio.Transport):
         self._is_reading = True
 
     def lend(self) -> TLSChannel:
-        """Lend the TLS state to a thread; until `give_back` this object neither reads, writes nor closes with it."""
+        """Lend the TLS state to a thread. Until `give_back`, this object neither reads nor writes."""
         assert not self._is_lent, "one body at a time is sent on a connection"
         self._is_lent = True
         self._raw.pause_reading()
         return self._channel
 
     def give_back(self) -> None:
-        """Take the TLS state back from the thread, and catch up on delayed writes and reads."""
+        """Take the TLS state back from the thread, and do the writes and reads that were delayed meanwhile."""
         self._is_lent = False
         unwritten, self._unwritten = self._unwritten, []
         self.writelines(unwritten)
@@ -216,7 +216,7 @@ class TLSTransport(asyncio.Transport):
             self._raw.resume_reading()
 
     def deliver(self) -> None:
-        """Decrypt received bytes for the inner protocol."""
+        """Decrypt received bytes and pass them to the inner protocol."""
         assert not self._is_lent, "nothing is read meanwhile"
         channel = self._channel
         buffer = memoryview(bytearray(MAX_RECORD_BYTES))
@@ -230,17 +230,8 @@ class TLSTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """See ``asyncio.BaseTransport``."""
-        match name:
-            case "ssl_object":
-                return self._channel.object
-            case "sslcontext":
-                return self._channel.object.context
-            case "peercert":
-                return self._channel.object.getpeercert()
-            case "cipher":
-                return self._channel.object.cipher()
-            case _:
-                return self._raw.get_extra_info(name, default)
+        # aiohttp recognizes TLS by the presence of a context.
+        return self._channel.object.context if name == "sslcontext" else self._raw.get_extra_info(name, default)
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         """See ``asyncio.WriteTransport``."""
@@ -264,7 +255,7 @@ class TLSTransport(asyncio.Transport):
         """See ``asyncio.BaseTransport``."""
         if not self._is_lent and not self._raw.is_closing() and not self._raw.get_write_buffer_size():
             self._channel.end()
-            # Sent only if the socket has room, as it has unless the peer does not read; nothing waits for that.
+            # Does not wait: if the peer does not read, the socket may be full, and the announcement is not sent.
             with contextlib.suppress(OSError):
                 os.write(self._raw.get_extra_info("socket").fileno(), self._channel.take())
         self._raw.close()

@@ -105,7 +105,7 @@ def test_a_receiver_refuses_a_server_by_its_certificate(issued: Issued, tmp_path
     with transport(make(tmp_path / "server")) as sender, transport(issued) as receiver:
         error = refusal(receiver, sender.metadata())
     assert isinstance(error, PeerAuthenticationError)
-    assert f"this side does not take the server's certificate: {error.message.partition(': ')[2]}" in error.message
+    assert f"this side does not accept the server's certificate: {error.message.partition(': ')[2]}" in error.message
     assert told in error.message
     assert error.peer == f"{HOST}:{port_of(sender)}"
 
@@ -129,11 +129,11 @@ def test_a_server_refuses_a_receiver_by_its_certificate(
         errors = [refusal(receiver, source.metadata()) for _ in range(3)]
     for error in errors:
         assert isinstance(error, PeerAuthenticationError)
-        assert "the server does not take this side's certificate" in error.message
+        assert "the server does not accept this side's certificate" in error.message
         assert told_here in error.message
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1, "one for each peer and minute"
-    assert lines[0].startswith(f"{HOST}: a connection was refused: this side does not take the receiver's certif")
+    assert lines[0].startswith(f"{HOST}: a connection was refused: this side does not accept the receiver's c")
     assert told_there in lines[0]
 
 
@@ -200,7 +200,7 @@ def test_a_receiver_with_tls_takes_nothing_in_the_clear(issued: Issued, is_told:
         address = sender.metadata()
         error = refusal(receiver, address if is_told else address.replace("http:", "https:"))
     assert isinstance(error, PeerAuthenticationError)
-    assert ("https://" if is_told else "expected TLS, the peer speaks without it") in error.message
+    assert ("https://" if is_told else "expected TLS, the peer speaks plain HTTP") in error.message
 
 
 def test_an_older_version_is_refused_on_both_sides(source: HTTPTransport[Any], issued: Issued) -> None:

@@ -94,7 +94,7 @@ def test_http_in_the_clear_is_a_refusal(certificates: Certificates, text: bytes)
         channel.feed(text[:2])
         assert not channel.shake_hands()
         channel.feed(text[2:])
-        with pytest.raises(TLSRefusedError, match="speaks without it"):
+        with pytest.raises(TLSRefusedError, match="speaks plain HTTP"):
             channel.shake_hands()
 
 
