@@ -1,5 +1,5 @@
-"""Publishing weights to inference engines: selection of the engines, deliveries, and their outcomes.
+"""Publishes weights from a trainer to inference engines.
 
-``Publisher`` is the entry point on the trainer's side, ``WeightReceiver`` on an engine's. ``engines`` has one file for
-each kind of engine, and their shared code.
+A trainer uses ``Publisher``. An engine that fetches weights over HTTP uses ``WeightReceiver``. The package ``engines``
+has a module for each kind of engine, and the code that these modules share.
 """

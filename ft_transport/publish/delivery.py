@@ -1,6 +1,6 @@
-"""The engines of a publisher, and the delivery of one version to one of them.
+"""The delivery of one version to one engine, and the record that a publisher has of each engine.
 
-An engine's record changes on the loop that notifies engines; any thread may read it.
+Only the event loop of the `EngineNotifier` changes records; any thread may read them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ft_transport.publish.report import EngineReport, EngineState, Outcome
 logger = logging.getLogger(__name__)
 
 _NUM_DOUBTFUL: Final = 4
-"""Limits how many versions an engine that hangs for good keeps on disk."""
+"""Maximum length of `EngineRecord.doubtful`, so that an engine that hangs does not keep ever more versions on disk."""
 _GIVING_WAY_S: Final = 15.0
 _ANSWER_S: Final = 5.0
 Finding: TypeAlias = Literal["good", "lost", "down", "busy"]
@@ -38,26 +38,25 @@ Finding: TypeAlias = Literal["good", "lost", "down", "busy"]
 
 @dataclass(slots=True, eq=False)
 class EngineRecord:
-    """One engine of a publisher, until it is removed.
+    """What a publisher knows about one of its engines.
 
     Attributes:
         engine: The engine.
-        link: The engine's state that survives removal.
-        version: The version that the engine last confirmed or was found to serve; ``None`` if it serves none, or never
-            reported one.
-        has_reported: Whether the engine ever reported its version.
-        is_counted: Whether the engine confirmed the last version that it was notified of.
-        outcome: Outcome of the last delivery; ``None`` before the first.
-        doubtful: The latest few versions that the engine may have begun to load and did not confirm.
-        loading: The version in delivery.
-        serving: Versions that the engine lists as served, besides the confirmed one.
-        newest: The newest version to deliver to the engine.
-        failure: Error of the last delivery.
-        poll_failure: Error of the last poll.
+        link: State of the engine that remains if the engine is removed from the publisher and added again.
+        version: The version that the engine last confirmed or reported to serve; ``None`` if it reported none.
+        has_reported: Whether the engine has ever reported a version.
+        is_counted: Whether the engine confirmed the version of its last delivery.
+        outcome: Outcome of the last delivery; ``None`` before the first delivery.
+        doubtful: The newest few versions that the engine may have begun to load and has not confirmed.
+        loading: The version that is being delivered; ``None`` without a running delivery.
+        serving: Versions that the engine lists as served, besides ``version``.
+        newest: The newest version that is or was to be delivered to the engine; -1 before the first.
+        failure: Error of the last delivery; empty if the delivery succeeded.
+        poll_failure: Error of the last poll; empty if the poll succeeded.
         was_down: Whether a poll since the last delivery failed.
-        is_removed: Whether the engine was removed.
-        tasks: Waiting and running deliveries.
-        watching: The task that polls the engine.
+        is_removed: Whether the engine was removed from the publisher.
+        tasks: The waiting and running deliveries.
+        watching: The task that polls the engine; ``None`` if the engine is not polled.
     """
 
     engine: Engine
@@ -84,7 +83,7 @@ class EngineRecord:
 
     @property
     def used(self) -> int | None:
-        """The version that the engine is known to use."""
+        """The version that the engine certainly uses; ``None`` if that is unknown."""
         return None if self.link.is_in_doubt else self.version
 
     def connection(self, session: aiohttp.ClientSession) -> EngineConnection:
@@ -92,14 +91,14 @@ class EngineRecord:
         return EngineConnection(session, self.engine, self.link, self.serving)
 
     def versions_in_use(self) -> set[int] | None:
-        """Return the versions that the engine may be using; ``None`` if it may use any."""
+        """Return all versions that the engine may be using; ``None`` if the engine may use any version."""
         if not self.has_reported:
             return None
         versions = {*self.doubtful, *self.serving}
         return versions | {each for each in (self.version, self.loading) if each is not None}
 
     def state(self) -> EngineState:
-        """Return the state of the engine for users."""
+        """Return the state of the engine in the form that users get from `Publisher.engines`."""
         return EngineState(
             url=self.url,
             version=self.used,
@@ -114,12 +113,12 @@ class EngineDelivery:
     """The delivery of one version to one engine.
 
     Attributes:
-        record: The engine; its record gets the outcome.
-        delivery: The version.
-        timeout_s: The deadline in seconds, from when the engine is done with the previous version.
-        number: Number of attempts.
+        record: Record of the engine; `run` writes the outcome to the record.
+        delivery: The version to deliver.
+        timeout_s: Seconds that the delivery may take, from the end of the engine's previous delivery.
+        number: Number of attempts so far.
         failure: Error of the last attempt that did not reach the engine.
-        may_be_loading: Whether the engine may have received the version.
+        may_be_loading: Whether a request with the version may have reached the engine.
     """
 
     record: EngineRecord
@@ -130,12 +129,12 @@ class EngineDelivery:
     may_be_loading: bool = False
 
     async def run(self, session: aiohttp.ClientSession) -> EngineReport:
-        """Deliver the version: wait for its turn, try until the engine answers or the deadline expires, and report.
+        """Deliver the version: wait for its turn, then try until the engine answers or the deadline expires.
 
-        Raises nothing.
+        Failures of the engine do not raise; the returned report has the outcome.
 
         Args:
-            session: Provides the connections.
+            session: The HTTP session.
         """
         record, version = self.record, self.delivery.version
         started_s, is_counted = time.monotonic(), record.is_counted
@@ -147,7 +146,7 @@ class EngineDelivery:
         elif report.outcome != "superseded":
             record.is_counted = False
         if report.outcome != "confirmed" and self.may_be_loading:
-            # The request was cancelled here, but the engine may go on with it.
+            # Cancelling the request here does not stop the engine, which may still load the version.
             record.doubtful = (*record.doubtful, version)[-_NUM_DOUBTFUL:]
         report = msgspec.structs.replace(
             report,
@@ -161,23 +160,23 @@ class EngineDelivery:
         record.outcome, record.was_down, record.poll_failure = report.outcome, False, ""
         record.failure = "" if report.outcome == "confirmed" else f"version {version}: {report}"
         if record.failure:
-            logger.warning("version %d: an engine is left out until it is caught up: %s", version, report)
+            logger.warning("version %d: an engine is left out until it has caught up: %s", version, report)
         elif not is_counted:
-            logger.info("version %d: caught up: %s", version, report)
+            logger.info("version %d: an engine has caught up, and counts again: %s", version, report)
         return report
 
     async def _take_turn(self) -> EngineReport | None:
-        """Take the engine's mutex. Return the report if this version does not get its turn."""
+        """Acquire the engine's mutex. Return ``None``, or a report if this version will not be delivered."""
         record, mutex = self.record, self.record.link.mutex
         if record.link.polling is not None:
             record.link.polling.cancel()
         try:
-            # The attempt that holds the mutex has a deadline, too.
+            # The delivery that holds the mutex has a deadline of ``timeout_s`` as well.
             await asyncio.wait_for(mutex.acquire(), self.timeout_s + _GIVING_WAY_S)
         except (TimeoutError, asyncio.TimeoutError):
             return self._report("late", self._late())
         if record.is_removed:
-            # wait_for of Python 3.11 loses a cancellation that comes together with the mutex.
+            # wait_for of Python 3.11 loses a cancellation that arrives at the same time as the mutex.
             mutex.release()
             raise asyncio.CancelledError
         if record.newest > self.delivery.version:
@@ -186,11 +185,11 @@ class EngineDelivery:
         return None
 
     async def _until_deadline(self, session: aiohttp.ClientSession) -> EngineReport:
-        """Try until the engine answers or the deadline expires; then release the mutex."""
+        """Attempt the delivery until the engine answers or the deadline expires, then release the mutex."""
         record, mutex = self.record, self.record.link.mutex
         record.loading = self.delivery.version
         attempts = asyncio.ensure_future(self._until_it_answers(session))
-        # If the delivery ignores its cancellation, the engine stays locked.
+        # The mutex stays locked if the engine's ``deliver`` ignores its cancellation.
         attempts.add_done_callback(lambda _: mutex.release())
         try:
             await asyncio.wait({attempts}, timeout=self.timeout_s)
@@ -198,13 +197,13 @@ class EngineDelivery:
             attempts.cancel()
             record.loading = None
         if not attempts.done():
-            # The delivery is cancelled, but has not noticed yet.
+            # The cancelled attempt has not ended yet.
             left_paused = f"; {LEFT_PAUSED}" if record.link.is_left_paused else ""
             if self.failure is not None:
                 return self._report("unreachable", f"{self.failure}{left_paused}")
             return self._report("late", f"{self._late()}{left_paused}")
         if attempts.cancelled():
-            return self._report("failed", "the engine's deliver was cancelled")
+            return self._report("failed", "the engine's deliver() raised CancelledError")
         error = attempts.exception()
         match error:
             case None:
@@ -225,11 +224,11 @@ class EngineDelivery:
         return f"no answer within {self.timeout_s:g} s"
 
     async def _until_it_answers(self, session: aiohttp.ClientSession) -> int:
-        """Retry while the connection fails or breaks.
+        """Deliver the version; retry while the connection fails. Return the version that the engine confirms.
 
         Raises:
-            EngineRefusedError: The engine answered with an error, or uses another version.
-            RuntimeError: The engine's own code tries to exit the process.
+            EngineRefusedError: The engine answered with an error, or confirmed another version.
+            RuntimeError: The ``deliver`` of the engine raised SystemExit or KeyboardInterrupt.
         """
         record = self.record
         connection = record.connection(session)
@@ -237,22 +236,22 @@ class EngineDelivery:
         pause_s = 0.1
         while True:
             if record.link.unfinished:
-                # The request that resumes the engine must not come in the middle of the next attempt.
+                # A task that still resumes the engine must not interfere with the next attempt.
                 await asyncio.wait(record.link.unfinished)
             self.number += 1
-            was_heard, self.may_be_loading = self.may_be_loading, True
+            was_loading, self.may_be_loading = self.may_be_loading, True
             try:
                 version = await record.engine.deliver(connection, self.delivery)
             except EngineUnreachableError as error:
                 self.failure = error
                 if isinstance(error.__cause__, aiohttp.ClientConnectorError):
-                    self.may_be_loading = was_heard
+                    self.may_be_loading = was_loading
             except (SystemExit, KeyboardInterrupt) as error:
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
             else:
                 if version != self.delivery.version:
                     raise EngineRefusedError(
-                        f"expected the engine to use version {self.delivery.version}, it uses {version}",
+                        f"expected the engine to confirm version {self.delivery.version}, got {version}",
                         peer=record.url,
                     )
                 return version
@@ -261,16 +260,16 @@ class EngineDelivery:
 
 
 def _shown(text: str) -> str:
-    """Return an engine's answer in the form of reports and logs."""
+    """Return the text of an engine, shortened and escaped for reports and logs."""
     return escape_peer_text(text, max_characters=3000)
 
 
 async def poll(record: EngineRecord, newest: Delivery, session: aiohttp.ClientSession) -> Finding:
-    """Poll an idle engine, and interpret its answer.
+    """Poll an idle engine for its version, and update the engine's record.
 
     Returns:
-        ``lost``: the engine needs the newest version again. ``down``: it did not answer. ``busy``: a delivery took
-        precedence.
+        ``good``: the engine needs nothing. ``lost``: the engine needs the newest version again. ``down``: the engine
+        did not answer. ``busy``: a delivery cancelled the poll.
     """
     link = record.link
     await link.mutex.acquire()
@@ -287,7 +286,7 @@ async def poll(record: EngineRecord, newest: Delivery, session: aiohttp.ClientSe
         return "busy"
     answer = f"no answer within {_ANSWER_S:g} s" if is_late else answering.result()
     if isinstance(answer, str):
-        failure = f"when it was asked for its version: {answer}"
+        failure = f"the poll for its version failed: {answer}"
         if not record.was_down:
             logger.info("%s: %s", record.url, failure)
         record.was_down, record.poll_failure = True, failure
@@ -300,34 +299,32 @@ async def poll(record: EngineRecord, newest: Delivery, session: aiohttp.ClientSe
         return "good"
     if is_reported:
         record.version, record.has_reported = version, True
-    served = f"version {version}" if version is not None else "none" if is_reported else "it reports none"
-    logger.info(
-        "%s serves %s, as if it had been restarted: it gets version %d again", record.url, served, newest.version
-    )
+    served = f"version {version}" if version is not None else "no version" if is_reported else "an unknown version"
+    logger.info("%s serves %s, probably after a restart: delivering %d again", record.url, served, newest.version)
     return "lost"
 
 
 def needs_delivery(
     record: EngineRecord, newest: int, version: int | None, *, is_reported: bool, was_resumed: bool
 ) -> bool:
-    """Return whether an engine that answers needs the newest version again.
+    """Return whether an engine that answered a poll needs the newest version again.
 
     Args:
-        record: The engine's record from before the answer.
+        record: The engine's record before the poll.
         newest: The newest version.
-        version: The version that the engine serves; ``None`` for none of this publisher's.
+        version: The version that the engine serves; ``None`` if it serves none of this publisher's versions.
         is_reported: Whether the engine can report its version.
-        was_resumed: The engine was left paused and no longer is: it is another process.
+        was_resumed: Whether the engine had been left paused and is not paused any more, so it was restarted.
     """
     if is_reported and version is not None and version > newest:
-        return False  # A version of another publisher, which is ahead.
+        return False  # Another publisher has delivered a newer version.
     match record.outcome:
         case "confirmed":
             return version != newest if is_reported else record.was_down
         case "unreachable" | "late":
             return True
         case _:
-            # The engine would refuse the version again, unless it was restarted.
+            # An engine that was not restarted would refuse the version again.
             is_behind = record.version is not None and (version is None or version < record.version)
             return record.was_down or was_resumed or (is_reported and is_behind)
 
@@ -335,8 +332,8 @@ def needs_delivery(
 async def _served_version(
     record: EngineRecord, newest: Delivery, session: aiohttp.ClientSession
 ) -> tuple[bool, int | None] | str:
-    """Return whether an engine reports its version, and the version; or the failure of the engine or its code."""
-    assert isinstance(record.engine, PolledEngine), "others are not polled"
+    """Return whether an engine can report its version, and the version; or an error of the engine or its code."""
+    assert isinstance(record.engine, PolledEngine), "only a PolledEngine is polled"
     try:
         version: object = await record.engine.served_version(record.connection(session), newest)
     except (Exception, SystemExit, KeyboardInterrupt) as error:

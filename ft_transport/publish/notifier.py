@@ -1,4 +1,4 @@
-"""Notifies all engines of one publisher at once, and tracks the version that each engine uses."""
+"""Delivers versions to all engines of a publisher at the same time, and tracks the version that each engine uses."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from ft_transport.runtime.signal_safe import LazyThread, SafeFuture
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF: Final = 6
-"""Largest factor by which the poll interval grows for an engine that is down, or loses versions again and again."""
+"""Largest factor by which the poll interval grows for an engine that is down, or repeatedly loses versions."""
 _own_random: Final = random.Random()
-"""Separate from the process's generator: the trainer's random numbers must not depend on the number of polls."""
+"""Own generator: drawing from Python's global one would make the trainer's random numbers depend on the polls."""
 _CLOSING_S: Final = 15.0
 
 T = TypeVar("T")
 
 
 class EngineNotifier:
-    """Notifies engines, on its own thread. Thread-safe.
+    """Delivers versions to engines and polls the engines, on its own thread. Thread-safe.
 
     Args:
-        policy: When a version counts as published.
-        timeout_s: Deadline of each engine in seconds, from when it is notified.
-        poll_interval_s: How often engines are polled for their version, in seconds; ``None`` for never.
-        reports: Gets two reports of each version: one when the policy has decided, and one when no engine is pending
-            any more.
-        versions: Deletes versions that no engine uses any more, on the notifier's thread.
+        policy: The policy that decides when a version counts as published.
+        timeout_s: Seconds that each engine has for a version.
+        poll_interval_s: Seconds between two polls of an engine; ``None`` disables polling.
+        reports: The store for reports. The notifier posts a report when the policy has decided, and another one when no
+            engine is pending any more.
+        versions: The versions on disk. The notifier deletes those that no engine uses any more, on its thread.
 
     Attributes:
-        lag: How far the engines are behind.
+        lag: Measures how far the engines are behind the newest version.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineNotifier:
         self._reports = reports
         self._versions = versions
         self._mutex = threading.Lock()
-        # Replaced as a whole, so that each reader sees one consistent state.
+        # Never changed in place: a change replaces the dict, so that readers need no lock.
         self._engines: dict[str, EngineRecord] = {}
         self._links: dict[str, Link] = {}
         self._newest: Delivery | None = None
@@ -80,16 +80,16 @@ class EngineNotifier:
         self._loop = asyncio.new_event_loop()
 
     def begin_with(self, newest: Delivery) -> None:
-        """Record the version for engines that are added before the next publish."""
+        """Set the version that engines get if they are added before the next publish."""
         with self._mutex:
             self._newest = newest
         self.lag.published(newest.version)
 
     def notify(self, delivery: Delivery) -> Future[PublishReport]:
-        """Begin to notify all engines of a version.
+        """Start delivering a version to all engines.
 
         Returns:
-            The final report.
+            A future of the final report.
 
         Raises:
             PublishError: The notifier is closed.
@@ -103,13 +103,13 @@ class EngineNotifier:
             return self._submit(lambda: self._notify_all(delivery, engines), delivery.version)
 
     def add(self, engine: Engine) -> Future[None] | None:
-        """Add an engine, and begin to notify it of the newest version, if any.
+        """Add an engine, and start delivering the newest version to the engine.
 
         Returns:
-            Completes when that delivery ends; ``None`` without a version.
+            A future that completes when the delivery ends; ``None`` if no version exists yet.
 
         Raises:
-            ConfigurationError: The object is not an engine, or its URL is already in use.
+            ConfigurationError: The object is not an engine, or another engine has the same URL.
             PublishError: The notifier is closed.
         """
         with self._mutex:
@@ -122,7 +122,7 @@ class EngineNotifier:
             return self._submit(lambda: self._deliver_newest(record, newest))
 
     def remove(self, url: str) -> None:
-        """Remove an engine, and cancel a running delivery to it.
+        """Remove an engine, and cancel its running delivery.
 
         Raises:
             ConfigurationError: No engine has this URL.
@@ -135,20 +135,20 @@ class EngineNotifier:
                 raise ConfigurationError(f"expected the URL of an engine, one of {sorted(self._engines)}, got {url!r}")
             record.is_removed = True
             self._engines = {each: other for each, other in self._engines.items() if other is not record}
-            # The engine may be added again while a task still resumes it.
+            # If the engine is added again while a task still resumes it, both must use the same link.
             self._links = {each: link for each, link in self._links.items() if link.is_busy or link.is_left_paused}
             self._links[record.url] = record.link
             if self._thread.is_begun:
                 self._loop.call_soon_threadsafe(self._give_up, record)
 
     def check_features(self, features: Mapping[str, object]) -> None:
-        """Refuse an adapter that an engine would apply differently from the trainer.
+        """Refuse an adapter that an engine would not apply in the same way as the trainer.
 
         Args:
-            features: See `features_of`.
+            features: The adapter's features beyond plain LoRA, as returned by `features_of`.
 
         Raises:
-            PublishError: Names the engine, and the feature that it does not apply.
+            PublishError: An engine does not apply a feature; the message names both.
         """
         for record in self._engines.values():
             if reason := refusal(record.engine, features):
@@ -159,7 +159,7 @@ class EngineNotifier:
         return tuple(record.state() for record in self._engines.values())
 
     def _delete_unused(self) -> None:
-        """Delete versions that engines neither may be using nor are to get."""
+        """Delete the versions that no engine may be using and that no delivery needs."""
         with self._mutex:
             versions = {version for version in self._unfinished.values() if version is not None}
         for record in self._engines.values():
@@ -170,7 +170,7 @@ class EngineNotifier:
         self._versions.delete_expired(versions)
 
     def wait(self, deadline_s: float) -> None:
-        """Wait for running notifications, at most until ``deadline_s``, in monotonic seconds."""
+        """Wait until all running deliveries have ended, at most until ``deadline_s`` (monotonic seconds)."""
         with self._mutex:
             unfinished = list(self._unfinished)
         for notification in unfinished:
@@ -180,11 +180,11 @@ class EngineNotifier:
                 logger.warning("engines that were still being notified are given up")
 
     def stop_polling(self) -> None:
-        """Stop polling. The garbage collector may call it."""
+        """Stop polling. Takes no lock, because the garbage collector may call this on any thread."""
         self._is_polling = False
 
     def close(self) -> None:
-        """Cancel the running notifications, and end the thread. May be called twice."""
+        """Cancel the running deliveries, and stop the thread. Idempotent."""
         with self._mutex:
             is_first, self._is_closed = not self._is_closed, True
         if self._thread.is_alive():
@@ -193,7 +193,7 @@ class EngineNotifier:
                     self._submit(self._end)
             self._thread.join(3 * _CLOSING_S)
             if self._thread.is_alive():
-                logger.warning("an engine's deliver does not give way: its thread is left behind")
+                logger.warning("an engine's deliver() ignores its cancellation: the publisher's thread is left running")
         if not self._loop.is_running():
             self._loop.close()
 
@@ -202,21 +202,24 @@ class EngineNotifier:
             raise PublishError("expected a publisher that is open, this one is closed")
 
     def insert(self, engine: Engine) -> EngineRecord:
-        """Add an engine without a notification before the next publish.
+        """Add an engine, which gets no version before the next publish.
 
         Raises:
-            ConfigurationError: The object is not an engine, or its URL is already in use.
+            ConfigurationError: The object is not an engine, or another engine has the same URL.
         """
         if not isinstance(engine, Engine):
             raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
         if engine.url in self._engines:
-            raise ConfigurationError(f"expected each engine once, got another one of {engine.url}")
+            raise ConfigurationError(f"expected engines with different URLs, got two with {engine.url}")
         record = EngineRecord(engine, self._links[engine.url] if engine.url in self._links else Link())
         self._engines = {**self._engines, engine.url: record}
         return record
 
     def _submit(self, start: Callable[[], Coroutine[Any, Any, T]], version: int | None = None) -> Future[T]:
-        """Work as ``asyncio.run_coroutine_threadsafe``, whose future a signal handler can leave locked for the loop."""
+        """Run a coroutine on the notifier's loop; return a future of its result.
+
+        ``asyncio.run_coroutine_threadsafe`` does the same, but its future can deadlock with a signal handler.
+        """
         future: Future[T] = SafeFuture()
         self._unfinished[future] = version
 
@@ -254,7 +257,7 @@ class EngineNotifier:
             task.cancel()
         if given_up:
             await asyncio.wait(given_up, timeout=_CLOSING_S)
-        # Cancelled deliveries end now, and may start tasks that resume an engine.
+        # The cancelled deliveries may have started tasks that resume an engine.
         for _ in range(2):
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
@@ -276,7 +279,7 @@ class EngineNotifier:
         return self._session
 
     def _begin(self, record: EngineRecord, delivery: Delivery) -> asyncio.Task[EngineReport]:
-        """Begin to notify one engine. To give the delivery up, cancel the task."""
+        """Start the delivery to one engine, and the polls of the engine. Cancelling the task cancels the delivery."""
         session = self._open_session()
         record.newest = max(record.newest, delivery.version)
         task = asyncio.get_running_loop().create_task(EngineDelivery(record, delivery, self._timeout_s).run(session))
@@ -288,17 +291,17 @@ class EngineNotifier:
         return task
 
     def _give_up(self, record: EngineRecord) -> None:
-        """Cancel the deliveries and the polls of a removed engine."""
+        """Cancel the deliveries and polls of a removed engine."""
         for task in (*record.tasks, record.watching):
             if task is not None:
                 task.cancel()
         self._delete_unused()
 
     async def _watch(self, record: EngineRecord, session: aiohttp.ClientSession, interval_s: float) -> None:
-        """Poll one engine until this is cancelled; an engine that lost the newest version gets it again."""
+        """Poll one engine until the task is cancelled; deliver the newest version again if the engine lost it."""
         pause_s = interval_s
         while True:
-            # Spreads the polls: all engines were notified at the same time.
+            # The random factor spreads the polls of engines that were all notified at the same time.
             await asyncio.sleep(pause_s * _own_random.uniform(0.8, 1.0))
             newest = self._newest
             if not self._is_polling or newest is None or record.outcome is None or record.link.is_busy:
@@ -349,7 +352,7 @@ class EngineNotifier:
             return report
         except asyncio.CancelledError:
             given_up = [
-                msgspec.structs.replace(each, outcome="failed", body="given up: the publisher was closed")
+                msgspec.structs.replace(each, outcome="failed", body="cancelled: the publisher was closed")
                 if each.outcome == "pending"
                 else each
                 for each in reports
@@ -374,9 +377,9 @@ class EngineNotifier:
             try:
                 await asyncio.to_thread(self._reports.beat)
             except TransportError as error:
-                logger.warning("the other ranks could not be shown that this one is alive: %s", error)
+                logger.warning("could not send the other ranks a heartbeat of rank 0: %s", error)
             await asyncio.sleep(0.25)
 
 
 def _removed(report: EngineReport) -> EngineReport:
-    return msgspec.structs.replace(report, outcome="removed", is_counted=False, body="given up: it was removed")
+    return msgspec.structs.replace(report, outcome="removed", is_counted=False, body="the engine was removed")

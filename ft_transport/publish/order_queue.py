@@ -1,4 +1,4 @@
-"""The queue of orders to fetch a version: one order runs at a time, and no order can block the others for good."""
+"""The queue of a receiver's orders: one fetch at a time, and a slow fetch cannot block the other orders for good."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_BYTES_PER_S: Final = 1 << 20
 
 
 class OrderRefusedError(TransportError):
-    """The receiver refuses an order, for a reason of `Reason`."""
+    """The receiver refuses an order. The attribute ``reason`` is a key of ``REASONS``."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -25,15 +25,16 @@ class OrderRefusedError(TransportError):
 
 
 class OrderQueue:
-    """Carries out orders one after the other. Used on one event loop.
+    """Carries out orders one after the other. Not thread-safe: used on one event loop.
 
-    The queue compares versions within a source, the ``host:port`` of its transport: the latest version of each source
-    waits, and an earlier version than the last one that began is refused. Versions of different sources are not
-    compared; the later order wins.
+    A source is the ``host:port`` of a publisher's transport. At most one order per source waits, the one with the
+    highest version. The queue refuses a version that is lower than the last started version of the same source. It does
+    not compare versions of different sources: a later order replaces the weights of an earlier one.
 
     Args:
-        fetch: Carries out an order, on a thread; the handle ends it.
-        patience_s: While an order waits, the running fetch is ended unless it receives 1 MiB/s over this many seconds.
+        fetch: Fetches the version of an order, on a worker thread. Cancelling the `FetchHandle` ends the fetch.
+        patience_s: While an order waits, the queue cancels the running fetch if it receives less than 1 MiB/s over this
+            many seconds.
     """
 
     def __init__(self, fetch: Callable[[Order, FetchHandle], None], *, patience_s: float) -> None:
@@ -47,11 +48,11 @@ class OrderQueue:
         self._is_closed = False
 
     async def carry_out(self, order: Order) -> None:
-        """Wait for the order's turn, and fetch the version.
+        """Wait for the order's turn, then fetch the version.
 
         Raises:
-            OrderRefusedError: The order did not begin.
-            Exception: The error of the fetch.
+            OrderRefusedError: The queue refused the order before the fetch started.
+            Exception: The fetch failed; the error is that of ``fetch``.
         """
         entry = _Entry(order, str(PeerAddress.from_url(order.address)), asyncio.get_running_loop().create_future())
         self._admit(entry)
@@ -59,11 +60,11 @@ class OrderQueue:
             self._working = asyncio.ensure_future(self._work())
         elif self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
-        # The order runs even if its sender disconnects.
+        # Shielded: the fetch continues even if the publisher disconnects.
         await asyncio.shield(entry.done)
 
     async def close(self) -> None:
-        """End the running fetch, and refuse the waiting orders."""
+        """Cancel the running fetch, and refuse all waiting orders."""
         self._is_closed = True
         for entry in self._waiting.values():
             entry.fail(OrderRefusedError("closing", "the receiver is being closed"))
@@ -84,12 +85,12 @@ class OrderQueue:
             begun.append(self._newest[1])
         if begun and version < max(begun):
             raise OrderRefusedError(
-                "stale", f"expected version {max(begun)} of {source}, which was begun before, or a later one"
+                "stale", f"expected version {max(begun)} of {source} or a later one, got an order for {version}"
             )
         if waiting is not None:
-            waiting.fail(OrderRefusedError("superseded", f"version {version} of {source} came before its turn"))
+            waiting.fail(OrderRefusedError("superseded", f"version {version} of {source} replaced this waiting order"))
         elif len(self._waiting) >= _MAX_WAITING:
-            raise OrderRefusedError("busy", f"orders of {_MAX_WAITING} sources wait for their turn")
+            raise OrderRefusedError("busy", f"orders of {_MAX_WAITING} other sources are already waiting")
         self._waiting[source] = entry
 
     async def _work(self) -> None:
@@ -109,15 +110,15 @@ class OrderQueue:
                 self._running = None
 
     async def _watch(self) -> None:
-        """End the running fetch if it is too slow while other orders wait."""
+        """Cancel the running fetch if it is too slow while other orders wait."""
         while self._waiting and (entry := self._running) is not None:
             before = entry.handle.num_bytes
             await asyncio.wait({entry.done}, timeout=self._patience_s)
             num_bytes = entry.handle.num_bytes - before
             if self._running is entry and self._waiting and num_bytes < self._patience_s * _LEAST_BYTES_PER_S:
                 entry.handle.cancel(
-                    f"another order waits, and {num_bytes} bytes came within {self._patience_s:g} s; expected "
-                    f"{_LEAST_BYTES_PER_S} bytes/s"
+                    f"expected at least {_LEAST_BYTES_PER_S} bytes/s while another order waits, received {num_bytes} "
+                    f"bytes within {self._patience_s:g} s"
                 )
                 await asyncio.wait({entry.done})
 
@@ -131,4 +132,4 @@ class _Entry:
 
     def fail(self, error: Exception) -> None:
         self.done.set_exception(error)
-        self.done.exception()  # the sender may have disconnected
+        self.done.exception()  # Marks the error as retrieved: no one awaits it if the publisher disconnected.

@@ -1,4 +1,4 @@
-"""Publishing weights to inference engines: the facade of ``ft_transport.publish``."""
+"""The `Publisher`, with which a trainer publishes weights to inference engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ft_transport.publish.report import (
 from ft_transport.publish.versions import StoredVersions
 from ft_transport.runtime.signal_safe import SafeEnd
 from ft_transport.runtime.threads import at_exit
-from ft_transport.settings import check_duration, check_number
+from ft_transport.settings import check_duration
 from ft_transport.telemetry.metrics import weakly
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, Recording
@@ -47,9 +47,9 @@ from ft_transport.transport import HTTPTransport
 logger = logging.getLogger(__name__)
 
 _SILENCE_TIMEOUT: Final = timedelta(seconds=5)
-"""How long rank 0 may go without a heartbeat while engines are notified."""
+"""Longest time without a heartbeat of rank 0 while rank 0 notifies the engines."""
 _MARGIN_S: Final = 5.0
-"""Added to the engines' deadline: time to post the report, and to find it."""
+"""Seconds added to the deadline of the engines, so that rank 0 can post the report and the other ranks can read it."""
 
 _numbers_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
@@ -57,39 +57,41 @@ _numbers_decoder: Final = msgspec.msgpack.Decoder(list[int])
 class Publisher:
     """Publishes versions of weights to inference engines.
 
-    All ranks export a version together, and are free as soon as it is on disk. Rank 0 then notifies all engines at
-    once, on its own thread, and posts the outcome; no rank waits in a collective for HTTP.
+    All ranks export a version together. A rank can continue training as soon as the version is on disk. Rank 0 then
+    notifies all engines at once, on a thread, and posts the outcome. No rank waits for HTTP inside a collective.
 
     Args:
-        engines: Engines to notify. Rank 0 notifies its own; other ranks' engines are ignored.
-        root: A directory for versions, ``version-N`` each; engines see it under the same path. One publisher at a time
-            writes there.
-        process_group: All ranks that hold parts of the weights. By default all of ``torch.distributed``, or this
-            process alone if that is not initialised.
-        policy: When `PublishHandle.result` succeeds: ``all`` engines have confirmed the version, a ``quorum`` (more
-            than half), or any number (``best_effort``). An engine that failed is notified of every further version, and
-            counts again once it has confirmed one.
-        engine_timeout: Deadline of each engine for each version, from when it is done with the previous one.
-        timeout: How long a rank may go without a heartbeat during an export.
-        transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); only rank 0 uses it. Its
-            metrics cover this publisher. The publisher does not shut it down. Engines that have an earlier version get
-            the elements that changed, if they are fewer bytes than the chunks that changed.
-        keep: Number of newest versions that are never deleted.
-        keep_for: How long an adapter is kept after the next version: longer than any request runs, because engines may
-            read it during a request, and vLLM exits if it is missing. Weights are read once.
-        weight_format: Names, dtype and size of files of every version, if they differ from the trainer's.
-        poll_interval: How often each idle engine is polled for its version. An engine that lost the newest version by a
-            restart, or was unreachable, gets it again. An engine that is down is polled less often. ``None``: no polls.
-        private: Whether only the owner may read files and directories (0400, 0700), so that only engines of the same
-            user read them; else the umask applies.
+        engines: Engines to notify. Only the engines that rank 0 passes count.
+        root: Directory of the versions, which are its subdirectories ``version-N``. Engines must see the directory
+            under the same path. Only one publisher at a time can write there.
+        process_group: All ranks that have parts of the weights. Default: all ranks of ``torch.distributed``, or this
+            process alone if ``torch.distributed`` is not initialised.
+        policy: When `PublishHandle.result` succeeds: ``all``: every engine has confirmed the version. ``quorum``: more
+            than half have. ``best_effort``: always. An engine that failed is still notified of every later version, and
+            counts again after it has confirmed a version.
+        engine_timeout: Time that each engine has for each version, from the end of its previous delivery.
+        timeout: Longest time without a heartbeat of a rank during an export.
+        transport: Serves versions to engines that pull them (`PullingEngine`); only rank 0 uses the transport. An
+            engine that has an earlier version fetches only the changed elements, if these are fewer bytes than the
+            changed chunks. The metrics of the transport include this publisher. The publisher does not shut the
+            transport down.
+        keep_for: How long the publisher keeps an adapter after it has published the next version. Choose a time longer
+            than any request runs: engines may read the adapter during a request, and vLLM exits if the files are
+            missing. Engines read weights only once.
+        weight_format: Tensor names, dtype and file size of every version, if they differ from those of the trainer.
+        poll_interval: Time between two polls of an idle engine for its version. An engine that lost the newest version
+            in a restart, or was unreachable, gets the version again. The publisher polls an engine that is down less
+            often. ``None`` disables polling.
+        private: Whether only the owner may read files and directories (modes 0400 and 0700), so that only engines of
+            the same user can read them. By default the umask applies.
 
     Attributes:
         recorder: Records each publish (``ft_transport.telemetry``).
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
-        ConfigurationError: A setting cannot work.
-        TransportError: A rank failed; the same error on all ranks.
+        ConfigurationError: A setting is invalid.
+        TransportError: A rank failed. All ranks raise the same error.
     """
 
     def __init__(
@@ -102,7 +104,6 @@ class Publisher:
         engine_timeout: timedelta = timedelta(seconds=60),
         timeout: timedelta = timedelta(minutes=10),
         transport: HTTPTransport[Any] | None = None,
-        keep: int = 2,
         keep_for: timedelta = timedelta(hours=1),
         weight_format: WeightFormat | None = None,
         poll_interval: timedelta | None = timedelta(seconds=10),
@@ -111,7 +112,6 @@ class Publisher:
         check_duration("keep_for", keep_for, at_least=timedelta(0))
         if poll_interval is not None:
             check_duration("poll_interval", poll_interval, at_least=timedelta.resolution)
-        keep = check_number("keep", keep, at_least=1)
         for name, duration in (("engine_timeout", engine_timeout), ("timeout", timeout)):
             check_duration(name, duration, at_least=timedelta.resolution)
         self._root = checked_root(root)
@@ -124,7 +124,7 @@ class Publisher:
         self._claim = RootClaim(self._root, is_private=private)
         self.recorder = Recorder()
         self._stop_readings: Callable[[], None] = lambda: None
-        self._versions = StoredVersions(self._directory, transport, keep=keep, keep_for_s=keep_for.total_seconds())
+        self._versions = StoredVersions(self._directory, transport, keep_for_s=keep_for.total_seconds())
         self._end = SafeEnd()
         self._is_closed = False
         self._process_id = os.getpid()
@@ -143,7 +143,7 @@ class Publisher:
             check_features=self._notifier.check_features,
             is_private=private,
         )
-        # If the publisher was dropped without a close, its engines may belong to another publisher by now.
+        # If the publisher was garbage-collected without a close, another publisher may own its engines by now.
         weakref.finalize(self, self._notifier.stop_polling).atexit = False
         _publishers.add(self)
 
@@ -183,23 +183,26 @@ class Publisher:
         files: Files | None = None,
         missing_ok: bool = False,
     ) -> PublishHandle:
-        """Export a version, and begin to notify the engines. Every rank calls it alike, on the training thread.
+        """Export a version, and begin to notify the engines.
 
-        When this returns, the version is on disk, and the weights may be changed.
+        Every rank must call this method with the same arguments, on the training thread. When the method returns, the
+        version is on disk, and the trainer may change the weights.
 
         Args:
-            version: Greater than every earlier version, earlier runs included.
-            weights: A LoRA adapter, or all weights by name; or a function that returns them. Whole tensors, the same on
-                every rank, or DTensors.
-            files: Other files for the directory, by name, such as ``config.json``: a ``Path`` is copied, bytes and a
-                str are the content, a mapping becomes JSON. Used only on rank 0. See `model_files`.
-            missing_ok: Whether weights may lack names of the previous weights. vLLM keeps its values of layers that are
-                missing entirely; a layer that is missing in part then has undefined values.
+            version: Number of the version. It must be greater than every earlier version, also of earlier runs.
+            weights: A LoRA adapter, or all weights of a model by name, or a function that returns either. The tensors
+                are DTensors, or whole tensors with the same values on every rank.
+            files: Other files for the version's directory, by name, such as ``config.json``. The publisher copies a
+                ``Path``, writes bytes and a str as they are, and converts a mapping to JSON. Only rank 0's files count.
+                `model_files` returns the files of a model's directory.
+            missing_ok: Whether the weights may lack names of the previous weights. For a layer that is missing
+                entirely, vLLM keeps the previous values; a layer that is missing in part has undefined values
+                afterwards.
 
         Raises:
-            PublishError: The weights contain nothing that engines could use, a file is invalid, or names are missing.
-            StaleVersionError: The version is not newer.
-            TransportError: A rank failed; the same error on all ranks.
+            PublishError: The weights contain nothing that engines can use, a file is invalid, or names are missing.
+            StaleVersionError: An equal or greater version was published before.
+            TransportError: A rank failed. All ranks raise the same error.
         """
         version = checked_directory_number("version", version)
         if self._is_closed:
@@ -221,21 +224,21 @@ class Publisher:
         return PublishHandle(version, directory, self._reports, self._timeout_s)
 
     def latest(self) -> int | None:
-        """Return the newest version, also of earlier runs; ``None`` without any. All ranks call it."""
+        """Return the newest version, also from earlier runs; ``None`` if there is none. All ranks must call this."""
         versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, _numbers_decoder)
         return versions[-1] if versions else None
 
     def add_engine(self, engine: Engine) -> None:
-        """Add an engine to the notified ones. Any thread of rank 0 may call it; on other ranks it does nothing.
+        """Add an engine to those that the publisher notifies. Any thread of rank 0 may call this method.
 
-        The engine is notified of the newest version in the background, with the same deadlines, and counts from the
-        next publish.
+        The publisher delivers the newest version to the engine in the background, with the usual deadline. The policy
+        counts the engine from the next publish on. On ranks other than 0 the method does nothing.
 
         Args:
-            engine: The engine.
+            engine: The engine to add.
 
         Raises:
-            ConfigurationError: The object is not an engine, or its URL is already in use.
+            ConfigurationError: The object is not an engine, or another engine has the same URL.
             PublishError: The publisher is closed.
         """
         if self._agreement.is_first and (adding := self._notifier.add(engine)) is not None:
@@ -243,11 +246,12 @@ class Publisher:
             adding.add_done_callback(lambda _: self.root)
 
     def remove_engine(self, url: str) -> None:
-        """Stop notifying an engine. Any thread of rank 0 may call it; on other ranks it does nothing.
+        """Stop notifying an engine. Any thread of rank 0 may call this method.
 
-        A running delivery is cancelled; an engine that is paused for it is resumed in the background, unless its
-        weights may be half replaced. The policy no longer counts the engine, even in a running publish, and no version
-        is kept for it: end its requests first.
+        The publisher cancels a running delivery to the engine. If the delivery has paused the engine, the publisher
+        resumes the engine in the background, unless the engine's weights may be half replaced. The policy no longer
+        counts the engine, not even in a running publish. The publisher may delete versions that the engine uses, so end
+        the engine's requests first. On ranks other than 0 the method does nothing.
 
         Args:
             url: URL of the engine.
@@ -260,15 +264,15 @@ class Publisher:
             self._notifier.remove(url)
 
     def engines(self) -> tuple[EngineState, ...]:
-        """Return the state of each engine, without waiting. Any thread of rank 0 may call it; others have none."""
+        """Return the state of each engine, without waiting; empty on ranks other than 0. Any thread may call this."""
         return self._notifier.states()
 
     def close(self, timeout: timedelta | None = None) -> None:
-        """Wait for running notifications, and end the thread. May be called twice.
+        """Wait for running deliveries, then stop the publisher's thread. Idempotent.
 
         Args:
-            timeout: How long to wait; engines that have not confirmed by then are given up. Default: the engines'
-                deadline.
+            timeout: Longest wait. The publisher cancels deliveries that have not ended by then. Default: a little more
+                than twice ``engine_timeout``.
         """
         self._is_closed = True
         deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
@@ -283,7 +287,7 @@ class Publisher:
         self._claim.release()
 
     def _close_at_exit(self) -> None:
-        # A forked child has none of the threads.
+        # A forked child has no copy of the threads.
         if self._process_id == os.getpid() and not self._is_closed:
             self.close(timedelta(seconds=60))
 
@@ -301,7 +305,7 @@ class Publisher:
             self._notifier.begin_with(newest)
 
     def _end_publish(self, recording: Recording, notified: Future[PublishReport]) -> None:
-        """End the record of a publish. The reference to this method keeps the publisher alive until then."""
+        """Complete the record of a publish. Until then, the callback that calls this keeps the publisher alive."""
         error = notified.exception() if not notified.cancelled() else None
         if notified.cancelled() or error is not None:
             recording.end("abandoned", error=error or "")
@@ -319,6 +323,6 @@ _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
 
 @at_exit
 def _close_all() -> None:
-    """Let notifications finish when the process exits; a thread that is cut off may abort the process."""
+    """Wait for deliveries when the process exits: a thread that still runs at exit may abort the process."""
     for publisher in list(_publishers):
         publisher._close_at_exit()

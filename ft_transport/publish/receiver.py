@@ -1,6 +1,6 @@
-"""The receiving end of a publisher, inside an inference engine: the facade of the classes that pull weights.
+"""The `WeightReceiver`: an HTTP server inside an inference engine, which fetches published weights when ordered to.
 
-The HTTP server has few connections, each closed after one request, and sends no error texts.
+The server accepts few connections, closes each connection after one request, and sends no error texts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ORDERS: Final = 32
 _PATIENCE_S: Final = 10.0
-"""How long a slow fetch may go on while another order waits."""
+"""Seconds after which the receiver cancels a slow fetch while another order waits."""
 
 _REASONS: Final[Sequence[tuple[type[Exception], Reason]]] = (
     (ConfigurationError, "malformed"),
@@ -75,37 +75,39 @@ _body_decoder: Final = msgspec.json.Decoder()
 
 
 class WeightReceiver:
-    """Receives versions into an engine's own tensors, and reports the version that they hold.
+    """Receives published versions into the tensors of an inference engine, and reports the current version.
 
-    If the publisher has a delta from the current version, the receiver first changes the elements that differ. Then it
-    compares the tensors' content with the digests of the version, chunk by chunk, and fetches only the chunks that
-    differ: a delta that was lost, or made for other weights, does no harm. A version that breaks off before any of its
-    bytes have landed leaves the previous version. One that breaks off later leaves no usable weights: the receiver
-    overwrites them with NaN patterns, and ``version`` is ``None`` until a version has arrived whole. The publisher does
-    not count such an engine.
+    If the publisher has a delta from the current version, the receiver first applies the delta to the tensors. It then
+    compares each chunk of the tensors with the digests of the new version, and fetches the chunks that differ. So a
+    delta that is lost, or was made for other weights, does no harm.
 
-    With a job token, the publisher that orders a version proves that it knows the token, and so does its transport.
-    Without a token the receiver listens only on the loopback, and fetches only from there. The receiver logs errors
-    here; the publisher gets one of a few reasons.
+    If a transfer fails before any byte has changed the tensors, the receiver keeps the previous version. If the
+    transfer fails later, the receiver overwrites the weights with NaN patterns, and ``version`` is ``None`` until a
+    complete version has arrived. The publisher's policy does not count an engine in this state.
+
+    With a job token, the publisher and its transport must prove that they know the token. Without a token, the receiver
+    listens on the loopback only, and fetches from the loopback only. The receiver writes errors to its own log, and
+    sends the publisher only one of a few fixed reasons.
 
     Args:
-        weights: Tensors on the CPU or on a device, by the names under which they are published; or a function that
-            returns them.
-        paused: Returns a context in which no forward pass reads the weights, entered on the receiver's own thread.
-        host: Address to bind; ``None`` for all, or without a token for the loopback.
-        port: Port to bind; 0 for any free one.
-        token: The job token. Default: the environment's, as for ``TransportSettings``.
-        reached_at: ``host:port`` of URLs by which publishers reach the receiver, besides its own addresses and the
-            names that resolve to them here; such as that of a forwarded port.
-        sources: Allowed sources of versions: networks (``10.0.0.0/8``), addresses and host names. Default: all with a
-            token, the loopback without one; this list narrows it.
-        tls: Certificates for fetching versions, see ``TransportSettings``; the publisher's messages to this receiver do
-            not use them.
-        timeout: Timeout for fetching a version. A fetch that receives less than 1 MiB/s over 10 seconds while another
-            order waits is ended earlier.
+        weights: The engine's tensors, on the CPU or on a device, by the names under which the trainer publishes them;
+            or a function that returns the tensors.
+        paused: Returns a context manager. While the receiver is inside the context, no forward pass may read the
+            weights. The receiver enters the context on a thread of its own.
+        host: Address to bind. Default: all addresses with a token, the loopback without a token.
+        port: Port to bind; 0 for any free port.
+        token: The job token. Default: the token of the environment, as for ``TransportSettings``.
+        reached_at: Further ``host:port`` of URLs by which publishers reach the receiver, such as a forwarded port. The
+            receiver already accepts its own addresses, and names that resolve to them on this host.
+        sources: Networks (``10.0.0.0/8``), addresses and host names from which the receiver may fetch versions.
+            Default: any with a token. Without a token only the loopback is allowed, even if the list has other entries.
+        tls: Certificates for fetching versions, as in ``TransportSettings``. The publisher's messages to this receiver
+            do not use TLS.
+        timeout: Longest duration of fetching a version. While another order waits, the receiver also cancels a fetch
+            that is slower than 1 MiB/s over 10 seconds.
 
     Raises:
-        ConfigurationError: A setting cannot work, or the address cannot be bound.
+        ConfigurationError: A setting is invalid, or the address cannot be bound.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class WeightReceiver:
                 None,
                 bound=host,
                 port=listening.getsockname()[1],
-                # Publishers may use a name of the receiver that resolves to another address there.
+                # The receiver's name may resolve to another address on a publisher's host.
                 is_guarded=False,
                 reached_at=reached_at,
             )
@@ -147,16 +149,16 @@ class WeightReceiver:
 
     @property
     def version(self) -> int | None:
-        """The version that the weights hold; ``None`` before the first, and after one that failed on its way."""
+        """The version of the engine's weights; ``None`` before the first version and after a broken transfer."""
         return self._received.version
 
     @property
     def num_bytes_fetched(self) -> int:
-        """Number of bytes that the last version took."""
+        """Number of bytes that the receiver fetched for the last version."""
         return self._received.num_bytes_fetched
 
     def close(self) -> None:
-        """Stop answering, and cancel a running fetch. May be called twice."""
+        """Stop the HTTP server and cancel a running fetch. Idempotent."""
         self._end(self._server.close)
 
     def __enter__(self) -> WeightReceiver:
@@ -167,14 +169,14 @@ class WeightReceiver:
 
 
 class _OrderServer:
-    """Answers requests on its own thread and event loop: few connections, each closed after one request.
+    """The HTTP server of a receiver, which runs on its own thread and event loop.
 
     Args:
-        listening: The listening socket; the server closes it at the end.
-        received: The engine's weights.
-        keys: The job's keys, if it has any.
-        reached_at: ``host:port`` of URLs by which publishers reach the receiver, besides its own addresses.
-        names: Host names that requests may name; ``None`` for any.
+        listening: The listening socket. The server closes the socket when it stops.
+        received: Receives versions into the engine's tensors.
+        keys: Keys of the job; ``None`` without a job token.
+        reached_at: ``host:port`` of URLs by which publishers reach the receiver, besides the receiver's own addresses.
+        names: Host names that a request's ``Host`` header may contain; ``None`` for any.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class _OrderServer:
             keep_alive_s=10.0,
             slots=self._slots,
             peer_log=self._peer_log,
-            # No client is a member: only the content of an order proves membership.
+            # No client can prove membership by its connection: only the signed content of an order counts.
             claims=lambda _address, _sent: False,
             make_app=self._make_app,
             end=self._queue.close,
@@ -211,7 +213,7 @@ class _OrderServer:
         self._server.start()
 
     def close(self) -> None:
-        """Stop answering. May be called twice."""
+        """Stop the server. Idempotent."""
         self._server.stop()
         self._server.join()
 
@@ -241,11 +243,11 @@ class _OrderServer:
         return web.json_response(question.answer(self._keys, self._received.version, self._challenges.issue()))
 
     async def _answer_order(self, request: web.Request) -> web.Response:
-        # A page in a browser may send any other type to another origin without a preflight (Fetch standard, 4.10).
+        # JSON only: a web page may send some other content types cross-origin without a preflight (Fetch, 4.10).
         if request.content_type != "application/json":
             return self._refusal("malformed", request)
         try:
-            # A slow client loses its slot.
+            # The connection slots disconnect a client that sends its request too slowly.
             body: object = _body_decoder.decode(await request.read())
         except (*DECODE_ERRORS, web.HTTPRequestEntityTooLarge):
             return self._refusal("malformed", request)
@@ -257,7 +259,7 @@ class _OrderServer:
         self._num_orders += 1
         slot = slot_of(request)
         try:
-            # The request waits for its turn, and for the weights.
+            # The response waits until the order's turn has come and the weights have arrived.
             self._slots.authenticated(slot)
             with self._slots.serving(slot):
                 return await self._carry_out(*read, request)
@@ -293,7 +295,7 @@ class _OrderServer:
         self._peer_log.note(logging.WARNING, remote, f"an order was refused: {REASONS[reason][1]}")
 
     async def _is_own(self, reached: str, request: web.Request) -> bool:
-        """Return whether this receiver has the address that a sender with the token used."""
+        """Return whether an address by which a publisher says it reached the receiver is this receiver's own."""
         if reached in self._reached_at:
             return True
         transport = request.transport
@@ -314,7 +316,7 @@ class _OrderServer:
 async def _close_after(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Close the connection after each response, errors included, so that the limits count every request of a client."""
+    """Close the connection after each response, so that the limits on connections also limit requests."""
     try:
         response = await handler(request)
     except web.HTTPException as error:
@@ -333,6 +335,6 @@ def _reason_of(error: Exception) -> Reason:
 
 
 def _shown(error: Exception) -> str:
-    """Return an error as one printable line: it may contain text from a peer."""
+    """Return an error as one printable line, because its message may contain text from a peer."""
     text = f"{type(error).__name__}: {error}"[:2000]
     return "".join(each if each.isprintable() else " " for each in text)

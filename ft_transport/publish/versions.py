@@ -1,7 +1,7 @@
-"""The versions of one publisher on disk: their deliveries to engines, and their deletion.
+"""The versions that a publisher stores on disk: delivery to engines, and deletion.
 
-Engines that pull get a version from the publisher's transport. The first such engine's request stages the version
-there, with the delta from the version that engines have.
+Pulling engines fetch a version from the publisher's transport. When the first pulling engine requests a version, the
+publisher stages the version in the transport, together with the delta from the version that the engines have.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from ft_transport.transport import HTTPTransport
 logger = logging.getLogger(__name__)
 
 _STAGING_TIMEOUT: Final = timedelta(minutes=10)
+_NUM_KEPT: Final = 2
+"""Number of newest versions that are never deleted: pulling engines get the delta between the newest two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ class StoredVersion:
     """A version on disk.
 
     Attributes:
-        number: Its number.
-        is_adapter: Whether the version is an adapter. A request may read an adapter for as long as it runs: vLLM up to
-            0.32 reloads an adapter that was replaced in place at each step, and any vLLM reloads one that it evicted
-            from memory. Weights are read while they are loaded, and never again.
+        number: The number of the version.
+        is_adapter: Whether the version is an adapter. An engine may read an adapter's files during a whole request:
+            vLLM up to 0.32 reloads an adapter that was replaced in place at each step, and any vLLM reloads an adapter
+            that it evicted from memory. Engines read the files of weights only once.
         written_s: When the version was complete, in seconds since the epoch, by the clock of the file system.
     """
 
@@ -49,19 +51,17 @@ class StoredVersion:
     written_s: float
 
 
-def expired(versions: Sequence[StoredVersion], used: Set[int], *, keep: int, keep_for_s: float) -> list[int]:
-    """Return the numbers of the versions that may be deleted.
+def expired(versions: Sequence[StoredVersion], used: Set[int], *, keep_for_s: float) -> list[int]:
+    """Return the numbers of the versions that the publisher may delete; never one of the newest two.
 
     Args:
         versions: All versions on disk, oldest first.
         used: Numbers of versions that engines use, or may be about to load.
-        keep: Number of the newest versions that are always kept.
-        keep_for_s: How long an adapter is kept after the next version was written, in seconds.
+        keep_for_s: Seconds that an adapter is kept after the next version was written.
     """
     numbers = []
-    # Never the newest: the next version must be greater.
-    for version, following in pairwise(versions[: max(0, len(versions) - keep + 1)]):
-        # The newest version's time stands for now, on the file system's clock.
+    for version, following in pairwise(versions[: max(0, len(versions) - _NUM_KEPT + 1)]):
+        # The modification time of the newest version serves as the current time, on the file system's clock.
         age_s = versions[-1].written_s - following.written_s
         if version.number not in used and not (version.is_adapter and age_s < keep_for_s):
             numbers.append(version.number)
@@ -73,33 +73,31 @@ class StoredVersions:
 
     Args:
         directory: The directory of the versions.
-        transport: Serves versions to engines that pull; ``None`` if no engine does.
-        keep: See `expired`.
-        keep_for_s: See `expired`.
+        transport: Serves versions to pulling engines; ``None`` if there are no pulling engines.
+        keep_for_s: Seconds that an adapter is kept after the next version was written.
     """
 
     def __init__(
-        self, directory: NumberedDirectory, transport: HTTPTransport[Any] | None, *, keep: int, keep_for_s: float
+        self, directory: NumberedDirectory, transport: HTTPTransport[Any] | None, *, keep_for_s: float
     ) -> None:
         self._directory = directory
         self._transport = transport
-        self._keep = keep
         self._keep_for_s = keep_for_s
         self._newest_served: int | None = None
 
     def newest(self) -> Delivery | None:
-        """Return the delivery of the newest version; ``None`` if there is none."""
+        """Return the newest version as a `Delivery`; ``None`` if there is no version."""
         numbers = self._directory.numbers()
         found = self._directory.find(numbers[-1]) if numbers else None
         return self.delivery(numbers[-1], found) if found is not None else None
 
     def delivery(self, version: int, directory: Path) -> Delivery:
-        """Return the delivery of a version."""
+        """Return a version as a `Delivery`."""
         address = self._serving(self._transport, version, directory) if self._transport is not None else None
         return Delivery(version, "adapter" if _is_adapter(directory) else "weights", directory, address)
 
     def delete_expired(self, used: Set[int]) -> None:
-        """Delete the versions that need not be kept; log a failure.
+        """Delete all expired versions. Log a failure instead of raising it.
 
         Args:
             used: Numbers of versions that engines use, or may be about to load.
@@ -110,21 +108,21 @@ class StoredVersions:
                 for number in self._directory.numbers()
                 if (found := self._directory.find(number))
             ]
-            for older in expired(stored, used, keep=self._keep, keep_for_s=self._keep_for_s):
+            for older in expired(stored, used, keep_for_s=self._keep_for_s):
                 self._directory.delete(self._directory.retire(older))
-                logger.debug("version %d is not used any more and was deleted", older)
+                logger.debug("deleted version %d, which no engine uses any more", older)
         except OSError as error:
             logger.warning("old versions could not be deleted: %s", error)
 
     def _serving(self, transport: HTTPTransport[Any], version: int, directory: Path) -> Callable[[], Awaitable[str]]:
-        """Return a function that returns a version's address, and stages the version unless the transport serves it."""
+        """Return a function that stages a version unless the transport already serves it, and returns its address."""
         staging: asyncio.Task[None] | None = None
 
         async def address() -> str:
             nonlocal staging
             if staging is None or (staging.done() and not _is_served(transport, version)):
                 staging = asyncio.get_running_loop().create_task(self._stage(transport, version, directory))
-            # An engine whose deadline expires ends only its own wait.
+            # Shielded: an engine whose deadline expires must not cancel the staging for the other engines.
             await asyncio.shield(staging)
             return transport.metadata()
 
@@ -138,17 +136,17 @@ class StoredVersions:
                 await asyncio.to_thread(transport.send_checkpoint, [], version, {"weights": weights}, _STAGING_TIMEOUT)
                 break
             except SnapshotLimitError:
-                # Slow engines still read earlier versions. The wait must not hold a thread: other engines need them.
+                # Slow engines still read earlier versions. Waiting in a thread would block threads of other engines.
                 if time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(0.1)
         self._newest_served = max(version, self._newest_served or 0)
 
     def _prepare(self, transport: HTTPTransport[Any], version: int, directory: Path) -> dict[str, torch.Tensor]:
-        """Return the weights; make the delta from the version that engines have, if that is still on disk."""
+        """Return the weights; pass the transport the delta from the engines' version, if that version is on disk."""
         weights = weights_in(directory)
         try:
-            # Engines have no version that was published but not served.
+            # Engines have the newest version that the transport served, which need not be the newest one on disk.
             older = [each for each in self._directory.numbers() if each < version]
             base = self._newest_served if self._newest_served is not None else max(older, default=None)
             found = self._directory.find(base) if base in older and base is not None else None
@@ -156,7 +154,7 @@ class StoredVersions:
                 delta = delta_between(version, weights, base, weights_in(found))
                 if delta is not None:
                     transport.keep_delta(base, delta)
-                    logger.debug("version %d: %d bytes lead there from version %d", version, len(delta), base)
+                    logger.debug("version %d: the delta from version %d has %d bytes", version, base, len(delta))
         except (OSError, SafetensorError) as error:
             logger.warning("version %d: no delta could be made: %s", version, error)
         return weights
@@ -175,6 +173,6 @@ def _is_served(transport: HTTPTransport[Any], version: int) -> bool:
 
 
 def weights_in(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version, in memory that is mapped from its files."""
+    """Return the tensors of a version, in memory mapped from the version's files."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

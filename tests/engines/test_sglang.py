@@ -152,7 +152,7 @@ class TestWeights:
                 assert server.streaming(num_tokens=1).ended().tokens == [version]
 
     def test_after_a_refusal_nobody_knows_which_version_is_used(self, server: SGLangServer, tmp_path: Path) -> None:
-        with Publisher([SGLangEngine(server.url)], tmp_path, keep=1, keep_for=_AT_ONCE) as publisher:
+        with Publisher([SGLangEngine(server.url)], tmp_path, keep_for=_AT_ONCE) as publisher:
             assert is_confirmed(publish(publisher, 1, weights(1)), 1)
             stream = server.streaming()
             server.order(refuse="Failed to update weights: out of memory")
@@ -167,7 +167,7 @@ class TestWeights:
             server.order()
             assert is_confirmed(publish(publisher, 4, weights(4)), 4)
             stream.until_token(4)
-        assert [path.name for path in tmp_path.glob("version-*")] == ["version-4"]
+        assert {path.name for path in tmp_path.glob("version-*")} == {"version-3", "version-4"}
         server.order(finish=True)
         assert stream.ended().finish == "length"
 

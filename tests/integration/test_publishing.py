@@ -63,7 +63,7 @@ class TestAdapters:
                     assert value_of(server) == version
         left = {path.name for path in tmp_path.glob("version-*")}
         # SGLang unloads those before later, when their requests are done.
-        assert left <= ({"version-5", "version-2", "version-1"} if kind is SGLangStandIn else {"version-5"})
+        assert left <= {"version-5", "version-2", *(["version-1"] if kind is SGLangStandIn else [])}
         assert "version-5" in left
 
     def test_the_files_are_those_of_peft(self, tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ class TestVersions:
         with publishing(tmp_path, server) as publisher:
             handle = publisher.publish(1, {"weight": torch.ones(3)})
             publisher.close(timedelta(seconds=1.5))
-            with pytest.raises(PublishError, match="given up: the publisher was closed"):
+            with pytest.raises(PublishError, match="cancelled: the publisher was closed"):
                 handle.result(SOON)
             assert "POST /pause" in server.routes
         # With weights that may be half replaced it would end at the next request.
@@ -501,7 +501,7 @@ class TestVersions:
             second.is_hanging = False
             publisher.publish(5, adapter(5)).report(SOON)
             publisher.close()
-        assert [path.name for path in tmp_path.glob("version-*")] == ["version-5"]
+        assert {path.name for path in tmp_path.glob("version-*")} == {"version-4", "version-5"}
 
     def test_what_was_interrupted_is_cleared_and_what_was_published_is_not_writable(self, tmp_path: Path) -> None:
         (tmp_path / "version-3.incomplete").mkdir()

@@ -33,6 +33,6 @@ def engine_of(stand_in: StandIn, **keywords: Any) -> Any:
 
 @contextmanager
 def publishing(root: Path, *stand_ins: StandIn, **keywords: Any) -> Iterator[Publisher]:
-    chosen: Any = {"keep": 1, "keep_for": timedelta(0), **keywords}
+    chosen: Any = {"keep_for": timedelta(0), **keywords}
     with serving(*stand_ins), Publisher([engine_of(each) for each in stand_ins], root, **chosen) as publisher:
         yield publisher

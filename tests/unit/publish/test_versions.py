@@ -26,7 +26,7 @@ def write(directory: NumberedDirectory, number: int, *, is_adapter: bool, writte
 
 
 def stored_in(directory: NumberedDirectory) -> StoredVersions:
-    return StoredVersions(directory, None, keep=2, keep_for_s=100.0)
+    return StoredVersions(directory, None, keep_for_s=100.0)
 
 
 def test_of_no_version_nobody_is_told(directory: NumberedDirectory) -> None:
@@ -77,22 +77,20 @@ def stored(is_adapter: bool) -> list[StoredVersion]:
 
 
 @pytest.mark.parametrize(
-    ("is_adapter", "kept", "used", "expected"),
+    ("is_adapter", "keep_for_s", "used", "expected"),
     [
-        (True, (1, 0.0), set(), [1, 2, 3, 4]),
-        (True, (3, 0.0), set(), [1, 2]),
-        (True, (5, 0.0), set(), []),
-        (True, (9, 0.0), set(), []),
-        (True, (1, 0.0), {2, 4}, [1, 3]),
-        (True, (1, 15.0), set(), [1, 2]),  # 3 was replaced 10 s before the newest came
-        (True, (1, 1000.0), set(), []),
-        (False, (1, 1000.0), set(), [1, 2, 3, 4]),  # weights are not read again
-        (False, (2, 0.0), {1}, [2, 3]),
+        (True, 0.0, set(), [1, 2, 3]),
+        (True, 0.0, {2, 4}, [1, 3]),
+        (True, 15.0, set(), [1, 2]),  # 3 was replaced 10 s before the newest was written
+        (True, 1000.0, set(), []),
+        (False, 1000.0, set(), [1, 2, 3]),  # weights are not read again
+        (False, 0.0, {1}, [2, 3]),
     ],
 )
-def test_what_expires(is_adapter: bool, kept: tuple[int, float], used: set[int], expected: list[int]) -> None:
-    assert expired(stored(is_adapter), used, keep=kept[0], keep_for_s=kept[1]) == expected
+def test_what_expires(is_adapter: bool, keep_for_s: float, used: set[int], expected: list[int]) -> None:
+    assert expired(stored(is_adapter), used, keep_for_s=keep_for_s) == expected
 
 
-def test_nothing_expires_where_there_is_nothing() -> None:
-    assert expired([], set(), keep=1, keep_for_s=0.0) == []
+@pytest.mark.parametrize("num_versions", [0, 1, 2])
+def test_the_newest_two_never_expire(num_versions: int) -> None:
+    assert expired(stored(is_adapter=False)[:num_versions], set(), keep_for_s=0.0) == []
