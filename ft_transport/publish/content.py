@@ -1,4 +1,4 @@
-"""The content of a version on one rank: the trainer's tensors under the engines' names, and the other files."""
+"""The content of a version on one rank: tensors under the names that engines use, and other files."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from ft_transport.wire.chunks import digest
 
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
 _OF_PEFT: Final = re.compile(r"^base_model\.model\.|(?:^|\.)(?:base_layer|lora_(?:embedding_)?[AB])(?:\.|$)")
-"""Names of PEFT's wrappers, and of the modules and tensors inside them."""
+"""Matches names that PEFT gives to wrapped modules and their tensors."""
 Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
 Files: TypeAlias = Mapping[str, Path | bytes | str | Mapping[str, Any]]
 _MAX_BYTES: Final = 256 << 20
-"""Limit of all files together; a tokenizer has some 30 MB, and rank 0 holds them in memory."""
+"""Maximum size of all other files together, which rank 0 reads into memory; a tokenizer has about 30 MB."""
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _INDEX_SUFFIX: Final = ".index.json"
 Renamed: TypeAlias = dict[str, str | None]
-"""The engine's name of each of the trainer's tensors, ``None`` for a tensor that is left out."""
+"""The name that engines use for each of the trainer's tensors; ``None`` for a tensor that is not published."""
 _MAX_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """The format in which engines get a trainer's tensors; the same on all ranks.
+    """The format in which engines get the trainer's tensors. All ranks must pass the same format.
 
     Attributes:
-        names: Maps the trainer's names, without the wrappers of its modules, to the engines': a function that is called
-            with each name, or a table of the names that differ. ``None`` for a name leaves the tensor out, such as a
-            value head.
-        dtype: Dtype of all floating-point tensors: float64, float32, float16 or bfloat16. Tensors are cast one by one,
-            during the copy; integers stay as they are, and weights with float8 tensors are refused, because their
-            scales would be cast as well. ``None``: every tensor keeps its own dtype.
-        max_shard_bytes: Maximum size of a file of weights; only a single larger tensor exceeds it. An adapter is always
+        names: Maps the trainer's tensor names to the names that engines use: a function of the name, or a table of the
+            names that differ. The trainer's names come without wrappers such as ``_orig_mod``. A tensor with the name
+            ``None``, such as a value head, is not published.
+        dtype: Dtype to which all floating-point tensors are cast: float64, float32, float16 or bfloat16. The tensors
+            are cast one by one, during the copy. Integer tensors do not change. Weights with float8 tensors are
+            refused, because their scales would be cast as well. ``None``: every tensor keeps its own dtype.
+        max_shard_bytes: Maximum size of a file of weights; a larger tensor has a file of its own. An adapter is always
             one file.
 
     Raises:
-        ConfigurationError: A setting cannot work.
+        ConfigurationError: A setting is invalid.
     """
 
     names: Names | None = None
@@ -62,8 +62,10 @@ class WeightFormat:
         if isinstance(names, Mapping):
             for name, new in names.items():
                 if not isinstance(name, str) or not (new is None or isinstance(new, str)):
-                    raise ConfigurationError(f"expected a table from names to names, or None, got {name!r}: {new!r}")
-            # Ranks compare the table only once: a copy cannot change later.
+                    raise ConfigurationError(
+                        f"expected a table from tensor names to names or None as names, got {name!r}: {new!r}"
+                    )
+            # Ranks compare the table only once, so later changes of the caller's table must not count.
             object.__setattr__(self, "names", dict(names))
         elif names is not None and not callable(names):
             raise ConfigurationError(f"expected a function or a table as names, got {type(names).__name__}")
@@ -74,7 +76,7 @@ class WeightFormat:
         object.__setattr__(self, "max_shard_bytes", number)
 
     def stated(self) -> dict[str, object]:
-        """Return the settings that ranks compare, by name; for a function only whether it is set."""
+        """Return the settings that ranks compare, by name. A function as ``names`` is not compared."""
         names: object = self.names
         if isinstance(names, Mapping):
             names = f"a table with the digest {digest(repr(sorted(names.items())).encode()):x}"
@@ -88,10 +90,10 @@ class Content:
     """The content of a version on this rank.
 
     Attributes:
-        kind: Kind of the version.
+        kind: Whether the version is an adapter or weights.
         tensors: Whole tensors, or DTensors of which each rank has a part, by the engines' names.
-        files: The kind's other files in the directory, by name; the same on all ranks.
-        renamed: The engines' names of the trainer's tensors, if they differ from the trainer's.
+        files: Files that belong to the kind, such as ``adapter_config.json``, by name; the same on all ranks.
+        renamed: The engines' name of each of the trainer's tensors; empty without ``WeightFormat.names``.
     """
 
     kind: Kind
@@ -101,11 +103,11 @@ class Content:
 
 
 def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFormat) -> Content:
-    """Return the content to publish on this rank.
+    """Check the caller's weights, and return the content that this rank publishes.
 
     Raises:
-        PublishError: The weights contain nothing that an engine could use, or do not fit the format.
-        ConfigurationError: No plain adapter has the adapter's effect.
+        PublishError: The weights contain nothing that an engine can use, or do not fit the format.
+        ConfigurationError: The adapter cannot be converted into a plain adapter.
     """
     # A module is also callable.
     value: object = weights() if callable(weights) and not isinstance(weights, nn.Module) else weights
@@ -168,14 +170,14 @@ def _formatted(tensors: Mapping[Any, object], weight_format: WeightFormat) -> tu
 
 
 def engine_names(trained: Sequence[str], names: Names) -> Renamed:
-    """Return the engine's name of each tensor of this rank.
+    """Return the engines' name of each tensor of this rank.
 
     Args:
-        trained: The trainer's names.
-        names: See `WeightFormat`.
+        trained: The trainer's names of the tensors.
+        names: Function or table, as in `WeightFormat`.
 
     Raises:
-        PublishError: Two tensors get one name, or a function returns no name.
+        PublishError: Two tensors have the same new name, or a new name is not a str.
     """
     renamed: Renamed = {}
     for name in trained:
@@ -188,34 +190,34 @@ def engine_names(trained: Sequence[str], names: Names) -> Renamed:
 
 
 def check_engine_names(by_rank: Sequence[Renamed], names: Names) -> None:
-    """Refuse names that fit no version as a whole: ranks may hold different tensors.
+    """Check the engines' names of all ranks together, because ranks may have different tensors.
 
     Args:
         by_rank: The results of `engine_names`, by rank.
-        names: See `WeightFormat`.
+        names: Function or table, as in `WeightFormat`.
 
     Raises:
-        PublishError: Ranks name a tensor differently, two tensors get one name, or the table names a tensor that no
-            rank has.
+        PublishError: Ranks name a tensor differently, two tensors have the same new name, or the table names a tensor
+            that no rank has.
     """
     merged: Renamed = {}
     for rank, renamed in enumerate(by_rank):
         for name, new in renamed.items():
             if merged.setdefault(name, new) != new:
                 raise PublishError(
-                    f"expected one name on all ranks, got {new!r} on rank {rank} and {merged[name]!r} before",
+                    f"expected the same name on all ranks, got {new!r} on rank {rank} and {merged[name]!r} on another",
                     path=name,
                 )
     _check_distinct(merged)
     unknown = sorted(names.keys() - merged.keys()) if isinstance(names, Mapping) else []
     if unknown:
         raise PublishError(
-            f"expected a table with the trainer's names alone, no rank has {shown(unknown)}", path=unknown[0]
+            f"expected only tensors of the trainer in the table of names, no rank has {shown(unknown)}", path=unknown[0]
         )
 
 
 def shown(names: Sequence[str]) -> str:
-    """Return the first of many names, for an error."""
+    """Return names as text for an error message; only the first few if there are many."""
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return ", ".join(names[:_MAX_SHOWN]) + more
 
@@ -225,24 +227,24 @@ def _check_distinct(renamed: Renamed) -> None:
     for name, new in renamed.items():
         if new is not None and taken.setdefault(new, name) != name:
             raise PublishError(
-                f"expected one tensor for the engine's name {new}, got another one beside {taken[new]}", path=name
+                f"expected one tensor with the new name {new}, got {taken[new]} and {name}", path=name
             )
 
 
 def model_files(directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Return the files beside the weights in a model's directory, for ``Publisher.publish``.
+    """Return the files of a model's directory except the weights, as the argument ``files`` of ``Publisher.publish``.
 
-    They are the configuration, the tokenizer and code.
+    These are configuration, tokenizer and code. Subdirectories and hidden files are left out.
 
     Args:
-        directory: The output of ``save_pretrained``, or a downloaded model. Subdirectories are left out.
+        directory: A directory that ``save_pretrained`` wrote, or of a downloaded model.
 
     Raises:
         PublishError: The directory has no ``config.json``, so it is not a model's directory.
     """
     root = Path(directory)
     if not (root / "config.json").is_file():
-        raise PublishError("expected the directory of a model, with a config.json, found none", path=str(root))
+        raise PublishError("expected the directory of a model, got one without config.json", path=str(root))
     return {
         path.name: path
         for path in sorted(root.iterdir())
@@ -254,10 +256,10 @@ def model_files(directory: str | os.PathLike[str]) -> dict[str, Path]:
 
 
 def read_files(files: Files) -> dict[str, bytes]:
-    """Return the content of each file, by name.
+    """Return the bytes of each of the caller's files, by name.
 
     Raises:
-        PublishError: A name or a content is invalid; names the file.
+        PublishError: A name or a content is invalid; ``path`` names the file.
     """
     given: object = files
     if not isinstance(given, Mapping):
@@ -288,7 +290,7 @@ def _check_file_name(name: object) -> None:
             f"got {name!r}"
         )
     if name == CONFIG_NAME or name.endswith((".safetensors", f".safetensors{_INDEX_SUFFIX}")):
-        raise PublishError("expected a name that the version does not use for its tensors", path=name)
+        raise PublishError("expected another file name, this one is reserved for tensors and adapters", path=name)
 
 
 def _is_text(value: str) -> bool:
@@ -310,15 +312,15 @@ def _read(name: str, content: object) -> bytes:
             return content
         case Path():
             if not content.is_file():
-                raise PublishError(f"expected a file to copy, there is none at {content}", path=name)
+                raise PublishError(f"expected a file to copy, found none at {content}", path=name)
             return content.read_bytes()
         case str():
             if os.path.isfile(content):
                 raise PublishError(
-                    f"expected the text of the file, got the path of one, {content}; pass Path({content!r})", path=name
+                    f"expected the text of the file, got the path of a file; pass Path({content!r})", path=name
                 )
             if not _is_text(content):
-                raise PublishError("expected text, got characters that UTF-8 has not; pass bytes", path=name)
+                raise PublishError("expected text, got characters that UTF-8 cannot encode; pass bytes", path=name)
             return content.encode()
         case Mapping():
             try:

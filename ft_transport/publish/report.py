@@ -1,4 +1,4 @@
-"""The outcome of notifying engines of a version, and the verdict of the policy on it."""
+"""Reports of how engines received a version, and the policy's verdict on a version."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ from ft_transport.telemetry.metrics import Reading
 Outcome: TypeAlias = Literal[
     "pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed", "removed"
 ]
-"""``refused``: the engine answered with an error, or confirmed another version. ``late``: its deadline expired.
-``superseded``: a newer version was published before its turn. ``failed``: an error in our code or the engine's, or the
-publisher was closed. ``removed``: the engine was removed meanwhile, and the policy ignores it."""
+"""The outcome of a delivery. ``refused``: the engine answered with an error, or confirmed another version. ``late``:
+the deadline expired. ``superseded``: a newer version was published before the delivery began. ``failed``: the code of
+this package or of the engine raised an error, or the publisher was closed. ``removed``: the engine was removed from the
+publisher during the delivery; the policy ignores the engine."""
 Policy: TypeAlias = Literal["all", "quorum", "best_effort"]
 Verdict: TypeAlias = Literal["open", "good", "bad"]
 POLICIES: Final = ("all", "quorum", "best_effort")
 _LONGEST_PAUSE_S: Final = 0.25
-"""A thousand ranks may wait, and one process serves the store."""
+"""Longest pause between two polls of the store, short enough for users and long enough for a thousand waiting ranks."""
 _NUM_REPORTS: Final = 256
-"""Number of versions whose reports are available; older reports are deleted."""
+"""Number of newest versions whose reports are kept."""
 _CREDENTIALS: Final = re.compile(r"//[^/]*@")
 
 
 class EngineReport(Struct, frozen=True, kw_only=True):
-    """The outcome of one version at one engine.
+    """The outcome of the delivery of one version to one engine.
 
     Attributes:
         url: URL of the engine.
         outcome: The outcome.
-        is_counted: Whether the policy counts the engine; after a failure it does not count until it has caught up.
-        seconds: Duration of the delivery, in seconds.
-        num_attempts: Number of attempts; only connection errors are retried.
-        status: HTTP status of the refusal, if any.
-        body: Body of the refusal, truncated if it is long, of any content type; or a description of the error.
-        request: Method and URL of the request that failed.
-        version: The version that the engine is known to use; ``None`` before its first confirmation, and from the start
-            of an update of its weights until its next confirmation.
+        is_counted: Whether the policy counts the engine. After a failure an engine does not count until it has
+            confirmed a version.
+        seconds: Duration of the delivery in seconds, including the wait for the previous delivery.
+        num_attempts: Number of attempts. Only connection errors lead to another attempt.
+        status: HTTP status with which the engine refused the version; ``None`` without a refusal.
+        body: Start of the body with which the engine refused the version, or a description of another error.
+        request: Method and URL of the request that the engine refused.
+        version: The version that the engine certainly uses; ``None`` before its first confirmation, and from the start
+            of an update of the engine's weights until its next confirmation.
     """
 
     url: str
@@ -67,7 +69,7 @@ class EngineReport(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """Return the report as one line."""
         took = f"{self.url}: {self.outcome} after {self.seconds:.2f} s and {self.num_attempts} attempts"
-        known = f", uses version {self.version}" if self.version is not None else ", version unknown"
+        known = f", uses version {self.version}" if self.version is not None else ", uses an unknown version"
         status = f"; status {self.status}" if self.status is not None else ""
         request = f" of {self.request}" if self.request else ""
         body = f": {self.body}" if self.body else ""
@@ -75,13 +77,14 @@ class EngineReport(Struct, frozen=True, kw_only=True):
 
 
 class PublishReport(Struct, frozen=True, kw_only=True):
-    """The outcome of one version at all engines.
+    """The outcome of the delivery of one version to all engines.
 
     Attributes:
         version: The version.
-        engines: The engines' reports, in the order in which the publisher got the engines.
-        verdict: The verdict of the policy.
-        is_final: Whether no engine is pending any more.
+        engines: One report for each engine, in the order in which the engines were added to the publisher.
+        verdict: The policy's verdict: ``good``: enough engines use the version. ``bad``: enough engines cannot any
+            more. ``open``: not decided yet.
+        is_final: Whether every delivery has ended.
     """
 
     version: int
@@ -94,11 +97,11 @@ class PublishReport(Struct, frozen=True, kw_only=True):
         return tuple(each.url for each in self.engines if each.outcome == "confirmed")
 
     def failed(self) -> tuple[EngineReport, ...]:
-        """Reports of the engines that do not use this version, and will not without another delivery."""
+        """Reports of the engines whose delivery ended without success; not of removed engines."""
         return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending", "removed"))
 
     def __str__(self) -> str:
-        """Return the report, one line for each engine."""
+        """Return the report as text, with one line for each engine."""
         lines = [f"version {self.version}: {len(self.confirmed())} of {len(self.engines)} engines confirmed it"]
         return "\n  ".join([*lines, *map(str, self.engines)])
 
@@ -109,9 +112,9 @@ class EngineState(Struct, frozen=True, kw_only=True):
     Attributes:
         url: URL of the engine.
         version: The version that the engine last confirmed or reported to serve; ``None`` if unknown.
-        is_counted: Whether the policy counts the engine in the next publish.
-        outcome: Outcome of the last delivery; ``pending`` before the first, and during one.
-        error: Error of the last delivery, or of a later poll of the engine's version; else empty.
+        is_counted: Whether the policy will count the engine in the next publish.
+        outcome: Outcome of the last delivery; ``pending`` before the first delivery and during a delivery.
+        error: Error of the last poll if that failed, otherwise of the last delivery; empty if both succeeded.
     """
 
     url: str
@@ -122,9 +125,14 @@ class EngineState(Struct, frozen=True, kw_only=True):
 
 
 def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
-    """Return whether enough engines use the version, or no longer can; ignores the engines that are left out.
+    """Apply a policy to the reports of all engines.
 
-    ``quorum``: more than half of the counted engines. If all engines are left out, all count.
+    Only engines with ``is_counted`` matter; if no engine has it, all engines matter. ``all``, ``quorum`` (more than
+    half) and ``best_effort`` (none) say how many of them must confirm the version.
+
+    Returns:
+        ``good`` if enough engines have confirmed the version, ``bad`` if enough engines no longer can, else ``open``.
+        With ``best_effort`` the verdict stays ``open`` until every delivery has ended.
     """
     present = [each for each in engines if each.outcome != "removed"]
     counted = [each for each in present if each.is_counted] or present
@@ -142,11 +150,11 @@ _report_decoder: Final = msgspec.json.Decoder(PublishReport)
 
 
 class ReportStore:
-    """Reports by version. Only rank 0 posts; any thread of any rank may wait.
+    """Passes the reports of rank 0 to all ranks. Only rank 0 posts; any thread of any rank may wait for a report.
 
     Args:
-        group: The ranks.
-        silence: Longest time without a heartbeat of rank 0 before a wait fails.
+        group: The ranks of the publisher.
+        silence: A wait fails if rank 0 sends no heartbeat for this long.
     """
 
     def __init__(self, group: RankGroup, silence: timedelta) -> None:
@@ -157,7 +165,7 @@ class ReportStore:
         self._changed = SafeCondition()
 
     def post(self, report: PublishReport) -> None:
-        """Publish the report of a version that has a verdict; a later report of the version replaces it."""
+        """Make a report available to all ranks. The report must have a verdict; a later report replaces the first."""
         with self._changed:
             self._here[report.version] = report
             old = list(self._here)[:-_NUM_REPORTS]
@@ -180,8 +188,8 @@ class ReportStore:
 
         Args:
             version: The version.
-            timeout_s: How long to wait, in seconds.
-            is_final: Whether to wait until no engine is pending any more, and not only for the verdict.
+            timeout_s: Longest wait in seconds.
+            is_final: Whether to wait until every delivery has ended, instead of only for the verdict.
 
         Raises:
             DeadlineExceededError: No report arrived within ``timeout_s``.
@@ -201,8 +209,8 @@ class ReportStore:
             return from_json(messages.opened(key, found), _report_decoder)
         if time.monotonic() <= deadline_s:
             raise RankGoneError(
-                f"expected rank 0, which notifies the engines of version {version}, to show that it is alive; it has "
-                f"not for {self._silence.total_seconds():g} s",
+                f"expected a heartbeat of rank 0, which notifies the engines of version {version}, got none for "
+                f"{self._silence.total_seconds():g} s",
                 ranks=(0,),
             )
         key = _keys(version)[0]
@@ -216,11 +224,11 @@ class ReportStore:
 
 @dataclass(frozen=True, slots=True)
 class PublishHandle:
-    """A version on disk, of which engines are being notified. Any thread of any rank may wait for the outcome.
+    """A published version. Any thread of any rank may use the handle to wait for the outcome.
 
     Attributes:
-        version: Its number.
-        directory: Directory of the version.
+        version: Number of the version.
+        directory: Directory with the files of the version.
     """
 
     version: int
@@ -229,16 +237,16 @@ class PublishHandle:
     _timeout_s: float
 
     def result(self, timeout: timedelta | None = None) -> PublishReport:
-        """Wait until the policy is met, or no longer can be; slower engines may still be pending then.
+        """Wait until the policy is met, and return the report. Some engines may still be pending then.
 
         Args:
-            timeout: How long to wait. Default: a little longer than the engines' deadline.
+            timeout: Longest wait. Default: a little more than twice the publisher's ``engine_timeout``.
 
         Raises:
-            PublishError: The policy cannot be met; names the engines, with status and body of a refusal. ``report`` has
-                all.
-            DeadlineExceededError: No verdict arrived in time.
-            RankGoneError: Rank 0, which notifies the engines, exited.
+            PublishError: The policy cannot be met any more. The message has a line for each engine; the attribute
+                ``report`` is the `PublishReport`.
+            DeadlineExceededError: The policy was not decided in time.
+            RankGoneError: Rank 0, which notifies the engines, has exited.
         """
         report = self._reports.wait(self.version, self._seconds(timeout), is_final=False)
         if report.verdict == "bad":
@@ -248,7 +256,12 @@ class PublishHandle:
         return report
 
     def report(self, timeout: timedelta | None = None) -> PublishReport:
-        """Wait until no engine is pending any more; raises as `result`, but no PublishError."""
+        """Wait until every delivery has ended, and return the report, whatever the verdict.
+
+        Raises:
+            DeadlineExceededError: A delivery did not end in time.
+            RankGoneError: Rank 0, which notifies the engines, has exited.
+        """
         return self._reports.wait(self.version, self._seconds(timeout), is_final=True)
 
     def _seconds(self, timeout: timedelta | None) -> float:
@@ -256,21 +269,21 @@ class PublishHandle:
 
 
 def _keys(version: int) -> tuple[str, str]:
-    """Return the keys of the report with the verdict, and of the final report."""
+    """Return the store's keys for the first report with a verdict, and for the final report."""
     return f"report/{version}/decided", f"report/{version}/final"
 
 
 def _late(version: int, timeout_s: float, report: PublishReport | None) -> DeadlineExceededError:
     known = f"; so far: {report}" if report is not None else ""
-    return DeadlineExceededError(f"expected to hear of version {version} within {timeout_s:g} s{known}")
+    return DeadlineExceededError(f"expected a report on version {version} within {timeout_s:g} s{known}")
 
 
 class EngineLag:
-    """Compares the engines' versions with the published ones. Thread-safe.
+    """Measures how far engines are behind the published versions. Thread-safe.
 
     Args:
-        states: Returns the states of the engines.
-        clock: Monotonic seconds.
+        states: Returns the state of each engine.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -282,12 +295,12 @@ class EngineLag:
         self._published: deque[tuple[int, float]] = deque(maxlen=1000)
 
     def published(self, version: int) -> None:
-        """Record a published version, greater than every earlier one."""
+        """Record that a version was published; its number is greater than every earlier one."""
         with self._mutex:
             self._published.append((version, self._clock()))
 
     def readings(self) -> Iterator[Reading]:
-        """See ``telemetry.metrics.Source``. Only the first hundred engines have readings of their own."""
+        """Yield the metrics of the publisher and of each engine; only the first hundred engines have their own."""
         states, now_s = self._states(), self._clock()
         with self._mutex:
             published = tuple(self._published)
@@ -306,5 +319,5 @@ class EngineLag:
 
 
 def _shown(url: str) -> str:
-    """Return a URL without its user part, which may contain a password."""
+    """Return a URL without user name and password."""
     return _CREDENTIALS.sub("//", url, count=1)

@@ -112,7 +112,7 @@ class TestFiles:
 
     def test_a_file_that_is_refused_leaves_no_version(self, tmp_path: Path) -> None:
         with Publisher([], tmp_path) as publisher:
-            with pytest.raises(PublishError, match=r"there is none at .*missing.*config\.json"):
+            with pytest.raises(PublishError, match=r"found none at .*missing.*config\.json"):
                 publisher.publish(1, weights(), files={"config.json": tmp_path / "missing"})
             assert publisher.latest() is None
             publisher.publish(1, weights(), files={"config.json": {}})

@@ -21,8 +21,8 @@ from ft_transport.publish.content import check_engine_names, engine_names, read_
     ("options", "expected"),
     [
         ({"names": ["a"]}, "expected a function or a table as names, got list"),
-        ({"names": {"a": 3}}, "expected a table from names to names, or None, got 'a': 3"),
-        ({"names": {3: "a"}}, "expected a table from names to names, or None, got 3: 'a'"),
+        ({"names": {"a": 3}}, "expected a table from tensor names to names or None as names, got 'a': 3"),
+        ({"names": {3: "a"}}, "expected a table from tensor names to names or None as names, got 3: 'a'"),
         ({"dtype": torch.int8}, r"expected one of torch\.float64.* as dtype, got torch\.int8"),
         ({"dtype": torch.float8_e4m3fn}, r"as dtype, got torch\.float8_e4m3fn"),
         ({"dtype": "bfloat16"}, "as dtype, got 'bfloat16'"),
@@ -75,7 +75,7 @@ def test_names_become_those_of_the_engine_and_none_leaves_out(names: Any) -> Non
     "names", [{"a": "c", "b": "c"}, {"a": "b"}, lambda _: "c"], ids=["table", "one that keeps its name", "function"]
 )
 def test_two_tensors_with_one_engine_name_are_refused(names: Any) -> None:
-    with pytest.raises(PublishError, match=r"engine's name .*, got another one beside a") as refused:
+    with pytest.raises(PublishError, match=r"the new name .*, got a and") as refused:
         engine_names(["a", "b"], names)
     assert refused.value.path == "b"
 
@@ -90,14 +90,14 @@ def test_what_is_no_name_is_refused(new: Any) -> None:
 def test_ranks_may_hold_different_tensors_of_one_table() -> None:
     table: dict[str, str | None] = {"a": "x", "b": "y", "c": None}
     check_engine_names([{"a": "x", "c": None}, {"b": "y", "a": "x"}], table)
-    with pytest.raises(PublishError, match=r"expected a table with the trainer's names alone, no rank has b, c"):
+    with pytest.raises(PublishError, match=r"expected only tensors of the trainer in the table of names, no rank has b, c"):
         check_engine_names([{"a": "x"}, {"a": "x"}], table)
 
 
 def test_ranks_whose_functions_say_otherwise_are_refused() -> None:
-    with pytest.raises(PublishError, match="expected one name on all ranks, got 'y' on rank 1 and 'x' before"):
+    with pytest.raises(PublishError, match="expected the same name on all ranks, got 'y' on rank 1 and 'x' on another"):
         check_engine_names([{"a": "x"}, {"a": "y"}], str.upper)
-    with pytest.raises(PublishError, match="expected one tensor for the engine's name x, got another one beside a"):
+    with pytest.raises(PublishError, match="expected one tensor with the new name x, got a and"):
         check_engine_names([{"a": "x"}, {"b": "x"}], str.upper)
 
 
@@ -130,7 +130,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: Any) -> None:
     ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json"],
 )
 def test_a_name_of_the_versions_own_is_refused(name: str) -> None:
-    with pytest.raises(PublishError, match="expected a name that the version does not use") as refused:
+    with pytest.raises(PublishError, match="expected another file name") as refused:
         read_files({name: b""})
     assert refused.value.path == name
 
@@ -140,9 +140,9 @@ def test_a_name_of_the_versions_own_is_refused(name: str) -> None:
     [
         (3, "expected a Path, bytes, a str or a mapping, got int"),
         ({"dtype": object()}, "expected a mapping that JSON can represent"),
-        (Path("/nowhere/config.json"), "expected a file to copy, there is none at /nowhere"),
-        ("a\udcff", "expected text, got characters that UTF-8 has not"),
-        (__file__, r"expected the text of the file, got the path of one.*pass Path\("),
+        (Path("/nowhere/config.json"), "expected a file to copy, found none at /nowhere"),
+        ("a\udcff", "expected text, got characters that UTF-8 cannot encode"),
+        (__file__, r"expected the text of the file, got the path of a file; pass Path\("),
     ],
     ids=["number", "no JSON", "no file", "no characters", "a path as text"],
 )
@@ -182,5 +182,5 @@ def test_a_models_directory_is_taken_without_its_weights(tmp_path: Path) -> None
 
 
 def test_a_directory_of_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PublishError, match=r"expected the directory of a model, with a config\.json"):
+    with pytest.raises(PublishError, match=r"expected the directory of a model, got one without config\.json"):
         model_files(tmp_path)

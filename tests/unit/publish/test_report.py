@@ -86,7 +86,7 @@ def test_a_report_survives_the_store_and_says_everything() -> None:
         "version 4: 1 of 2 engines confirmed it",
         "  http://engine-0: refused after 1.25 s and 2 attempts, uses version 3; status 500 of POST "
         "http://engine-0/v1/load_lora_adapter: out of memory",
-        "  http://engine-0: confirmed after 0.00 s and 0 attempts, version unknown",
+        "  http://engine-0: confirmed after 0.00 s and 0 attempts, uses an unknown version",
     ]
     assert report.failed() == (engine,)
 
@@ -166,7 +166,7 @@ def test_a_wait_has_a_deadline_and_says_what_is_known(store: HashStore) -> None:
 def test_a_rank_0_that_is_silent_is_given_up(store: HashStore) -> None:
     here, there = stores_on(store, timedelta(seconds=0.5))
     here.beat()
-    with pytest.raises(RankGoneError, match=r"rank 0.*version 1.*has not for 0.5 s"):
+    with pytest.raises(RankGoneError, match=r"rank 0.*version 1, got none for 0.5 s"):
         there.wait(1, 60, is_final=True)
 
 
