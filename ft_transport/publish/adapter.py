@@ -1,11 +1,12 @@
 """LoRA adapters in the layout that PEFT saves and engines load: ``adapter_model.safetensors``, ``adapter_config.json``.
 
-Layout: https://huggingface.co/docs/peft/developer_guides/checkpoint; names begin with ``base_model.model.`` and do not
-contain the adapter's own name (peft/utils/save_and_load.py, ``get_peft_model_state_dict``).
+Layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names begin with ``base_model.model.`` and
+do not contain the name of the adapter (peft/utils/save_and_load.py, ``get_peft_model_state_dict``).
 
-A plain adapter adds ``lora_alpha / r * B @ A`` to weights of the unmodified base model, with one rank. Every engine
-applies that. SGLang 0.5.23 reads no other field but ``use_dora`` (sglang/srt/lora/lora.py, ``scaling``), and vLLM 0.23,
-which SkyRL 0.3.0 pins, no pattern (vllm/lora/peft_helper.py).
+A plain adapter adds ``lora_alpha / r * B @ A`` to weights of the unmodified base model, with the same rank ``r`` for
+all modules. Every engine applies plain adapters. Engines ignore many other fields of the configuration: SGLang 0.5.23
+reads only ``use_dora`` in addition (sglang/srt/lora/lora.py, ``scaling``), and vLLM 0.23, which SkyRL 0.3.0 pins,
+ignores ``rank_pattern`` and ``alpha_pattern`` (vllm/lora/peft_helper.py).
 """
 
 from __future__ import annotations
@@ -42,36 +43,35 @@ _PLAIN: Final = frozenset([
     "corda_config", "lora_ga_config", "qalora_group_size",
 ])
 # fmt: on
-"""Fields that do not change what an adapter adds to a model: they choose modules, or affect only training."""
+"""Fields of PEFT's configuration that do not change what an adapter adds to a model."""
 MODULE_FEATURES: Final = frozenset({"modules_outside_layers", "modules_without_q_proj"})
-"""Features of the modules' placement; engines apply these unless they declare otherwise."""
+"""Features that say which modules an adapter changes. Engines apply them unless ``adapter_gaps`` lists them."""
 _PLACED: Final = re.compile(r"(?:^|\.)(?:layers\.\d+|embed_tokens|lm_head)\.")
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base model's weights unchanged (peft/tuners/lora/layer.py)."""
 T = TypeVar("T")
 _WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Attributes under which ``torch.compile``, activation checkpointing and FSDP1 hold the wrapped module: no engine knows
-these names."""
+"""Attributes in which ``torch.compile``, activation checkpointing and FSDP1 store the wrapped module. They are part of
+the trainer's tensor names, but not of the engines'."""
 
 
 class PEFTConfig(Protocol):
     """PEFT's ``LoraConfig``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns its fields."""
+        """Returns the fields of the configuration by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAAdapter:
-    """An adapter; the trainer owns its tensors, and ``Publisher.publish`` copies them.
+    """A LoRA adapter to publish. ``Publisher.publish`` copies the tensors, so the trainer may change them afterwards.
 
     Attributes:
-        tensors: Tensors by the names that PEFT gives them in a file, whole or DTensors.
-        config: PEFT's ``LoraConfig`` as a dict: ``r``, ``lora_alpha`` and ``target_modules``, without which no engine
-            loads it, ``peft_type``, ... .
+        tensors: Whole tensors or DTensors, by the names that PEFT uses in ``adapter_model.safetensors``.
+        config: PEFT's ``LoraConfig`` as a dict. The fields ``r``, ``lora_alpha`` and ``target_modules`` are required.
 
     Raises:
-        ConfigurationError: Names the missing field.
+        ConfigurationError: A field is missing, or a tensor's rank is not the one in the configuration.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -102,22 +102,22 @@ class LoRAAdapter:
 
     @classmethod
     def of(cls, module: nn.Module, config: Mapping[str, Any] | PEFTConfig, name: str = "default") -> LoRAAdapter:
-        """Return the adapter in a module that PEFT, or a library with the same parameter names, has changed.
+        """Return the adapter of a model that was wrapped by PEFT, or by a library with the same parameter names.
 
-        Ignores wrappers: ``torch.compile``, activation checkpointing, FSDP, DistributedDataParallel.
+        The model may be wrapped by ``torch.compile``, activation checkpointing, FSDP or DistributedDataParallel.
 
         Args:
-            module: A module with parameters such as ``layer.lora_A.default.weight``. Nothing else in it may be trained:
-                engines would serve the base model's value.
-            config: PEFT's ``LoraConfig``, or its fields; see ``config``.
-            name: Name of the adapter, if the module has several.
+            module: A module with parameters such as ``layer.lora_A.default.weight``. No other parameter may require
+                gradients, because engines would serve the base model's value of that parameter.
+            config: PEFT's ``LoraConfig``, or its fields as a dict.
+            name: Name of the adapter in PEFT's model.
 
         Raises:
-            ConfigurationError: The module has no such parameters, trains one that no engine applies, applies another
-                adapter at the same time, or has other ranks or scales than the configuration.
+            ConfigurationError: The module has no parameters of the adapter, trains other parameters, has several active
+                adapters, or has other ranks or scales than the configuration.
         """
         fields = config if isinstance(config, Mapping) else config.to_dict()
-        # The model's value applies to a field that the user's dict lacks, such as init_lora_weights.
+        # The model's own configuration fills in fields that the caller's dict lacks, such as init_lora_weights.
         known: Any = next((part.peft_config for part in module.modules() if hasattr(part, "peft_config")), {})
         fields = {**(known[name].to_dict() if name in known else {}), **fields}
         tensors = {}
@@ -134,7 +134,7 @@ class LoRAAdapter:
                     )
                 continue
             rest = parameter_name[match.end() :].split(".")
-            # Other adapters' parameters are skipped; without adapter names, all belong to this one.
+            # Skips parameters of other adapters. If the names contain no adapter name, the module has one adapter.
             if rest[0] == name:
                 rest = rest[1:]
             elif rest[0] != "weight":
@@ -156,14 +156,14 @@ class LoRAAdapter:
         return adapter
 
     def plain(self, dtype: torch.dtype | None) -> LoRAAdapter:
-        """Return the adapter of the same effect that every engine applies: one rank, one scale, ``lora_alpha / r``.
+        """Convert the adapter to a plain one with the same effect: one rank and one scale ``lora_alpha / r`` for all.
 
-        For rsLoRA only ``lora_alpha`` changes, and no tensor. Factors that differ by module are folded into ``lora_B``,
-        multiplied in float32 and rounded once: exact if the scales differ by powers of two. Smaller ranks are padded
-        with zeros. All this depends only on the configuration, so that ranks with different modules agree.
+        With rsLoRA alone, only ``lora_alpha`` changes. If scales differ by module, the method multiplies ``lora_B`` by
+        the difference, in float32 with one rounding, which is exact for powers of two. It pads smaller ranks with
+        zeros. The result depends on the configuration alone, so that process ranks with different modules agree.
 
         Args:
-            dtype: Dtype in which the matrices will be published; ``None`` for their own.
+            dtype: Dtype in which the matrices will be published; ``None`` for the dtype of each matrix.
 
         Raises:
             ConfigurationError: A tensor cannot be converted.
@@ -177,7 +177,7 @@ class LoRAAdapter:
         rank = max(ranks)
         scale = abs(_scale(config, config["r"], config["lora_alpha"])) or 1.0
         largest = max(abs(_scale(config, *each)) for each in product(ranks, alphas))
-        # No factor exceeds 1, which could overflow; modules that no pattern names get a power of two.
+        # No factor exceeds 1, because a larger one could overflow. Modules without a pattern get a power of two.
         scale *= 2.0 ** max(0, math.ceil(math.log2(largest / scale or 1.0)))
         plain = {}
         for name, own in self.tensors.items():
@@ -223,7 +223,7 @@ class LoRAAdapter:
             )
 
     def _check_layer(self, module: str, layer: nn.Module, name: str) -> None:
-        """Compare one of PEFT's layers with the configuration."""
+        """Check that a PEFT layer has this adapter alone active, with the scale of the configuration."""
         scaling = getattr(layer, "scaling", None)
         if not isinstance(scaling, Mapping) or name not in scaling:
             return
@@ -235,7 +235,7 @@ class LoRAAdapter:
                 f'combination_type="cat"), or activate {name!r} alone'
             )
         expected = scale_of(self.config, module)
-        # Patterns name the parameters of experts, and not their layer.
+        # With target_parameters, patterns name the experts' parameters, so the layer's scale cannot be looked up.
         if not self.config.get("target_parameters") and not math.isclose(scaling[name], expected, rel_tol=1e-6):
             raise ConfigurationError(
                 f"expected the scale {expected:g} that the configuration gives {module}, the layer has "
@@ -244,27 +244,27 @@ class LoRAAdapter:
 
 
 def is_adapter(names: Iterable[object]) -> bool:
-    """Return whether these are names of LoRA matrices only."""
+    """Return whether all names are names of LoRA matrices."""
     return all(isinstance(name, str) and module_of(name) is not None for name in names)
 
 
 def unwrapped(tensors: Mapping[Any, T]) -> Mapping[Any, T]:
-    """Return the same tensors by their names without the wrappers of their modules.
+    """Remove the attributes of wrappers, such as ``_orig_mod``, from the names of tensors.
 
     Raises:
-        PublishError: Two tensors then have the same name.
+        PublishError: Two tensors have the same name without the wrappers.
     """
     renamed: dict[Any, T] = {}
     for name, tensor in tensors.items():
         plain = _without_wrappers(name) if isinstance(name, str) else name
         if plain in renamed:
-            raise PublishError(f"expected one tensor for the engine's name {plain}, got another one", path=name)
+            raise PublishError(f"expected one tensor with the name {plain}, got two", path=name)
         renamed[plain] = tensor
     return renamed
 
 
 def _plain(value: object) -> object:
-    """Convert PEFT's own values: sets of module names, and enumerations of strings."""
+    """Convert a value of PEFT's configuration that JSON cannot represent: a set of module names, or an enum."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if hasattr(value, "value"):
@@ -273,37 +273,38 @@ def _plain(value: object) -> object:
 
 
 def module_of(name: str) -> tuple[str, str] | None:
-    """Return module and kind of a LoRA matrix, from its name in a file; ``None`` for any other tensor."""
+    """Split a tensor name of an adapter into module and kind of matrix; return ``None`` for any other tensor."""
     match = _MATRIX.fullmatch(name)
     return (match["module"] or "", match["kind"]) if match is not None else None
 
 
 def rank_of(config: Mapping[str, Any], module: str) -> int:
-    """Return the rank that the configuration gives a module."""
+    """Return the LoRA rank of a module according to the configuration."""
     return int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
 
 
 def scale_of(config: Mapping[str, Any], module: str) -> float:
-    """Return the factor of ``B @ A`` in a module."""
+    """Return the factor by which ``B @ A`` is multiplied in a module."""
     return _scale(
         config, rank_of(config, module), _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     )
 
 
 def is_of_experts(module: str) -> bool:
-    """Return whether PEFT applied LoRA to a parameter of all experts of a layer (``target_parameters``)."""
+    """Return whether one pair of LoRA matrices changes all experts of a layer (``target_parameters``)."""
     return module.rpartition(".")[2] in ("experts", "base_layer")
 
 
 def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
-    """Return an adapter's features beyond plain LoRA: configuration fields, ``lora_embedding``, `MODULE_FEATURES`.
+    """Return the features of an adapter that an engine may lack: everything beyond plain LoRA.
 
     Args:
-        config: PEFT's fields.
+        config: Fields of PEFT's configuration.
         names: Names of the adapter's tensors.
 
     Returns:
-        The value of each feature; also of unknown fields, because they may change the adapter's effect.
+        The value of each feature. A feature is a field of the configuration, ``lora_embedding``, or one of
+        `MODULE_FEATURES`. Fields unknown to this package count as features, because they may change the effect.
     """
     features = {name: value for name, value in config.items() if value and name not in _PLAIN}
     if features.get("bias") == "none":
@@ -334,7 +335,7 @@ def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, ob
 
 
 def features_in(directory: Path) -> dict[str, object]:
-    """Return `features_of` the adapter in a version's directory.
+    """Return the features beyond plain LoRA of the adapter in a version's directory.
 
     Raises:
         OSError: The directory cannot be read.
@@ -348,7 +349,7 @@ def _scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
 
 
 def _by_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return a module's value, as ``get_pattern_key`` in peft/utils/other.py finds it."""
+    """Return the value of the first pattern that matches a module, as ``get_pattern_key`` in peft/utils/other.py."""
     return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

@@ -1,8 +1,9 @@
-"""Versions as files of deltas, for engines that share no fast disk with the trainer but a directory, or a bucket.
+"""The `DeltaDirectory`: versions as small files, for engines that share only a slow disk or a bucket with the trainer.
 
-A version there is a directory, `version-N`: whole, an anchor, or a delta on top of the version that it names. To the
-publisher the directory is one more engine: it has a deadline, gets the version again after a failure, and may skip
-versions while it is busy. On the other side `DeltaDirectory.restore` makes whole versions from it, on a local disk.
+Each version is a subdirectory ``version-N``. It is either an anchor, which has all files of the version, or has a delta
+from an earlier version. For the publisher, the directory is an engine like any other: a delivery has a deadline, is
+repeated after a failure, and may skip versions while an earlier delivery runs. On the engine's host,
+`DeltaDirectory.restore` makes whole versions on a local disk.
 """
 
 from __future__ import annotations
@@ -57,27 +58,28 @@ from ft_transport.wire.delta import Delta, apply_changes, decode_delta
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DELTA_SURPLUS_BYTES: Final = 16 << 20
-"""Allowance for a delta's header; the rest of a delta is smaller than the weights."""
+"""Allowance for the header of a delta, added to the size of the weights, which bounds the rest of the delta."""
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-"""Errors of file systems without locks, such as those of buckets."""
+"""Errors with which file systems without locks, such as mounted buckets, refuse a lock."""
 _THREAD_NAME: Final = "ft-transport-deltas"
 _EXIT_S: Final = 10.0
-"""How long an exiting process waits for running calls, which may only be slow."""
+"""Seconds that an exiting process waits for running writes."""
 
 
 class DeltaDirectory:
-    """A directory of deltas: an engine for the publisher, and a source from which readers restore whole versions.
+    """A directory of deltas. A `Publisher` writes versions as to an engine; readers restore whole versions from it.
 
     Args:
-        root: The directory. One publisher at a time writes there.
-        anchor_every: Maximum distance in versions from one whole version to the next.
-        keep_anchors: Number of newest whole versions that are kept; older versions are deleted.
-        private: Whether only the owner may read files and directories, restored ones as well; else the umask applies.
+        root: The directory. Only one publisher at a time can write there.
+        anchor_every: At least one in this many versions is an anchor, which does not depend on other versions.
+        keep_anchors: Number of newest anchors that stay. Versions before the oldest of them are deleted.
+        private: Whether only the owner may read the files and directories, including restored ones. By default the
+            umask applies.
     """
 
     headers: Mapping[str, str] = {}
     adapter_features: frozenset[str] | None = None
-    """Readers get PEFT's files whole."""
+    """``None``: every adapter may be published here, because the directory has all of PEFT's files unchanged."""
 
     def __init__(
         self, root: str | os.PathLike[str], *, anchor_every: int = 10, keep_anchors: int = 2, private: bool = False
@@ -90,19 +92,19 @@ class DeltaDirectory:
         self.url = self._directory.root.as_uri()
 
     def versions(self) -> list[int]:
-        """Return the versions in the directory, ascending."""
+        """Return the numbers of all versions in the directory, ascending."""
         return self._directory.numbers()
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """See `Engine`: writes the version, as a delta if that is smaller."""
+        """Write a version to the directory, as a delta if that is smaller (`Engine.deliver`)."""
         del connection
-        # A directory that hangs blocks one thread, and not all threads that serve the other engines.
+        # Own threads: a directory that hangs must not block the pool of threads that serves other engines.
         while (version := await in_daemon_thread(self._write_in_turn, delivery)) is None:
             await asyncio.sleep(0.05)
         return version
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """See `PolledEngine`: the newest version in the directory."""
+        """Return the newest version in the directory (`PolledEngine.served_version`)."""
         del connection, newest
         return await in_daemon_thread(self._newest)
 
@@ -114,22 +116,22 @@ class DeltaDirectory:
         keep: int = 2,
         timeout: timedelta = timedelta(minutes=10),
     ) -> Path:
-        """Restore a whole version on a local disk, from the newest local version that deltas lead from, or an anchor.
+        """Restore a whole version on a local disk: apply deltas to a local version, or to an anchor.
 
         Args:
-            directory: Directory of the whole versions; created if it does not exist. If several processes restore to it
-                at once, one does the work and the others wait.
-            version: The version to restore; by default the newest.
-            keep: Number of newest local versions that are not deleted; nor is the returned version.
-            timeout: How long to wait for other processes.
+            directory: Local directory for whole versions; created if it does not exist. If several processes restore to
+                this directory at once, one process does the work and the others wait.
+            version: Number of the version to restore. Default: the newest.
+            keep: Number of newest local versions to keep. The returned version is never deleted.
+            timeout: Longest wait for other processes that restore to ``directory``.
 
         Returns:
-            The version's directory, complete and on disk, for ``from_pretrained`` or an engine.
+            The local directory of the version, complete and on disk, for ``from_pretrained`` or an engine.
 
         Raises:
-            RestoreError: The version, or a delta on the way to it, is missing.
-            IntegrityError: The deltas' result is not the version, even from an anchor.
-            CheckpointInUseError: Another process, such as a publisher, writes to ``directory`` all the time.
+            RestoreError: The version, or a delta that is needed for it, is missing.
+            IntegrityError: The restored files are not those of the version.
+            CheckpointInUseError: Another process wrote to ``directory`` until ``timeout`` had passed.
             OSError: A file cannot be read or written.
         """
         keep = check_number("keep", keep, at_least=1)
@@ -152,7 +154,7 @@ class DeltaDirectory:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _write_in_turn(self, delivery: Delivery) -> int | None:
-        """Call `_write`; return ``None`` while another version is being written."""
+        """Write a version; return ``None`` if another thread is writing one."""
         if not self._mutex.acquire(blocking=False):
             return None
         try:
@@ -163,7 +165,7 @@ class DeltaDirectory:
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        """Exclude other publishers during the write, if the directory's file system has locks."""
+        """Lock the directory against other publishers, if its file system has locks."""
         claim = RootClaim(self._directory.root, is_private=self._is_private)
         try:
             claim.take("a publisher of deltas", 0)
@@ -179,7 +181,9 @@ class DeltaDirectory:
 
     def _newest(self) -> int | None:
         if not self._mutex.acquire(blocking=False):
-            raise EngineUnreachableError(f"expected an answer of {self._directory.root}, which is busy", peer=self.url)
+            raise EngineUnreachableError(
+                f"expected to read {self._directory.root}, a version is being written there", peer=self.url
+            )
         try:
             return max(self.versions(), default=None)
         finally:
@@ -193,12 +197,14 @@ class DeltaDirectory:
             if digests_in(there) == digests:
                 return delivery.version
             raise EngineRefusedError(
-                f"expected a directory of this run, {self._directory.root} has another version {delivery.version}",
+                f"expected a directory of this run, got another version {delivery.version} in {self._directory.root}",
                 peer=self.url,
             )
         if versions and delivery.version < versions[-1]:
             raise EngineRefusedError(
-                f"expected a version after {versions[-1]}, which lies in {self._directory.root}", peer=self.url
+                f"expected a version after {versions[-1]}, the newest in {self._directory.root}, got "
+                f"{delivery.version}",
+                peer=self.url,
             )
         path = self._directory.begin(delivery.version)
         try:
@@ -212,14 +218,14 @@ class DeltaDirectory:
             write_small(path / DIGESTS_NAME, msgspec.json.encode(recorded), is_private=self._is_private)
             self._directory.commit(delivery.version)
         except BaseException:
-            # Parts of failed versions must not take space on a full disk.
+            # Frees the space of the failed version, because the disk may be full.
             with contextlib.suppress(OSError):
                 self._directory.discard(delivery.version)
             raise
         try:
             self._delete_old()
         except OSError as error:
-            logger.warning("old versions in %s could not be deleted: %s", self._directory.root, error)
+            logger.warning("could not delete old versions in %s: %s", self._directory.root, error)
         return delivery.version
 
     def _delta_to(self, delivery: Delivery, versions: Sequence[int]) -> bytes | None:
@@ -230,7 +236,7 @@ class DeltaDirectory:
         directory = delivery.directory.parent / f"version-{base}"
         there = self._directory.find(base)
         try:
-            # The delta carries values, not the layout of the files.
+            # A delta has only the values of tensors, so both versions must have files of the same layout.
             if there is None or headers_of(directory) != headers_of(delivery.directory):
                 return None
             if digests_of(directory) != digests_in(there):
@@ -249,14 +255,17 @@ class DeltaDirectory:
     # ------------------------------------------------------------------------------------------------------ restoring
 
     def _good_local(self, local: NumberedDirectory, wanted: int) -> Path | None:
-        """Return a local version whose files match the digests; trust a version that is no longer published."""
+        """Return the local directory of a version if its files are right; ``None`` otherwise.
+
+        A version that is no longer in the delta directory cannot be checked, and counts as right.
+        """
         found, there = local.find(wanted), self._directory.find(wanted)
         if found is None or there is None:
             return found
         try:
             check_files(found, digests_in(there), wanted)
         except (IntegrityError, RestoreError) as error:
-            logger.warning("version %d in %s is restored anew: %s", wanted, local.root, error)
+            logger.warning("restoring version %d in %s again, its files are damaged: %s", wanted, local.root, error)
             return None
         return found
 
@@ -265,7 +274,7 @@ class DeltaDirectory:
         try:
             path = self._restore(local, wanted, have)
         except (IntegrityError, RestoreError):
-            # The local version may be damaged, or from another run.
+            # The local version on which the deltas were applied may be damaged, or from another run: use an anchor.
             if not have:
                 raise
             path = self._restore(local, wanted, [])
@@ -333,17 +342,17 @@ class DeltaDirectory:
 
 
 async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Call a function as ``asyncio.to_thread`` does, without its wait at exit (``concurrent.futures.thread``).
+    """Call a function on a daemon thread, and wait for its result.
+
+    ``asyncio.to_thread`` would block the exit of the process until the function returns
+    (``concurrent.futures.thread``).
 
     Args:
-        function: The function to call. It goes on if the caller's wait is cancelled.
-        *arguments: Its arguments.
-
-    Returns:
-        The function's result.
+        function: The function to call. Cancelling the wait does not stop the function.
+        *arguments: Arguments of the function.
 
     Raises:
-        Exception: The function's error.
+        Exception: The error of the function.
     """
     outcome: Future[T] = SafeFuture()
     outcome.set_running_or_notify_cancel()
@@ -367,7 +376,7 @@ def _read(file: Path, max_bytes: int) -> bytes:
 
 @at_exit
 def _wait_for_all() -> None:
-    """Wait for running calls, which may only be slow; a call that hangs must not block the exit."""
+    """Wait for running writes when the process exits; a write that hangs must not block the exit for long."""
     deadline_s = time.monotonic() + _EXIT_S
     for thread in threading.enumerate():
         if thread.name == _THREAD_NAME:

@@ -1,7 +1,7 @@
-"""Deltas between two versions of weights: made from their tensors, and applied to an engine's own.
+"""Deltas between two versions of weights: making deltas, applying them to tensors, and files in a `DeltaDirectory`.
 
-The receiver never trusts a delta. It compares the result, chunk by chunk, with the digests of the version, so a delta
-that was lost, repeated, damaged or made for other weights costs as much as no delta, and does not change the result.
+A receiver does not trust deltas: it compares each chunk of the result with the digests of the version. So a delta that
+is lost, repeated, damaged or made for other weights costs time, but does not change the result.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.delta import Bytes, Delta, TensorChanges, TensorPair, apply_changes, encode_delta
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes that devices have operations for, by the size of an element in bytes."""
+"""Dtypes with an exclusive-or on all devices, by the size of an element in bytes."""
 DELTA_NAME: Final = ".delta"
 DIGESTS_NAME: Final = ".digests.json"
-"""No file of a version begins with a dot, so a user's file has neither name."""
+"""File names that no user's file can have, because the names of a version's files must not begin with a dot."""
 SAFETENSORS: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 << 20
-"""Maximum header of a safetensors file that the safetensors library accepts."""
+"""Longest header that the safetensors library accepts."""
 _READ_BYTES: Final = 4 << 20
 _digests_decoder: Final = msgspec.json.Decoder(dict[str, str])
 _header_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -47,16 +47,16 @@ _header_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def delta_between(
     version: int, weights: Mapping[str, torch.Tensor], base: int, base_weights: Mapping[str, torch.Tensor]
 ) -> bytes | None:
-    """Return the delta that leads from one version to another.
+    """Make the delta that changes one version into another.
 
     Args:
-        version: The version that the delta leads to.
-        weights: Tensors of that version, in host memory.
-        base: The version that the delta applies to.
-        base_weights: Tensors of that version.
+        version: The newer version.
+        weights: Tensors of the newer version, in host memory.
+        base: The older version, to which a receiver applies the delta.
+        base_weights: Tensors of the older version, in host memory.
 
     Returns:
-        The delta; ``None`` if the two differ in more than values, or in so many values that chunks are smaller.
+        The encoded delta; ``None`` if names, dtypes or shapes differ, or if the changed chunks would be fewer bytes.
     """
     kinds, base_kinds = (
         {name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (weights, base_weights)
@@ -75,17 +75,17 @@ def delta_between(
 def changes_of(
     deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, TensorChanges]]:
-    """Return the changes that deltas make in an engine's tensors; computed before any tensor changes.
+    """Decode all changes that deltas make to an engine's tensors, before any tensor is changed.
 
     Args:
-        deltas: The deltas, in the order in which they apply.
-        weights: The engine's tensors by each of their names; several may be the same.
+        deltas: The deltas, in the order in which they must be applied.
+        weights: The engine's tensors, by all their names; a tied tensor appears under several names.
 
     Returns:
-        Tensors and their changes, for `flip`; empty if the deltas do not fit the tensors.
+        Pairs of a tensor and its changes, for `flip`. Empty if the deltas do not fit the tensors.
 
     Raises:
-        ManifestError: A delta contradicts itself.
+        ManifestError: A delta is inconsistent.
     """
     changes: list[tuple[torch.Tensor, TensorChanges]] = []
     for delta in deltas:
@@ -104,7 +104,7 @@ def changes_of(
 
 
 def flip(tensor: torch.Tensor, changes: TensorChanges) -> None:
-    """Apply changes to a tensor in place; a second time, restore its previous values, bit by bit."""
+    """Apply changes to a tensor in place. Applying the same changes again restores the previous bits."""
     if tensor.device.type == "cpu":
         apply_changes(changes, _bytes_of(tensor))
         return
@@ -140,7 +140,7 @@ def open_file(path: Path) -> FileIO:
 
 
 def copy_file(source: Path, target: Path, *, is_private: bool) -> None:
-    """Copy a file of a version to disk.
+    """Copy a file of a version, and wait until the copy is on disk.
 
     Raises:
         RestoreError: The source is a link, or something else that is not a file.
@@ -152,7 +152,7 @@ def copy_file(source: Path, target: Path, *, is_private: bool) -> None:
 
 
 def digests_of(directory: Path) -> dict[str, int]:
-    """Return the digest of each file of a version, by its name."""
+    """Return the digest of each file in a version's directory, by file name."""
     digests = {}
     buffer = memoryview(bytearray(_READ_BYTES))
     for file in directory.iterdir():
@@ -166,10 +166,12 @@ def digests_of(directory: Path) -> dict[str, int]:
 
 
 def digests_in(directory: Path) -> dict[str, int]:
-    """Return the output of `digests_of` that the directory of deltas records for a version.
+    """Return the recorded digests of a version in a `DeltaDirectory`, by file name.
+
+    The publisher computed them with `digests_of` from the whole version.
 
     Raises:
-        RestoreError: The directory records no digests.
+        RestoreError: The version has no readable record of digests.
     """
     file = directory / DIGESTS_NAME
     try:
@@ -180,7 +182,12 @@ def digests_in(directory: Path) -> dict[str, int]:
 
 
 def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
-    """Compare the files of a version with their digests in the directory of deltas.
+    """Check that a directory has exactly the files of a version.
+
+    Args:
+        path: The directory to check.
+        expected: Digests of the version's files, by name.
+        version: Number of the version, for errors.
 
     Raises:
         RestoreError: A file is missing or unexpected, or is not a regular file.
@@ -189,7 +196,8 @@ def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
     actual = digests_of(path)
     if expected.keys() != actual.keys():
         raise RestoreError(
-            f"expected the files of version {version}, got {sorted(expected.keys() ^ actual.keys())[:5]}"
+            f"expected the files of version {version}, missing or unexpected: "
+            f"{sorted(expected.keys() ^ actual.keys())[:5]}"
         )
     for name in sorted(actual):
         if actual[name] != expected[name]:
@@ -204,7 +212,7 @@ def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
 
 
 def headers_of(directory: Path) -> dict[str, bytes]:
-    """Return the headers of a version's safetensors files."""
+    """Return the header of each safetensors file of a version, by file name."""
     headers = {}
     for file in directory.glob(f"*{SAFETENSORS}"):
         with open_file(file) as opened:
@@ -214,13 +222,15 @@ def headers_of(directory: Path) -> dict[str, bytes]:
 
 
 def num_bytes_of(directory: Path) -> int:
-    """Return the size of a version's tensor files, in bytes."""
+    """Return the total size of a version's safetensors files, in bytes."""
     return sum(file.lstat().st_size for file in directory.glob(f"*{SAFETENSORS}"))
 
 
 @contextmanager
 def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
-    """Yield the bytes of all tensors in the safetensors files of a directory, for changes in place, which are synced.
+    """Map the safetensors files of a directory; yield the writable bytes of each tensor, by name.
+
+    At the end of the context, changes are written to disk.
 
     Raises:
         RestoreError: A file is not a safetensors file.
