@@ -226,9 +226,7 @@ def _check_distinct(renamed: Renamed) -> None:
     taken: dict[str, str] = {}
     for name, new in renamed.items():
         if new is not None and taken.setdefault(new, name) != name:
-            raise PublishError(
-                f"expected one tensor with the new name {new}, got {taken[new]} and {name}", path=name
-            )
+            raise PublishError(f"expected one tensor with the new name {new}, got {taken[new]} and {name}", path=name)
 
 
 def model_files(directory: str | os.PathLike[str]) -> dict[str, Path]:

@@ -1,6 +1,7 @@
-"""The parts of a collective write that are specific to versions: every rank sends its data, the first one writes files.
+"""The export of a version: a collective write in which every rank sends its data, and the first rank writes the files.
 
-Each byte comes from one rank that has it. After the last vote the version is on disk, and the ranks are free.
+The plan takes each byte from one of the ranks that have it. After the last vote the version is on disk, and all ranks
+can continue training.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ logger = logging.getLogger(__name__)
 _ROOT: Final = "weights"
 _BATCH_BYTES: Final = 32 << 20
 _ADAPTER_FILE_BYTES: Final = 1 << 62
-"""PEFT and engines look for one file."""
+"""Larger than any adapter, because PEFT and engines expect an adapter in one file."""
 _KINDS: Final = ("adapter", "weights")
 _SINGLE_NAMES: Final = {"adapter": "adapter_model.safetensors", "weights": "model.safetensors"}
 
 
 class _Header(Struct, frozen=True, array_like=True):
-    """A rank's message to the first rank: the header of its snapshot, and the engines' names of its tensors."""
+    """A message from each rank to the first: header of the rank's snapshot, and the engines' names of its tensors."""
 
     header: bytes
     renamed: Renamed
@@ -78,18 +79,19 @@ _digests_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
 @dataclass(slots=True, kw_only=True)
 class ExportMeans:
-    """The resources that all exports of a publisher share on one rank.
+    """Resources on one rank that all exports of a publisher use.
 
     Attributes:
-        agreement: An agreement of the group, for exports only.
+        agreement: The agreement of the publisher's ranks, used for exports only.
         directory: Directory of the versions; used only on the first rank.
         weight_format: Format of every version.
-        check_features: Refuses an adapter for features beyond plain LoRA; called only on the first rank.
-        is_private: Whether only the owner may read the files; else the umask applies.
+        check_features: Raises an error if an engine cannot apply these features of an adapter; called only on the first
+            rank.
+        is_private: Whether only the owner may read the files. Otherwise the umask applies.
         collective: The collective write into the directory.
-        stager: Copies the weights.
-        snapshot: The copy, during an export.
-        plan: The plan of the last export, on the first rank: the next one of the same structure uses it again.
+        stager: Copies the weights into a snapshot.
+        snapshot: The copy of this rank's weights; ``None`` outside an export.
+        plan: The plan of the last export, on the first rank. An export of weights with the same structure reuses it.
     """
 
     agreement: Agreement
@@ -109,26 +111,26 @@ class ExportMeans:
         )
 
     def release(self) -> None:
-        """Free the copy of the weights."""
+        """Free the copy of the weights after an export."""
         if self.snapshot is not None:
             self.snapshot.close()
             self.snapshot = None
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free all memory, when the publisher is closed."""
         self.stager.close()
 
 
 @dataclass(slots=True)
 class ExportJob:
-    """One export: the `WriteJob` that copies, digests and sends on the calling thread, the training thread.
+    """One export of a version. All work, including that of the `WriteJob` methods, runs on the training thread.
 
     Attributes:
-        means: The publisher's resources.
-        version: The version's number.
-        weights: This rank's part of the version, or a function that returns it.
-        files: The other files of the version's directory, by name; read only on the first rank.
-        is_missing_ok: Whether weights may lack names of the previous weights.
+        means: Resources of the publisher.
+        version: Number of the version.
+        weights: This rank's weights, or a function that returns them.
+        files: Other files of the version, by name; read only on the first rank.
+        is_missing_ok: Whether the weights may lack names of the previous weights.
     """
 
     means: ExportMeans
@@ -143,13 +145,13 @@ class ExportJob:
     _described: Described = field(init=False)
 
     def run(self) -> Path:
-        """Export a version: stage, agree, write and commit. Return its directory, complete and on disk.
+        """Stage, agree, write and commit the version. Return the version's directory, complete and on disk.
 
         Raises:
-            TransportError: A rank failed; the same error on all ranks.
+            TransportError: A rank failed. All ranks raise the same error.
         """
         means, agreement, collective, version = self.means, self.means.agreement, self.means.collective, self.version
-        # Leftovers, if a signal handler raised at the end of the previous export.
+        # Frees the copy of the previous export, if an exception in a signal handler prevented that.
         means.release()
         agreement.about = f" of version {version}"
         try:
@@ -164,7 +166,7 @@ class ExportJob:
             means.release()
 
     def settings(self) -> Mapping[str, object]:
-        """See `WriteJob`: copies the tensors."""
+        """Copy the tensors, and return what all ranks must agree on (`WriteJob.settings`)."""
         means = self.means
         self._content = own = content_of(self.weights, means.weight_format)
         if means.agreement.is_first and self.files is not None:
@@ -172,17 +174,17 @@ class ExportJob:
         taking = Taking(step=self.version, state={_ROOT: own.tensors}, float_dtype=means.weight_format.dtype)
         means.snapshot = means.stager.begin(taking).finish()
         self._header = means.snapshot.header
-        assert isinstance(means.snapshot.memory, MemoryFile), "nothing of it is shared"
+        assert isinstance(means.snapshot.memory, MemoryFile), "a stager without sharing makes copies"
         self._memory = means.snapshot.memory
         files = {name: digest(data) for name, data in sorted(own.files.items())}
         return {"version": self.version, "kind": own.kind, "files": files, "missing_ok": self.is_missing_ok}
 
     def admit(self, *, is_retry: bool) -> None:
-        """See `WriteJob`.
+        """Check, on the first rank, that the version may be published (`WriteJob.admit`).
 
         Raises:
-            StaleVersionError: The version is not newer than every existing one.
-            PublishError: An engine does not apply a feature of the adapter, as far as this rank has it.
+            StaleVersionError: An equal or greater version exists.
+            PublishError: An engine does not apply a feature of the adapter.
         """
         del is_retry
         own, directory = self._content, self.means.directory
@@ -191,24 +193,23 @@ class ExportJob:
         versions = directory.numbers()
         if versions and self.version <= versions[-1]:
             raise StaleVersionError(
-                f"expected a version after {versions[-1]}, which was published to {directory.root} before, got "
-                f"{self.version}"
+                f"expected a version after {versions[-1]}, the newest in {directory.root}, got {self.version}"
             )
 
     def take(self) -> TakenSnapshot:
-        """See `WriteJob`."""
+        """Describe this rank's snapshot (`WriteJob.take`)."""
         self._described = _described_by_name(self._header)
         for value in self._described.values:
-            raise PublishError("expected tensors alone, got something else", path=value.name.removeprefix(f"{_ROOT}."))
-        # The kind decides the names of the files.
+            raise PublishError("expected only tensors, got another value", path=value.name.removeprefix(f"{_ROOT}."))
+        # The third value makes ranks with different kinds disagree: the kind decides the names of the files.
         return TakenSnapshot(self._described.structure, 0, _KINDS.index(self._content.kind))
 
     def header(self) -> bytes:
-        """See `WriteJob`."""
+        """Return this rank's message to the first rank (`WriteJob.header`)."""
         return msgspec.msgpack.encode(_Header(self._header, self._content.renamed))
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
-        """See `WriteJob`."""
+        """Plan, on the first rank, which rank sends which bytes to which file (`WriteJob.plan`)."""
         kind, weight_format = self._content.kind, self.means.weight_format
         decoded = [from_msgpack(header, _header_decoder) for header in headers]
         if weight_format.names is not None:
@@ -222,16 +223,16 @@ class ExportJob:
         return plan.rank_plans
 
     def digest(self, plan: RankPlan) -> bytes:
-        """See `WriteJob`."""
+        """Return digests of the tensors that several ranks have (`WriteJob.digest`)."""
         return msgspec.msgpack.encode([digest(self._bytes_of(self._described.items[at])) for at in plan.compared])
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """See `WriteJob`."""
+        """Check, on the first rank, that ranks have equal values of the same tensor (`WriteJob.compare`)."""
         by_rank = [from_msgpack(each, _digests_decoder) for each in digests]
         find_diverged(self.means.plan, by_rank)
 
     def _write_files(self, directory: Path, plan: RankPlan) -> None:
-        """Write the files on the first rank alone, so that the ranks need no shared disk."""
+        """Send all data to the first rank, which writes the files, so that the ranks need no shared disk."""
 
         def write() -> None:
             if self.means.agreement.is_first:
@@ -242,7 +243,7 @@ class ExportJob:
         self.means.agreement.run("write", self.means.agreement.exchange.ending_on_failure(write))
 
     def _check_complete(self, names: Set[str]) -> None:
-        """Refuse weights that lack names of the previous weights: engines load a part of a model without an error."""
+        """Refuse weights that lack names of the previous weights, because engines load incomplete weights silently."""
         for number in reversed(self.means.directory.numbers()):
             before = self.means.directory.find(number)
             if before is None or (before / CONFIG_NAME).exists():
@@ -250,8 +251,8 @@ class ExportJob:
             missing = sorted(_names_in(before) - {name.removeprefix(f"{_ROOT}.") for name in names})
             if missing:
                 raise PublishError(
-                    f"expected the weights to have all names of version {number}, because engines take a part of a "
-                    f"model without an error; missing: {shown(missing)}; pass missing_ok=True if that is meant, and "
+                    f"expected the weights to have all names of version {number}, because engines load incomplete "
+                    f"weights without an error; missing: {shown(missing)}; pass missing_ok=True to publish them, and "
                     "publish weights of another model to another root",
                     path=missing[0],
                 )
@@ -269,7 +270,7 @@ class ExportJob:
 
     def _write_all(self, directory: Path, plan: RankPlan) -> None:
         consolidation = self.means.plan.consolidation
-        assert consolidation is not None, "it was asked for"
+        assert consolidation is not None, "make_plan was called with a root"
         create_consolidated(directory, consolidation, is_private=self.means.is_private)
         with ExitStack() as stack:
             descriptors = []
@@ -309,26 +310,26 @@ def _protect(directory: Path) -> None:
 
 
 def _names_in(directory: Path) -> set[str]:
-    """Return the names of all tensors in a version's readable files."""
+    """Return the names of all tensors in the safetensors files of a version that can be read."""
     names: set[str] = set()
     for path in directory.glob("*.safetensors"):
         try:
             with safe_open(path, framework="pt") as file:
                 names.update(file.keys())
         except (OSError, SafetensorError) as error:
-            # A log handler that stores the record would keep the error, and with it the snapshot, alive.
+            # Logs the text: a log handler that stores the error would keep the frames, and so the snapshot, alive.
             reason = str(error)
-            logger.warning("%s cannot be read, so that newer weights are not compared with it: %s", path, reason)
+            logger.warning("could not read %s, so names that newer weights lack are not detected: %s", path, reason)
     return names
 
 
 def _described_by_name(header: bytes) -> Described:
-    """Describe a snapshot with one item for each name: the files contain the bytes of tied tensors twice.
+    """Describe a snapshot with one write item for each name, so that the files contain tied tensors once per name.
 
-    Engines and ``from_pretrained`` look every name up, and FSDP2 leaves tied parameters one DTensor under two names.
+    Engines and ``from_pretrained`` look up every name, and with FSDP2 tied parameters are one DTensor with two names.
     """
     described = describe([_manifest_of(header)], 0)
-    # The name alone is the key, so that ranks also compare tensors that only some of them tie.
+    # The key is the name alone, so that ranks can compare a tensor that is tied on some ranks only.
     described.items = [
         item._replace(key=(name, item.offset), names=(name,)) for item in described.items for name in item.names
     ]
@@ -336,7 +337,7 @@ def _described_by_name(header: bytes) -> Described:
 
 
 def _batches(items: Sequence[WriteItem], plan: RankPlan) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield the batches of one message each; sender and receiver compute the same batches."""
+    """Divide the writes of a plan into messages; sender and receiver compute the same messages."""
     batch: list[tuple[int, int, int]] = []
     num_bytes = 0
     for target in plan.targets:
@@ -353,6 +354,6 @@ def _batches(items: Sequence[WriteItem], plan: RankPlan) -> Iterator[list[tuple[
 
 
 def _manifest_of(header: bytes) -> Manifest:
-    """Return the manifest at the beginning of a safetensors file."""
+    """Decode the manifest at the beginning of a safetensors file."""
     length = int.from_bytes(header[:8], "little")
     return decode_header(header[8 : 8 + length])

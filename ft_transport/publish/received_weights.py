@@ -1,6 +1,7 @@
-"""An engine's own tensors, and the sources from which they may be received.
+"""Receives versions into an engine's own tensors, from allowed sources only.
 
-A version gets into the tensors as a whole or not at all. The receiver connects to the very address that was checked.
+If a transfer fails, the tensors have the previous version or are marked as unusable. The receiver connects to exactly
+the IP address that it has checked.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ft_transport.wire.delta import TensorChanges
 logger = logging.getLogger(__name__)
 
 _UNREACHABLE_TIMEOUT: Final = timedelta(seconds=10)
-"""A publisher orders only versions that it already serves, so no receiver needs to wait for its start."""
+"""Short, because a publisher orders only versions that its transport already serves."""
 
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -53,28 +54,28 @@ Weights: TypeAlias = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torc
 
 
 class WeightsDifferError(RestoreError):
-    """The version has other tensors than the engine."""
+    """The published version does not have the same tensors as the engine."""
 
 
 class WeightsUnusableError(RestoreError):
-    """The engine has a value that cannot be received into."""
+    """A weight of the engine is not a tensor into which data can be received."""
 
 
 class ReceivedWeights:
-    """Receives versions into an engine's tensors. One thread at a time fetches; any thread may read the attributes.
+    """Receives versions into an engine's tensors. One thread at a time may fetch; any thread may read the attributes.
 
     Args:
-        weights: See ``WeightReceiver``.
+        weights: The engine's tensors by name, or a function that returns them.
         allowed: The allowed sources.
-        paused: See ``WeightReceiver``.
-        keys: The job's keys, if it has any.
-        tls: See ``WeightReceiver``.
-        timeout: Timeout for fetching a version.
+        paused: Returns a context manager in which no forward pass reads the tensors.
+        keys: Keys of the job; ``None`` without a job token.
+        tls: Certificates for fetching versions.
+        timeout: Longest duration of fetching a version.
 
     Attributes:
-        version: The version that the tensors hold; ``None`` before the first, while they change, and after one that
-            failed on its way.
-        num_bytes_fetched: Number of bytes that the last version took.
+        version: The version of the tensors. ``None`` before the first version, while the tensors change, and after a
+            broken transfer.
+        num_bytes_fetched: Number of bytes that were fetched for the last version.
     """
 
     def __init__(
@@ -107,25 +108,25 @@ class ReceivedWeights:
         """Receive a version.
 
         Args:
-            address: URL of the server of the version.
-            version: The version.
-            handle: Counts bytes, and ends the fetch.
+            address: URL of the transport that serves the version.
+            version: Number of the version.
+            handle: Counts the received bytes; cancelling the handle ends the fetch.
 
         Raises:
-            SourceRefusedError: The receiver may not fetch from this server.
-            DeadlineExceededError: The fetch was ended by the handle.
-            WeightsDifferError: The version has other tensors; nothing was received.
-            WeightsUnusableError: The engine has an unusable value; nothing was received.
-            TransportError: The version did not arrive. With ``destination_touched`` the tensors hold no version any
-                more.
-            Exception: An error of the engine's own functions.
+            SourceRefusedError: The receiver may not fetch from this address.
+            DeadlineExceededError: The handle was cancelled, or the timeout expired.
+            WeightsDifferError: The version has other tensors than the engine; nothing was received.
+            WeightsUnusableError: A weight of the engine is unusable; nothing was received.
+            TransportError: The version did not arrive completely. If ``destination_touched`` is set, the tensors are
+                unusable.
+            Exception: The engine's ``weights`` or ``paused`` raised an error.
         """
         try:
             self._fetch(self._allowed.choose(address, is_given_up=lambda: bool(handle.reason)), version, handle)
         except TransportError as error:
             if not handle.reason:
                 raise
-            # The fetch was cancelled here, which caused the error.
+            # The error is a consequence of the cancelled handle.
             ended = DeadlineExceededError(handle.reason)
             ended.destination_touched = error.destination_touched
             raise ended from error
@@ -141,7 +142,7 @@ class ReceivedWeights:
         changes, num_delta_bytes = self._deltas(source, version, own, settings)
         applied: list[tuple[torch.Tensor, TensorChanges]] = []
         with self._paused():
-            # Until the version is complete or undone: the undo may fail as well.
+            # No version until the fetch is complete, or its changes are undone, which may fail as well.
             base, self.version = self.version, None
             try:
                 for change in changes:
@@ -151,7 +152,7 @@ class ReceivedWeights:
                     FetchRequest(
                         peers=FetchPeers(sources=[source]),
                         step=version,
-                        # Starts the timeout again: the pause may have waited for a long forward pass.
+                        # New settings, with the full timeout: entering the pause may have taken long.
                         settings=self._settings(handle),
                         into=into,
                         check=check,
@@ -175,7 +176,7 @@ class ReceivedWeights:
     def _deltas(
         self, source: PeerAddress, version: int, own: _Own, settings: FetchSettings
     ) -> tuple[list[tuple[torch.Tensor, TensorChanges]], int]:
-        """Return the changes from the current version to another, and their bytes; empty if no delta applies."""
+        """Return the changes from the current version to another, and the bytes fetched; none if no delta is usable."""
         base = self.version
         if base is None:
             return [], 0
@@ -193,10 +194,10 @@ _Own: TypeAlias = list[tuple[list[str], torch.Tensor]]
 
 
 def _own_weights(weights: Mapping[str, object]) -> _Own:
-    """Return the engine's tensors, each once with all its names, as plain tensors that share its memory.
+    """Return each of the engine's tensors once, with all its names, as a plain tensor with the same memory.
 
     Raises:
-        WeightsUnusableError: A value is not a tensor that bytes can be received into, or two tensors overlap.
+        WeightsUnusableError: A value is not a tensor into which data can be received, or two tensors overlap.
     """
     own: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
     for name, value in weights.items():
@@ -207,9 +208,7 @@ def _own_weights(weights: Mapping[str, object]) -> _Own:
             kind = (
                 f"{type(value).__name__} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
             )
-            raise WeightsUnusableError(
-                f"expected a tensor with memory of its own to receive into, got {kind}", path=name
-            )
+            raise WeightsUnusableError(f"expected a tensor with its own memory to receive into, got {kind}", path=name)
         key = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
         own.setdefault(key, ([], plain))[0].append(name)
     found = list(own.values())
@@ -223,14 +222,14 @@ def _own_weights(weights: Mapping[str, object]) -> _Own:
 
 
 def _refuse_unfilled(state: Mapping[str, torch.Tensor], own: _Own) -> None:
-    """Check that the engine's own tensors hold the received values, and that all names of a tie have the same value."""
+    """Check that all tensors were received in place, and that the version has equal values for tied names."""
     for names, tensor in own:
         if state[names[0]] is not tensor and tensor.numel():
-            raise RestoreError("expected it to be received in place, it was not", path=names[0])
+            raise RestoreError("expected this tensor to be received in place, got another tensor", path=names[0])
         for name in names[1:]:
             if not torch.equal(_bits_of(state[name]), _bits_of(tensor)):
                 raise WeightsDifferError(
-                    f"expected the same as {names[0]}, with which it shares memory here", path=name
+                    f"expected the value of {names[0]}, because both share memory in the engine, got another", path=name
                 )
 
 
@@ -239,29 +238,29 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_others(incoming: Incoming, own: Set[str]) -> None:
-    """Check that the version has exactly the engine's tensors."""
+    """Refuse a version that does not have exactly the engine's tensors."""
     names = set(incoming.keys("weights") or ())
     if incoming.mismatches or names != own:
         missing, unexpected = sorted(own - names)[:5], sorted(names - own)[:5]
         differing = "; ".join(
-            f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches[:5]
+            f"{each.path}: {each.own} in the engine, {each.received} published" for each in incoming.mismatches[:5]
         )
         raise WeightsDifferError(
-            f"expected the weights that are here; missing: {missing or 'none'}, unexpected: {unexpected or 'none'}, "
+            f"expected the engine's weights; missing: {missing or 'none'}, unexpected: {unexpected or 'none'}, "
             f"differing: {differing or 'none'}; nothing was received"
         )
 
 
 class SourceRefusedError(TransportError):
-    """The receiver may not fetch from this address."""
+    """The receiver may not fetch versions from this address."""
 
 
 class AllowedSources:
-    """Checks the addresses of sources against a list. Thread-safe.
+    """Decides from which addresses versions may be fetched. Thread-safe.
 
     Args:
-        sources: Networks (``10.0.0.0/8``), addresses and host names; ``None`` for all.
-        loopback_only: Whether only the loopback is allowed.
+        sources: The allowed networks (``10.0.0.0/8``), addresses and host names; ``None`` for all.
+        loopback_only: Whether only addresses of the loopback are allowed, whatever ``sources`` says.
 
     Raises:
         ConfigurationError: An entry is neither a network, nor an address, nor a host name.
@@ -287,14 +286,19 @@ class AllowedSources:
                 self._names.append(source)
 
     def choose(self, url: str, *, is_given_up: Callable[[], bool]) -> PeerAddress:
-        """Return an allowed address of this server that answers, so that no later look-up can lead elsewhere.
+        """Resolve a server's name, and return one of its allowed addresses that accepts connections.
 
-        Blocks for seconds at most.
+        The caller connects to the returned address, so a later look-up of the name cannot lead to another host. Blocks
+        for a few seconds at most.
+
+        Args:
+            url: URL of the server.
+            is_given_up: Returns whether the caller does not need the result any more.
 
         Raises:
             ConfigurationError: The URL is not that of a transport.
             SourceRefusedError: No address of the server is allowed.
-            PeerUnreachableError: No allowed address answers, or the name cannot be resolved.
+            PeerUnreachableError: No allowed address accepts a connection, or the name cannot be resolved.
         """
         peer = PeerAddress.from_url(url)
         found = _addresses_of(peer, is_given_up)
@@ -310,7 +314,7 @@ class AllowedSources:
                 f"expected a source within {limits}, got {[str(each) for each in found]}", peer=str(peer)
             )
         if peer.is_tls:
-            # The certificate names the host, and so proves that no later look-up led elsewhere.
+            # With TLS the name is needed, and the certificate proves the host of a later look-up.
             return peer
         addresses = [PeerAddress(host=str(each), port=peer.port) for each in allowed]
         return addresses[0] if len(addresses) == 1 else _first_that_answers(addresses, peer)
@@ -324,7 +328,7 @@ class AllowedSources:
 
 
 def addresses_or_none(peer: PeerAddress, is_given_up: Callable[[], bool] = lambda: False) -> list[IPAddress]:
-    """Return the addresses of a host; none if its name cannot be resolved within seconds."""
+    """Return the addresses of a host; empty if the name cannot be resolved within a few seconds."""
     with contextlib.suppress(PeerUnreachableError):
         return _addresses_of(peer, is_given_up)
     return []
@@ -336,7 +340,7 @@ def _addresses_of(peer: PeerAddress, is_given_up: Callable[[], bool]) -> list[IP
     except PeerUnreachableError:
         raise
     except OSError as error:
-        raise PeerUnreachableError(f"nobody could be asked for {peer.host!r}: {error}", peer=str(peer)) from error
+        raise PeerUnreachableError(f"could not look up {peer.host!r}: {error}", peer=str(peer)) from error
     addresses: dict[IPAddress, None] = {}
     for *_, (host, *_rest) in found:
         address = ipaddress.ip_address(str(host))

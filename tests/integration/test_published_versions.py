@@ -72,7 +72,7 @@ class TestFormat:
         ("value", "options", "expected"),
         [
             (weights(), {"names": {"body.wieght": "a"}}, r"no rank has body\.wieght"),
-            (weights(), {"names": {"body.weight": "body.count"}}, r"engine's name body\.count"),
+            (weights(), {"names": {"body.weight": "body.count"}}, r"the new name body\.count"),
             (weights(), {"names": lambda _: None}, "expected names for some of 4 tensors, got None for all"),
             (adapter(), {"names": lambda name: name.replace("lora_", "")}, "expected names of LoRA's matrices"),
             (
@@ -166,4 +166,4 @@ class TestCompleteness:
             file.write_bytes(b"gone")
             with caplog.at_level(logging.WARNING):
                 publisher.publish(2, {"head.weight": torch.ones(2)})
-        assert "model.safetensors cannot be read" in caplog.text
+        assert "model.safetensors, so names that newer weights lack" in caplog.text
