@@ -38,7 +38,7 @@ Finding: TypeAlias = Literal["good", "lost", "down", "busy"]
 
 @dataclass(slots=True, eq=False)
 class EngineRecord:
-    """What a publisher knows about one of its engines.
+    """A publisher's record of one of its engines.
 
     Attributes:
         engine: The engine.
