@@ -1,4 +1,4 @@
-"""How each kind of inference engine is notified of a version. Another kind needs one more file like ``vllm``.
+"""The protocols by which versions are delivered to each kind of inference engine. A new kind is a module like ``vllm``.
 
-``publish`` imports this package. Nothing here depends on ranks, or on files of a version beyond their paths.
+``publish`` imports this package. Nothing here depends on ranks, or on the content of a version's files.
 """

@@ -1,8 +1,8 @@
-"""The adapters that an engine serves: their names, and their versions.
+"""Loading and unloading of adapters, in the same way for vLLM, SGLang and SkyRL's server.
 
-vLLM, SGLang and SkyRL's server list them at ``GET /v1/models``. An adapter's card has its name as ``id``, the directory
-that it was loaded from as ``root`` and the base model as ``parent`` (vllm/entrypoints/openai/models/serving.py;
-sglang/srt/entrypoints/http_server.py, ``available_models``).
+These servers list adapters at ``GET /v1/models``. The entry of an adapter has the adapter's name as ``id``, the
+directory from which it was loaded as ``root``, and the base model as ``parent``
+(vllm/entrypoints/openai/models/serving.py; sglang/srt/entrypoints/http_server.py, ``available_models``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CHANGED_BASE: Final = (
 
 
 def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
-    """Return why an engine must not get an adapter; ``None`` if it may.
+    """Return why an engine cannot apply an adapter; ``None`` if it can.
 
     Args:
-        engine: An engine with ``adapter_features``, as `Engine` describes; its ``adapter_gaps`` are the
-            `MODULE_FEATURES` that it does not apply.
-        features: The adapter's features beyond plain LoRA, see `features_of`.
+        engine: The engine. Its optional attribute ``adapter_features`` has the features that it applies, and
+            ``adapter_gaps`` those of `MODULE_FEATURES` that it does not apply.
+        features: The adapter's features beyond plain LoRA, as returned by `features_of`.
     """
     applied: frozenset[str] | None = getattr(engine, "adapter_features", frozenset())
     if applied is None:
@@ -49,36 +49,36 @@ def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
     advice = _CHANGED_BASE if "init_lora_weights" in unapplied else "publish merged weights, or train without it"
     return (
         f"expected an adapter that the engine {engine.url} applies; {type(engine).__name__} does not apply {asked}, so "
-        f"that its policy would be another one; {advice}"
+        f"that it would serve other weights than the trainer has; {advice}"
     )
 
 
 def check_applied(engine: Engine, delivery: Delivery) -> None:
-    """Refuse an adapter on disk, also of an earlier release, for an engine that was added later.
+    """Check again before a delivery that the engine can apply the adapter, because the engine may be a new one.
 
     Raises:
-        EngineRefusedError: Names the feature that the engine does not apply.
+        EngineRefusedError: The engine does not apply a feature of the adapter; the message names the feature.
     """
     if delivery.kind == "weights":
         return
-    with suppress(OSError, ValueError, SafetensorError):  # The engine itself reports it.
+    with suppress(OSError, ValueError, SafetensorError):  # The engine itself reports unreadable files.
         if reason := refusal(engine, features_in(delivery.directory)):
             raise EngineRefusedError(reason, body=reason, peer=engine.url)
 
 
 def version_in(path: str) -> int | None:
-    """Return the version whose directory this is, ``None`` for any other directory."""
+    """Return the number of the version in a directory's path; ``None`` if the directory is not one of a version."""
     match = _DIRECTORY.fullmatch(PurePath(path).name)
     return int(match[1]) if match is not None else None
 
 
 def adapter_name(template: str, version: int) -> str:
-    """Return an engine's name for an adapter."""
+    """Return the name under which an engine serves an adapter."""
     return template.replace("{version}", str(version))
 
 
 def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
-    """Return the names that the template gives to earlier versions; none if it gives all versions the same name."""
+    """Return those names that belong to earlier versions; empty if the template has no ``{version}``."""
     before, has_number, after = template.partition("{version}")
     older = []
     for name in names:
@@ -89,10 +89,10 @@ def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
 
 
 async def adapters_served(connection: EngineConnection) -> dict[str, str]:
-    """Return the adapters that an engine serves, and the directory that each was loaded from.
+    """Ask an engine which adapters it serves. Return the directory of each adapter, by name.
 
     Raises:
-        EngineRefusedError: The answer is not a list of models.
+        EngineRefusedError: The response is not a list of models.
         EngineUnreachableError: The engine did not answer.
     """
     answer = await connection.get("/v1/models")
@@ -107,10 +107,15 @@ async def adapters_served(connection: EngineConnection) -> dict[str, str]:
 
 
 async def adapter_served(connection: EngineConnection, template: str, newest: Delivery) -> int | None:
-    """Return the newest version among the adapters that an engine serves under their names, ``None`` without any.
+    """Return the newest published version among the adapters that an engine serves; ``None`` if there is none.
+
+    Args:
+        connection: Connection to the engine.
+        template: Name by which requests select the adapter; ``{version}`` in the name is replaced by the version.
+        newest: The newest version; the directories of all versions have the same parent.
 
     Raises:
-        EngineRefusedError: The answer is not a list of models.
+        EngineRefusedError: The response is not a list of models.
         EngineUnreachableError: The engine did not answer.
     """
     found: int | None = None
@@ -131,25 +136,27 @@ async def deliver_adapter(
     *,
     unload_after: timedelta = timedelta(0),
 ) -> int:
-    """Make an engine serve an adapter, and no older ones besides. Return the version that the engine confirms.
+    """Load an adapter into an engine, and later unload the older versions. Return the version that the engine confirms.
 
     Args:
         connection: Connection to the engine.
-        delivery: The version.
-        template: Name by which requests select the adapter; ``{version}`` in it stands for the version.
-        load: Loads the adapter under a name; gets whether the engine already serves another adapter under that name.
-        unload: Unloads the adapter of a name, after this function has returned; ``None`` to unload none.
+        delivery: The version to load.
+        template: Name by which requests select the adapter; ``{version}`` in the name is replaced by the version.
+        load: Loads the adapter. Arguments: the adapter's name, and whether the engine already serves an adapter with
+            this name.
+        unload: Unloads the adapter with a name. It is called in the background, after this function has returned.
+            ``None``: no adapter is unloaded.
         unload_after: How long an adapter stays loaded after the next one was written.
 
     Raises:
-        EngineRefusedError: The engine did not load the adapter, or serves another version.
+        EngineRefusedError: The engine did not load the adapter.
         EngineUnreachableError: The engine did not answer.
     """
     name = adapter_name(template, delivery.version)
     served = await adapters_served(connection)
     if served.get(name) != str(delivery.directory):
         await load(name, name in served)
-    # The earlier list is outdated: the engine may have loaded an adapter whose delivery was late and given up.
+    # Asks again, even without a load: a late load of an earlier delivery may have replaced the adapter meanwhile.
     served = await adapters_served(connection)
     root = served.get(name, "")
     version = version_in(root)
@@ -168,7 +175,10 @@ async def deliver_adapter(
 
 
 def _replaced_before(older: Mapping[str, str], newest: Delivery, age: timedelta) -> list[str]:
-    """Return the names of adapters whose successor is at least `age` older than the newest, by the files' clock."""
+    """Return the names of adapters that were replaced at least ``age`` before the newest version was written.
+
+    Times are the modification times of the versions' directories.
+    """
     newest_s = newest.directory.stat().st_mtime
     oldest_first = sorted(older, key=lambda name: version_in(older[name]) or 0)
     replaced = []
@@ -186,7 +196,7 @@ async def _unload(
     connection: EngineConnection, older: Mapping[str, int | None], unload: Callable[[str], Awaitable[object]]
 ) -> None:
     for name, version in older.items():
-        with suppress(EngineRefusedError):  # Costs the engine memory; the next version retries it.
+        with suppress(EngineRefusedError):  # The adapter stays in memory; the next delivery tries to unload it again.
             await unload(name)
             if version is not None:
                 connection.serving.discard(version)

@@ -1,4 +1,4 @@
-"""The interface of an inference engine, and the HTTP connection to it. Another engine is one file like ``vllm``."""
+"""The interface `Engine` of all inference engines, and the HTTP connection to an engine."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _MAX_BODY_BYTES: Final = 1 << 20
 _MAX_SHOWN_CHARACTERS: Final = 2000
 _RESUME_TIMEOUT_S: Final = 30.0
 NO_ROUTE: Final = (404, 405)
-"""Statuses of a route that an engine does not have."""
+"""HTTP statuses with which an engine answers if it does not have a route."""
 Kind = Literal["adapter", "weights"]
 LEFT_PAUSED: Final = (
-    "the engine stays paused, because its weights may be half replaced: the next version that arrives whole resumes "
-    "it, or is refused as well, and the engine has to be restarted"
+    "the engine stays paused, because its weights may be half replaced: the next version resumes the engine if it "
+    "loads, otherwise restart the engine"
 )
 _afterwards: Final[set[asyncio.Task[None]]] = set()
-"""The loop itself refers to a task only weakly."""
+"""Running background tasks. The event loop has only weak references to tasks, so something else must own them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A version on disk, complete and never changed again.
+    """A version to deliver: complete on disk, and never changed.
 
     Attributes:
-        version: Its number.
-        kind: ``adapter``: a LoRA adapter in PEFT's layout. ``weights``: all weights of a model, safetensors.
-        directory: Directory of the version, on a file system that the engine sees under the same path.
-        address: Makes sure that the version is served over HTTP, and returns its address; ``None`` if no transport
-            serves it.
+        version: Number of the version.
+        kind: ``adapter``: a LoRA adapter in PEFT's layout. ``weights``: all weights of a model as safetensors files.
+        directory: Directory of the version. The engine must see the directory under the same path.
+        address: Starts serving the version over HTTP if necessary, and returns its address. ``None`` if the publisher
+            has no transport.
     """
 
     version: int
@@ -52,12 +52,12 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with a status below 400.
+    """An HTTP response of an engine.
 
     Attributes:
-        request: Method and URL.
-        status: Its status.
-        body: Its text, of any content type.
+        request: Method and URL of the request.
+        status: HTTP status.
+        body: The body as text.
     """
 
     request: str
@@ -76,7 +76,7 @@ class Answer:
             raise self.refusal("expected an answer in JSON") from None
 
     def refusal(self, message: str) -> EngineRefusedError:
-        """Return an error with the expectation, and this answer's status and text."""
+        """Return an error that says what was expected, with status and body of this response."""
         return EngineRefusedError(
             f"{message}; {self.request} answered {self.status}: "
             f"{escape_peer_text(self.body, max_characters=_MAX_SHOWN_CHARACTERS)}",
@@ -88,14 +88,14 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """State of an engine that survives its removal from a publisher.
+    """State of an engine that remains if the engine is removed from a publisher and added again.
 
     Attributes:
         mutex: Serialises deliveries and polls.
-        polling: The poll that holds the mutex; a delivery ends it.
-        unfinished: Tasks besides the attempts, such as resuming the engine.
-        is_left_paused: Whether the engine was left paused, because its weights may be half replaced.
-        is_in_doubt: Whether an update of its weights has begun since it last confirmed a version.
+        polling: The running poll, which holds the mutex; a delivery cancels the poll.
+        unfinished: Running tasks that must end before the next attempt, such as resuming the engine.
+        is_left_paused: Whether a delivery left the engine paused, because the weights may be half replaced.
+        is_in_doubt: Whether an update of the weights has begun since the engine last confirmed a version.
     """
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -106,23 +106,23 @@ class Link:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a delivery, a poll or another task uses the engine."""
+        """Whether a delivery, a poll or another task is using the engine."""
         return self.mutex.locked() or bool(self.unfinished)
 
 
 class EngineConnection:
-    """HTTP with one engine. Used on one event loop.
+    """Sends HTTP requests to one engine. Not thread-safe: used on one event loop.
 
     Args:
-        session: A session without timeouts: every wait has its own deadline.
-        engine: The engine; provides the base URL, and the headers of each request.
-        link: The engine's state that survives its removal.
-        serving: Versions that the engine has reported to serve; changed here.
+        session: The HTTP session. It needs no timeouts, because every delivery and poll has a deadline.
+        engine: The engine, which provides base URL and headers.
+        link: State of the engine that remains if the engine is removed and added again.
+        serving: The set of versions that the engine reports to serve; methods update the set.
 
     Attributes:
         url: Base URL of the engine.
-        link: The engine's state that survives its removal.
-        serving: Versions that the engine has reported to serve.
+        link: State of the engine that remains if the engine is removed and added again.
+        serving: The set of versions that the engine reports to serve.
     """
 
     def __init__(self, session: aiohttp.ClientSession, engine: Engine, link: Link, serving: set[int]) -> None:
@@ -137,22 +137,23 @@ class EngineConnection:
 
         Raises:
             EngineUnreachableError: The connection failed or broke.
-            EngineRefusedError: The status reports a failure.
+            EngineRefusedError: The engine answered with a status of 300 or more.
         """
         return await self._request("GET", path, params, None)
 
     async def post(self, path: str, body: Mapping[str, object] | None = None, **params: str) -> Answer:
-        """Send a POST request with a JSON body; raises as `get`."""
+        """Send a POST request with a JSON body. Raises the same errors as `get`."""
         return await self._request("POST", path, params, body)
 
     async def pause(self, path: str, body: Mapping[str, object] | None = None, *, advice: str, **params: str) -> Answer:
-        """Pause the engine by a POST, inside `resuming`; raises as `get`.
+        """Send the POST request that pauses the engine, inside a `resuming` context. Raises the same errors as `get`.
 
         Args:
             path: The route.
-            body: As for `post`.
-            advice: Advice to the user if the engine lacks the route; then it was not paused, and is not resumed.
-            **params: As for `post`.
+            body: JSON body of the request.
+            advice: Advice to the user if the engine does not have the route. In that case `resuming` does not
+                resume the engine, which was not paused.
+            **params: Query parameters of the request.
         """
         try:
             return await self.post(path, body, **params)
@@ -169,10 +170,12 @@ class EngineConnection:
 
     @contextlib.asynccontextmanager
     async def resuming(self, resume: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-        """Resume an engine that is paused inside, also after the deadline; unless `replacing` has not ended.
+        """Resume the engine at the end of the context, even if the context fails or its deadline expires.
+
+        The engine is not resumed if the context fails inside `replacing` with ``stays_paused``.
 
         Args:
-            resume: Resumes the engine.
+            resume: Sends the request that resumes the engine.
         """
         try:
             yield
@@ -185,14 +188,14 @@ class EngineConnection:
                 if isinstance(error, EngineRefusedError):
                     error.body = f"{error.body}; {LEFT_PAUSED}"
                 raise
-            # A task of its own: only the next attempt waits for it, not the caller that waits for the outcome.
+            # A background task, so that the caller gets the outcome at once. The next attempt waits for the task.
             task = asyncio.get_running_loop().create_task(self._resume_late(resume))
             self.link.unfinished.add(task)
             task.add_done_callback(self.link.unfinished.discard)
             raise
 
     def afterwards(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start background work; it is cancelled when the publisher is closed."""
+        """Start background work. Closing the publisher cancels the work."""
 
         async def run() -> None:
             try:
@@ -206,11 +209,13 @@ class EngineConnection:
 
     @contextlib.contextmanager
     def replacing(self, *, stays_paused: bool) -> Iterator[None]:
-        """Mark the engine's weights as being replaced inside; its version is unknown until it confirms one.
+        """Mark the engine's weights as being replaced during the context.
+
+        The engine's version is unknown from then on, until the engine confirms a version.
 
         Args:
-            stays_paused: Whether the weights are usable only if the block completes. vLLM's parameters have no memory
-                meanwhile: the first request after a resume would crash the engine
+            stays_paused: Whether the engine must stay paused if the context fails. During an update vLLM's parameters
+                have no memory, so a request would crash the engine
                 (vllm/model_executor/model_loader/reload/layerwise.py).
         """
         self.link.is_in_doubt = True
@@ -241,7 +246,7 @@ class EngineConnection:
                 method, url, params=params or None, json=body, headers=self._headers, allow_redirects=False
             ) as response:
                 status = response.status
-                # A refusal counts even if its body is incomplete.
+                # A refusal counts even if its body does not arrive completely.
                 patience_s = 2.0 if status >= 300 else None
                 await asyncio.wait_for(_read(response.content, data), patience_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, OSError) as error:
@@ -255,12 +260,12 @@ class EngineConnection:
             ) from error
         answer = Answer(request, status, data.decode("utf-8", "replace"))
         if answer.status >= 300:
-            raise answer.refusal("expected the engine to do it")
+            raise answer.refusal("expected the engine to accept the request")
         return answer
 
 
 class _NotPausedError(EngineRefusedError):
-    """The engine cannot be paused, and so need not be resumed."""
+    """The engine has no route to pause it, so it is not paused."""
 
 
 async def _read(content: aiohttp.StreamReader, data: bytearray) -> None:
@@ -270,58 +275,59 @@ async def _read(content: aiohttp.StreamReader, data: bytearray) -> None:
 
 @runtime_checkable
 class Engine(Protocol):
-    """One inference engine.
+    """The interface of an inference engine.
 
-    An engine that applies more than plain LoRA (``lora_alpha / r * B @ A`` on the unmodified base) declares it by an
-    attribute ``adapter_features``: names of fields of PEFT's ``LoraConfig``, such as ``use_dora``, and
-    ``lora_embedding``; ``None`` if PEFT itself reads the files. The publisher refuses an adapter with other features.
+    The publisher refuses an adapter that the engine cannot apply. By default an engine applies plain LoRA
+    (``lora_alpha / r * B @ A`` on the unmodified base). An engine that applies more has an attribute
+    ``adapter_features``: a set of fields of PEFT's ``LoraConfig``, such as ``use_dora``, and ``lora_embedding``; or
+    ``None`` if the engine applies every adapter.
 
     Attributes:
-        url: Base URL of the engine; reports name the engine by it.
-        headers: Sent with each request, such as ``Authorization``.
+        url: Base URL of the engine, which also names the engine in reports.
+        headers: HTTP headers of each request, such as ``Authorization``.
     """
 
     url: str
     headers: Mapping[str, str]
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """Makes the engine use a version; idempotent.
+        """Makes the engine use a version. Must be idempotent, because the publisher may retry it.
 
         Returns:
             The version that the engine confirms to use.
 
         Raises:
-            EngineUnreachableError: The delivery is retried.
-            EngineRefusedError: The delivery is not retried.
+            EngineUnreachableError: The connection failed. The publisher calls this method again.
+            EngineRefusedError: The engine refuses the version. The publisher does not retry the delivery.
         """
         ...
 
 
 @runtime_checkable
 class PolledEngine(Engine, Protocol):
-    """An engine that reports its version, and so gets the newest version again when it has lost it."""
+    """An engine that can report its version. If the engine has lost the newest version, it gets the version again."""
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """Returns the version that the engine serves now. Called while no delivery runs; changes nothing.
+        """Returns the version that the engine serves now. Changes nothing; not called during a delivery.
 
         Args:
             connection: Connection to the engine.
-            newest: The newest version: the engine reports a version of the same kind; earlier versions have directories
-                beside this one's.
+            newest: The newest version. It tells whether to look for an adapter or weights, and the directory beside
+                which earlier versions have theirs.
 
         Returns:
-            ``None`` if the engine serves none of this publisher's versions.
+            The version; ``None`` if the engine serves none of this publisher's versions.
 
         Raises:
-            EngineUnreachableError: The poll is repeated later.
-            EngineRefusedError: The poll is repeated later. With a status of `NO_ROUTE`: the engine runs, but cannot
-                report its version.
+            EngineUnreachableError: The connection failed. The publisher polls again later.
+            EngineRefusedError: The engine refuses to report its version. The publisher polls again later. A status of
+                `NO_ROUTE` means that the engine runs, but cannot report a version.
         """
         ...
 
 
 def checked_url(url: str) -> str:
-    """Return the base URL of an engine, without a slash at its end.
+    """Check the base URL of an engine, and remove a slash at its end.
 
     Raises:
         ConfigurationError: The value is not a base URL.
@@ -333,10 +339,10 @@ def checked_url(url: str) -> str:
 
 
 def weight_version(answer: Answer) -> int | None:
-    """Return the version in an answer, ``None`` if it is not a published one, as before the first.
+    """Return the ``weight_version`` in an engine's response; ``None`` if no publisher has set it yet.
 
     Raises:
-        EngineRefusedError: The answer is not JSON.
+        EngineRefusedError: The response is not JSON.
     """
     fields = answer.json()
     version = fields.get("weight_version") if isinstance(fields, dict) else None
@@ -346,10 +352,14 @@ def weight_version(answer: Answer) -> int | None:
 
 
 def confirmed_weight_version(answer: Answer, expected: int) -> int:
-    """Return the version in an answer.
+    """Return the ``weight_version`` in an engine's response after an update.
+
+    Args:
+        answer: The response.
+        expected: The delivered version, for the error.
 
     Raises:
-        EngineRefusedError: The answer has no published version.
+        EngineRefusedError: The response has no version of a publisher.
     """
     version = weight_version(answer)
     if version is None:

@@ -1,13 +1,13 @@
-"""An engine that pulls weights over HTTP from the publisher's own transport, without a shared disk.
+"""The protocol between a publisher and an engine that fetches weights over HTTP, without a shared disk.
 
-The publisher sends it the address of a version (``POST /weights/{version}``); the engine's ``WeightReceiver`` fetches
-the changes and answers with the version that it then uses. ``GET /weights`` returns the current version.
+``GET /weights`` returns the version of the engine's ``WeightReceiver``. ``POST /weights/{version}`` orders the receiver
+to fetch a version from the publisher's transport. The receiver answers when it has fetched the version, or has failed.
 
-The publisher asks for the receiver's version, and gets a challenge with the answer. The order to fetch a version
-repeats the challenge, so that the order counts once; the outcome names it as well. Each of the four messages is signed
-with the job's key over its whole content and over the address at which the publisher reaches the receiver: a message
-that is forwarded to another receiver, or replayed, proves nothing. The token itself is never sent. A job without a
-token sends the same messages without signatures and challenges.
+With a job token there are four signed messages. The publisher asks for the receiver's version (question). The receiver
+answers with the version and a challenge (answer). The publisher's order repeats the challenge, which makes the order
+valid once (order). The receiver's response refers to the same challenge (outcome). Each signature covers the whole
+message and the address at which the publisher reaches the receiver, so a forwarded or replayed message proves nothing.
+The token itself is never sent. Without a token, the messages have no signatures and no challenge.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ REASONS: Final[Mapping[Reason, tuple[int, str]]] = {
     "engine_failed": (500, "the engine's own code or its device failed"),
     "closing": (503, "the receiver is being closed"),
 }
-"""Why a receiver does not have a version: the HTTP status of the answer, and the meaning. It reports nothing else about
-an error: the sender of an order could otherwise read data that only the receiver can reach."""
+"""The reasons for which a receiver refuses or fails an order: HTTP status and meaning.
+
+A receiver reports nothing else about an error. Otherwise a sender could use it to read from addresses that only the
+receiver can reach.
+"""
 CHALLENGE_S: Final = 30.0
 _MAX_USED: Final = 4096
 _NONCE_BYTES: Final = 16
@@ -72,13 +75,13 @@ _MAX_TEXT: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class PullingEngine:
-    """A process with a ``WeightReceiver``.
+    """An engine with a ``WeightReceiver``, which fetches versions from the publisher's transport.
 
     Attributes:
         url: Base URL of the receiver.
-        headers: Sent with each request, such as the headers that a proxy requires.
-        token: The job token; both sides prove that they know it, and never send it. Default: the environment's, as for
-            ``TransportSettings``.
+        headers: HTTP headers of each request, such as those that a proxy requires.
+        token: The job token. Both sides prove that they know the token; it is never sent. Default: the token of the
+            environment, as for ``TransportSettings``.
     """
 
     url: str
@@ -92,7 +95,7 @@ class PullingEngine:
         object.__setattr__(self, "_keys", Keys.of(self.token) if self.token is not None else Keys.from_environment())
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """See `Engine`."""
+        """Order the receiver to fetch a version, and wait for the outcome (`Engine.deliver`)."""
         if delivery.address is None:
             raise EngineRefusedError("expected a publisher that serves versions, pass it a transport", peer=self.url)
         address = await delivery.address()
@@ -106,22 +109,22 @@ class PullingEngine:
                 raise self._refusal(error, order) from error
             outcome = order.accepted(self._keys, answer.json())
             if outcome is None:
-                # The receiver may have the version. The next attempt shows it.
+                # The receiver may have the version nevertheless. The next attempt will show that.
                 raise EngineUnreachableError(
-                    "expected an outcome with a proof of the job token, it was changed on its way", peer=self.url
+                    "expected an outcome with a proof of the job token, got one without a valid proof", peer=self.url
                 )
         if outcome.version is None:
             raise answer.refusal(f"expected version {delivery.version}")
         return outcome.version
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """See `PolledEngine`."""
+        """Return the version of the receiver (`PolledEngine.served_version`)."""
         del newest
         version, _ = await self._status(connection, Question.of(self.url))
         return version
 
     async def _status(self, connection: EngineConnection, question: Question) -> tuple[int | None, str]:
-        """Return the receiver's version, and the challenge for one order."""
+        """Ask the receiver for its version, and for the challenge that the next order needs."""
         try:
             answer = await connection.get(ROUTE, **question.query(self._keys))
         except EngineRefusedError as error:
@@ -131,12 +134,12 @@ class PullingEngine:
             return version if isinstance(version, int) else None, ""
         status = question.accepted(self._keys, answer.json())
         if status is None:
-            text = f"expected the job token: the receiver has not proved that it knows it ({TOKEN_VARIABLE})"
+            text = f"expected the receiver to prove that it knows the job token ({TOKEN_VARIABLE}), got no valid proof"
             raise EngineRefusedError(text, status=answer.status, body=text, request=answer.request, peer=self.url)
         return status
 
     def _refusal(self, error: EngineRefusedError, order: Order | None) -> EngineRefusedError:
-        """Replace a receiver's reason by its meaning; return any other error unchanged."""
+        """Return an error with the meaning of the receiver's reason; return an error without a reason unchanged."""
         try:
             answer = json.loads(error.body)
         except (ValueError, RecursionError):
@@ -150,17 +153,17 @@ class PullingEngine:
 
 
 def _claimed(answer: object) -> Outcome | None:
-    """Parse a refusal without a proof, such as any refusal before the token was proved."""
+    """Parse a refusal without a proof; a receiver sends no proof to a publisher that has not proved the token."""
     reason = _text(_fields(answer).get("reason"))
     return Outcome(version=None, reason=reason) if reason in REASONS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Asks which version the receiver has.
+    """The first message: the publisher asks for the receiver's version.
 
     Attributes:
-        nonce: Random, hexadecimal.
+        nonce: Random hexadecimal digits.
         reached: ``host:port`` at which the publisher reaches the receiver.
     """
 
@@ -169,11 +172,11 @@ class Question:
 
     @classmethod
     def of(cls, url: str) -> Question:
-        """Return a question with a new nonce, for the receiver at this URL."""
+        """Return a question with a new nonce for the receiver at a URL."""
         return cls(nonce=secrets.token_hex(_NONCE_BYTES), reached=reached_by(url))
 
     def query(self, keys: Keys | None) -> dict[str, str]:
-        """Return the parameters of the request; none without a key."""
+        """Return the query parameters of the request; empty without keys."""
         if keys is None:
             return {}
         signature = keys.sign("weights question", *_bytes(self.nonce, self.reached))
@@ -181,7 +184,7 @@ class Question:
 
     @classmethod
     def proved(cls, keys: Keys, query: Mapping[str, str]) -> Question | None:
-        """Parse the output of `query` with one of these keys; return ``None`` for anything else."""
+        """Parse the query parameters of a request; return ``None`` unless they are signed with one of these keys."""
         nonce, reached = query.get("nonce", ""), query.get("reached", "")
         if not _NONCE.fullmatch(nonce) or len(reached) > _MAX_TEXT:
             return None
@@ -189,12 +192,18 @@ class Question:
         return cls(nonce=nonce, reached=reached) if is_proved else None
 
     def answer(self, keys: Keys, version: int | None, challenge: str) -> dict[str, object]:
-        """Return the receiver's answer."""
+        """Return the JSON body of the receiver's answer.
+
+        Args:
+            keys: Keys of the job.
+            version: The receiver's version.
+            challenge: The challenge for the next order.
+        """
         signature = keys.sign("weights answer", *_bytes(self.nonce, self.reached, version, challenge))
         return {"version": version, "challenge": challenge, "proof": signature}
 
     def accepted(self, keys: Keys, answer: object) -> tuple[int | None, str] | None:
-        """Return version and challenge in the output of `answer`; ``None`` if the receiver has not proved the key."""
+        """Return the version and the challenge in an answer; ``None`` if the answer is not signed with a key."""
         fields = _fields(answer)
         version, challenge = fields.get("version"), fields.get("challenge")
         if not _is_version(version) or not isinstance(challenge, str):
@@ -207,13 +216,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Orders a receiver to fetch a version.
+    """The third message: the publisher orders the receiver to fetch a version.
 
     Attributes:
-        version: The version.
+        version: Number of the version.
         address: URL of the transport that serves the version.
-        reached: As in `Question`.
-        challenge: The receiver's challenge; empty without a key.
+        reached: ``host:port`` at which the publisher reaches the receiver.
+        challenge: The receiver's challenge; empty without keys.
     """
 
     version: int
@@ -222,7 +231,7 @@ class Order:
     challenge: str = ""
 
     def body(self, keys: Keys | None) -> dict[str, object]:
-        """Return the JSON body of the request; the path carries the version."""
+        """Return the JSON body of the request, whose path contains the version."""
         if keys is None:
             return {"address": self.address}
         return {
@@ -234,7 +243,7 @@ class Order:
 
     @classmethod
     def read(cls, version: int, body: object) -> tuple[Order, str] | None:
-        """Parse the output of `body` into the order and its signature, for `is_proved`; return ``None`` otherwise."""
+        """Parse the body of a request into the order and its signature; return ``None`` if it is malformed."""
         fields = _fields(body)
         texts = [_text(fields.get(name, "")) for name in ("address", "reached", "challenge", "signature")]
         if None in texts or not texts[0]:
@@ -247,12 +256,12 @@ class Order:
         return keys.verifies(signature, "weights order", *self._signed())
 
     def outcome(self, keys: Keys | None, *, version: int | None, reason: Reason | None) -> dict[str, object]:
-        """Return the JSON body of the answer.
+        """Return the JSON body of the response to this order.
 
         Args:
-            keys: The job's keys.
+            keys: Keys of the job; ``None`` without a job token.
             version: The version that the receiver has now.
-            reason: Why that is not the ordered version.
+            reason: Why the receiver does not have the ordered version; ``None`` if it has.
         """
         outcome: dict[str, object] = {"version": version} | ({"reason": reason} if reason is not None else {})
         if keys is not None and self.challenge:
@@ -260,7 +269,7 @@ class Order:
         return outcome
 
     def accepted(self, keys: Keys | None, answer: object) -> Outcome | None:
-        """Parse the output of `outcome`; return ``None`` for anything else, and without a valid proof."""
+        """Parse the body of the response to this order; return ``None`` if it is malformed or not signed with a key."""
         fields = _fields(answer)
         version, reason = fields.get("version"), fields.get("reason")
         if not _is_version(version) or not (reason is None or _text(reason) in REASONS):
@@ -277,11 +286,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of an order.
+    """The fourth message: the outcome of an order.
 
     Attributes:
-        version: The version that the receiver has now, if any.
-        reason: Why that is not the ordered version.
+        version: The version that the receiver has now; ``None`` if its weights are no version.
+        reason: Why the receiver does not have the ordered version; ``None`` if it has.
     """
 
     version: int | None
@@ -289,12 +298,13 @@ class Outcome:
 
 
 class Challenges:
-    """The challenges that a receiver issued. Each is valid once, for `CHALLENGE_S`. Used on one thread.
+    """Issues challenges, each of which is valid once, for `CHALLENGE_S` seconds. Not thread-safe.
 
-    Remembers used challenges, not issued ones, so endless requests take no memory.
+    A challenge proves its own origin by a MAC. Only used challenges are stored, so clients that only ask for challenges
+    cost no memory.
 
     Args:
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -308,7 +318,10 @@ class Challenges:
         return f"{until_ms:x}-{nonce}-{self._mac(until_ms, nonce)}"
 
     def use(self, challenge: str) -> bool:
-        """Return whether a challenge is from here, not expired and not used before. Called for signed orders."""
+        """Mark a challenge as used; return ``False`` if it is not from this object, has expired or was used before.
+
+        Call this only for orders with a valid signature, because used challenges take memory.
+        """
         found = _CHALLENGE.fullmatch(challenge)
         if found is None:
             return False
@@ -327,7 +340,7 @@ class Challenges:
 
 
 def reached_by(url: str) -> str:
-    """Return the ``host:port`` of a URL, in one form for each address."""
+    """Return the normalised ``host:port`` of a URL."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80

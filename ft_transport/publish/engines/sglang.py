@@ -1,8 +1,8 @@
-"""SGLang: adapters by ``/load_lora_adapter``, weights by ``/update_weights_from_disk``.
+"""SGLang: loads adapters with ``/load_lora_adapter``, and weights with ``/update_weights_from_disk``.
 
 Routes: https://docs.sglang.io/advanced_features/sglang_for_rl.html and
-https://docs.sglang.io/advanced_features/lora.html, as in python/sglang/srt/entrypoints/http_server.py (0.5.23).
-Failures answer 400 with ``success: false``.
+https://docs.sglang.io/advanced_features/lora.html, as in python/sglang/srt/entrypoints/http_server.py (0.5.23). SGLang
+answers a failed request with status 400 and ``success: false``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class SGLangEngine:
 
     Attributes:
         url: Base URL of the server.
-        lora_name: Name by which requests select the adapter, with ``{version}`` in it: SGLang refuses a name that is
-            already loaded. Earlier versions are unloaded, see ``unload_after``.
-        pause: How the server treats requests while weights are replaced (SGLang's ``mode``).
-        headers: Sent with each request.
-        unload_after: How long an adapter stays loaded after the next one was written; longer than a request runs.
-            SGLang's unload waits for the requests that use the adapter, and meanwhile it loads no other one.
+        lora_name: Name by which requests select the adapter. The name should contain ``{version}``, because SGLang
+            refuses to load an adapter under a name that is in use.
+        pause: How the server treats running requests while weights are replaced (``mode`` of SGLang).
+        headers: HTTP headers of each request.
+        unload_after: How long an adapter stays loaded after the next one was written. Choose a time longer than any
+            request runs: SGLang waits for requests that use an adapter before it unloads the adapter, and loads no
+            other adapter while it waits.
     """
 
     url: str
@@ -50,8 +51,9 @@ class SGLangEngine:
     headers: Mapping[str, str] = field(default_factory=dict)
     unload_after: timedelta = timedelta(minutes=10)
     adapter_features: ClassVar = frozenset({"lora_embedding"})
-    # SGLang silently drops modules outside of layers, and the first request for k_proj or v_proj alone raises in its
-    # scheduler (sglang/srt/lora/lora.py, ``_process_weight``; mem_pool.py, ``load_lora_weight_to_buffer``).
+    # SGLang silently ignores matrices of modules outside of layers. With an adapter of k_proj or v_proj but not q_proj,
+    # its scheduler raises at the first request (sglang/srt/lora/lora.py, ``_process_weight``; mem_pool.py,
+    # ``load_lora_weight_to_buffer``).
     adapter_gaps: ClassVar = MODULE_FEATURES
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class SGLangEngine:
         check_duration("unload_after", self.unload_after, at_least=timedelta(0))
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """See `Engine`."""
+        """Load an adapter or weights (`Engine.deliver`)."""
         if delivery.kind == "weights":
             return await self._update(connection, delivery)
 
@@ -75,7 +77,7 @@ class SGLangEngine:
         return await deliver_adapter(connection, delivery, self.lora_name, load, unload, unload_after=self.unload_after)
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """See `PolledEngine`."""
+        """Return the version of the adapter or the weights that the server has (`PolledEngine.served_version`)."""
         if newest.kind == "adapter":
             return await adapter_served(connection, self.lora_name, newest)
         return weight_version(await _get(connection, *_MODEL_INFO))
@@ -83,14 +85,14 @@ class SGLangEngine:
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):
             if self.pause == "abort":
-                # A server that a trainer left paused in place makes no step, and a request needs a step to end.
+                # A server that was left paused with in_place makes no steps, and an aborted request needs one to end.
                 await connection.pause("/continue_generation", {}, advice=_ADVICE)
             await connection.pause("/pause_generation", {"mode": self.pause}, advice=_ADVICE)
             await _end_of_updates(connection)
             body = {
                 "model_path": str(delivery.directory),
                 "weight_version": str(delivery.version),
-                # Requests that are paused in place use the cache, so it cannot be emptied.
+                # Requests that are paused with in_place still use the cache, so SGLang cannot empty it.
                 "flush_cache": self.pause != "in_place",
             }
             with connection.replacing(stays_paused=False):
@@ -99,12 +101,11 @@ class SGLangEngine:
 
 
 async def _end_of_updates(connection: EngineConnection) -> None:
-    """Wait for an update that an earlier trainer started, and then exited or stopped waiting for.
+    """Wait until the server has finished an earlier update, such as one of a trainer that has exited.
 
-    While generation is paused SGLang takes the answer to that update for the answer to the next, confirms weights that
-    it has not read yet, and exits at the second answer (``_handle_update_weights_from_disk_req_output`` in
-    managers/tokenizer_manager.py). Its scheduler handles one request after the other, and answers this one after the
-    update.
+    If a second update starts before, SGLang mistakes the result of the first update for that of the second: it confirms
+    weights that it has not read yet, and exits at the second result (``_handle_update_weights_from_disk_req_output`` in
+    managers/tokenizer_manager.py). The scheduler handles requests in order, so this request ends after the update.
     """
     try:
         await _get(connection, "/server_info", "/get_server_info")
@@ -114,7 +115,7 @@ async def _end_of_updates(connection: EngineConnection) -> None:
 
 
 async def _get(connection: EngineConnection, path: str, older_path: str) -> Answer:
-    """Send a GET request to a route that older servers have under another path."""
+    """Send a GET request to a route; if the server does not have the route, to the path in older servers."""
     try:
         return await connection.get(path)
     except EngineRefusedError as error:
@@ -124,7 +125,7 @@ async def _get(connection: EngineConnection, path: str, older_path: str) -> Answ
 
 
 def _check(answer: Answer) -> None:
-    """Refuse ``success: false``, which may come with a status of 200."""
+    """Raise an error for a response without ``success: true``, because SGLang may report failures with status 200."""
     fields = answer.json()
     if not isinstance(fields, dict) or fields.get("success") is not True:
         raise answer.refusal("expected success")

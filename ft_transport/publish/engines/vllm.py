@@ -1,10 +1,10 @@
-"""vLLM: adapters by ``/v1/load_lora_adapter``, weights by its weight-transfer routes.
+"""vLLM: loads adapters with ``/v1/load_lora_adapter``, and weights with the weight-transfer routes.
 
 Routes: https://docs.vllm.ai/en/latest/features/lora/ (``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``) and
 https://docs.vllm.ai/en/latest/training/weight_transfer/ (``VLLM_SERVER_DEV_MODE=1``), as in
-vllm/entrypoints/serve/lora/ api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32). A successful load
-answers in plain text. ``finish_weight_update`` sets ``weight_version`` when the workers are done
-(``AsyncLLM.finish_weight_update``).
+vllm/entrypoints/serve/lora/ api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32). vLLM answers a
+successful load of an adapter with plain text. ``finish_weight_update`` sets ``weight_version`` when all workers are
+done (``AsyncLLM.finish_weight_update``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from ft_transport.publish.engines.engine import (
 )
 
 _ADVICE: Final = (
-    "vLLM takes all weights only where it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a "
-    "LoRAAdapter"
+    "vLLM loads weights only if it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a LoRAAdapter"
 )
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 _RESTART: Final = (
     "vLLM keeps of a refused update what it has read, and has refused the one after it as well: restart this engine"
 )
 _IS_OPEN: Final = "already active"
-"""vLLM's answer if a weight update began and did not finish (``start_weight_update`` in gpu_worker.py)."""
+"""Part of vLLM's answer if an earlier weight update has not finished (``start_weight_update`` in gpu_worker.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +41,13 @@ class VLLMEngine:
 
     Attributes:
         url: Base URL of the server.
-        lora_name: Name by which requests select the adapter. With ``{version}`` in it each version has its own name,
-            and the previous one is unloaded; without, the adapter is replaced in place, between two forward passes, by
-            a vLLM that supports ``load_inplace``.
-        pause: How the server treats requests while weights are replaced (vLLM's ``mode``).
-        update_info: Returns the ``update_info`` for the server's weight-transfer backend; for a server that was started
-            with a custom backend that reads the directory. By default vLLM itself reloads its weights from the
-            directory, as it loaded them when it started.
-        headers: Sent with each request.
+        lora_name: Name by which requests select the adapter. If the name contains ``{version}``, each version has a
+            name of its own, and the previous version is unloaded. Otherwise vLLM replaces the adapter between two
+            forward passes, which requires a vLLM that supports ``load_inplace``.
+        pause: How the server treats running requests while weights are replaced (``mode`` of vLLM).
+        update_info: For a server with a custom weight-transfer backend that reads the directory: returns the
+            ``update_info`` for the backend. By default vLLM reloads the weights from the directory itself.
+        headers: HTTP headers of each request.
     """
 
     url: str
@@ -63,7 +61,7 @@ class VLLMEngine:
         object.__setattr__(self, "url", checked_url(self.url))
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """See `Engine`."""
+        """Load an adapter or weights (`Engine.deliver`)."""
         if delivery.kind == "weights":
             return await self._update(connection, delivery)
         return await self._load(connection, delivery)
@@ -82,12 +80,12 @@ class VLLMEngine:
         )
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """See `PolledEngine`."""
+        """Return the version of the adapter or the weights that the server has (`PolledEngine.served_version`)."""
         if newest.kind == "adapter":
             return await adapter_served(connection, self.lora_name, newest)
         version = weight_version(await connection.get("/weight_info"))
         if connection.link.is_left_paused:
-            # A restarted process is not paused.
+            # A server that was restarted is not paused any more.
             connection.link.is_left_paused = await self._is_paused(connection)
         return version
 
@@ -104,30 +102,35 @@ class VLLMEngine:
                 else:
                     info = self.update_info(delivery)
                     await self._transfer(connection, info, delivery.version, is_repeated=was_left_paused)
-                # Discards all results of the previous weights; frozen requests start again.
+                # Discards all results of the previous weights; requests that were paused start again.
                 emptied = await connection.post("/reset_prefix_cache", reset_running_requests="true")
                 if emptied.body and emptied.json() != {"success": True}:
                     raise emptied.refusal("expected the prefix cache to be emptied")
             try:
                 if self.update_info is None:
-                    # With a session, its end sets the version.
+                    # A weight-transfer session sets the version itself at its end.
                     await connection.post("/update_weight_version", {"new_version": str(delivery.version)})
                 answer = await connection.get("/weight_info")
             except EngineRefusedError as error:
                 if error.status not in NO_ROUTE:
                     raise
-                # Before 0.32 no route reports a version: each step has answered with success.
+                # vLLM before 0.32 cannot report a version, but has answered each request with success.
                 return delivery.version
         return confirmed_weight_version(answer, delivery.version)
 
     @staticmethod
     async def _reload(connection: EngineConnection, delivery: Delivery, *, is_repeated: bool) -> None:
-        """Make vLLM load its weights from the directory.
+        """Make vLLM reload its weights from the directory, twice after a failed reload.
 
-        A reload that raised leaves the weights of a layer that it had read, and the next reload counts them as its own
-        (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). As a rule the next
-        one raises as well, and so does every later one. If it does not raise, it may have mixed the two in one layer; a
-        reload that completes leaves nothing behind, so one more reload is whole.
+        A failed reload leaves weights of a partly read layer in vLLM, and the next reload treats them as its own
+        (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). Usually the next
+        reload fails as well, and so do all later ones. If it succeeds, a layer may have weights of both versions. A
+        reload after a successful one is right.
+
+        Args:
+            connection: Connection to the engine.
+            delivery: The version to load.
+            is_repeated: Whether an earlier reload may have failed.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(delivery.directory)}}
         try:
@@ -154,17 +157,23 @@ class VLLMEngine:
     async def _transfer(
         connection: EngineConnection, update_info: Mapping[str, object], version: int, *, is_repeated: bool
     ) -> None:
-        """Make the server's backend load the weights, in a session of its own.
+        """Make the server's weight-transfer backend load the weights, in a session.
 
-        A session that ended with an error leaves the weights that it had read of a layer, as in `_reload`, and the next
-        one fails. A session that finishes without weights clears them; the next session replaces what it changed.
+        A failed session leaves weights of a partly read layer in vLLM, as a failed reload does, and the next session
+        fails. An empty session removes them, so a repeated update begins with an empty session.
+
+        Args:
+            connection: Connection to the engine.
+            update_info: The argument of the backend.
+            version: Number of the version.
+            is_repeated: Whether an earlier session may have failed.
         """
         try:
             await connection.post("/start_weight_update", {"is_checkpoint_format": True})
         except EngineRefusedError as error:
             if _IS_OPEN not in (error.body or ""):
                 raise
-            is_repeated = True  # A trainer that exited began the update.
+            is_repeated = True  # Another trainer, which has exited, began that update.
         try:
             if is_repeated:
                 await connection.post("/finish_weight_update", {})
@@ -182,9 +191,9 @@ class SkyRLEngine(VLLMEngine):
     """An inference server of SkyRL: vLLM with a route that loads an adapter in place.
 
     ``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py, 0.3.0)
-    replaces the adapter that is loaded under the name; https://github.com/NovaSky-AI/SkyRL. The server's other routes
-    are vLLM's. SkyRL itself sends weights by NCCL and CUDA IPC, and since 0.3.0, in no release, as checkpoint deltas
-    (``/fetch_weights``): dense patches on top of the server's initial model, without an anchor.
+    replaces the adapter with the same name; https://github.com/NovaSky-AI/SkyRL. All other routes are those of vLLM.
+    This class does not use SkyRL's own ways to send weights: NCCL, CUDA IPC, and, unreleased after 0.3.0, checkpoint
+    deltas (``/fetch_weights``).
 
     Attributes:
         lora_name: Name by which requests select the adapter.
