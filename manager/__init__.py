@@ -1,4 +1,4 @@
-"""The manager of a replica: lock, optimizer hooks, snapshots at step boundaries, and the quorum of its peers."""
+"""The manager of a replica: state lock, optimizer hooks, snapshots at step boundaries, and the quorum with peers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The settings of a manager in a quorum, their defaults and their checks before anything starts."""
+"""The settings of a manager in a quorum, with their defaults. They are checked before the manager starts anything."""
 
 import difflib
 import logging
@@ -23,12 +23,11 @@ QUORUM_RETRIES_ENV: Final = "TORCHFT_QUORUM_RETRIES"
 
 _DEFAULT_TIMEOUT: Final = timedelta(seconds=60)
 _DEFAULT_QUORUM_TIMEOUT: Final = timedelta(seconds=90)
-_QUORUM_SHARE: Final = 1.5
-_CONNECT_SHARE: Final = 1 / 3
-"""Where one follows from the other, ``quorum_timeout`` is so many times as long as ``timeout``, and ``connect_timeout``
-at most the share that is left."""
 _DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
-
+_QUORUM_SHARE: Final = 1.5
+"""``quorum_timeout`` divided by ``timeout``, if only one of the two was given."""
+_CONNECT_SHARE: Final = 1 / 3
+"""``connect_timeout`` divided by a given ``quorum_timeout`` that is shorter than the default."""
 
 _TORCHFT_ORDER: Final = (
     "min_replica_size",
@@ -51,13 +50,13 @@ _TORCHFT_ORDER: Final = (
     "max_retries",
     "quorum_retries",
 )
-"""The arguments of torchft's ``Manager`` that follow ``state_dict``."""
+"""The arguments after ``state_dict`` in torchft's ``Manager``, in their order."""
 
 
 class TorchftKeywords(TypedDict, total=False):
-    """The arguments of torchft's ``Manager`` that make up a `ManagerConfig`, under torchft's names.
+    """Keywords of `Manager` that become fields of a `ManagerConfig`; the names are those of torchft's ``Manager``.
 
-    ``port`` is accepted and not used: there is no server of the replica's own behind it.
+    ``port`` is accepted and ignored: torchft starts a server on this port, and this package has no such server.
     """
 
     min_replica_size: int
@@ -83,15 +82,15 @@ class TorchftKeywords(TypedDict, total=False):
 def named_arguments(
     positional: Sequence[Any], keywords: Mapping[str, Any], *, others: Collection[str]
 ) -> dict[str, Any]:
-    """Name the positional arguments of a manager, in torchft's order, and refuse unknown keywords.
+    """Return all arguments of a manager by name. Positional arguments have the order of torchft's ``Manager``.
 
     Args:
-        positional: The arguments after ``state_dict``.
-        keywords: The given keywords, without the names in ``others`` that were not given.
-        others: Further keywords that the manager takes.
+        positional: The positional arguments after ``state_dict``.
+        keywords: The keyword arguments.
+        others: Keywords of the manager that are neither torchft's nor fields of `ManagerConfig`.
 
     Raises:
-        ConfigurationError: A keyword is unknown or given twice, or there are too many arguments.
+        ConfigurationError: A keyword is unknown, an argument is given twice, or there are too many arguments.
     """
     if len(positional) > len(_TORCHFT_ORDER):
         raise ConfigurationError(
@@ -112,40 +111,45 @@ def named_arguments(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerConfig:
-    """The settings of a replica in a quorum. Names as in torchft, whose environment variables override it.
+    """The settings of a replica in a quorum. The names are torchft's; torchft's environment variables override them.
 
     Attributes:
-        min_replica_size: Fewer replicas than this do not commit a step.
-        use_async_quorum: Whether the quorum is formed while ``forward`` runs. A replica that may be behind waits for
-            it in any case.
-        timeout: For a collective, a commit, a transfer and the lock. ``TORCHFT_TIMEOUT_SEC``.
-        quorum_timeout: For a quorum. It has to cover the others' slowest step, and a wait of theirs for a state that
-            does not come, which takes ``timeout``. ``TORCHFT_QUORUM_TIMEOUT_SEC``.
-        connect_timeout: For finding a Lighthouse, a store or the members of a process group.
-            ``TORCHFT_CONNECT_TIMEOUT_SEC``.
-        rank: Rank within the replica. Default: ``RANK``, or 0.
-        world_size: Ranks of the replica. Default: ``WORLD_SIZE``, or 1.
-        world_size_mode: How many replicas contribute.
-        store_addr: Host of the replica's store. Default: ``MASTER_ADDR``; without one a replica of one rank has a store
-            of its own.
-        store_port: Its port. Default: ``MASTER_PORT``.
-        lighthouse_addr: ``http://host:port``. Default: ``TORCHFT_LIGHTHOUSE``; without one this process runs a
-            Lighthouse of its own.
-        replica_id: Name of the replica. A number at its end is its index, as in torchft.
-        hostname: How others reach a store of this replica's own. Default: as the transport's address says.
-        heartbeat_interval: Between two heartbeats to the Lighthouse.
-        heartbeat_timeout: After which the Lighthouse takes a replica for dead: what it was started with
-            (``--heartbeat_timeout_ms``). A Lighthouse of our own is started with it.
-        init_sync: Whether at step 0 all take the state of one replica.
+        min_replica_size: Number of replicas that a step needs to be committed.
+        use_async_quorum: Whether the quorum forms while ``forward`` runs. If this replica may be behind,
+            ``start_quorum`` waits for the quorum in any case.
+        timeout: Deadline of a collective, a commit, a transfer of state and a wait for the lock.
+            ``TORCHFT_TIMEOUT_SEC`` overrides it.
+        quorum_timeout: Deadline of a quorum. It must be longer than the slowest step of any replica plus ``timeout``,
+            for which a healing replica may wait for a state. ``TORCHFT_QUORUM_TIMEOUT_SEC`` overrides it.
+        connect_timeout: Deadline to reach the Lighthouse, the replica's store or the members of a process group.
+            ``TORCHFT_CONNECT_TIMEOUT_SEC`` overrides it.
+        rank: Rank of this process within the replica. Default: ``RANK``, or 0.
+        world_size: Number of ranks of the replica. Default: ``WORLD_SIZE``, or 1.
+        world_size_mode: Which replicas of the quorum contribute gradients.
+        store_addr: Host of the replica's store. Default: ``MASTER_ADDR``. Without a host, a replica of one rank starts
+            a store.
+        store_port: Port of the replica's store. Default: ``MASTER_PORT``.
+        lighthouse_addr: Address of the Lighthouse, ``http://host:port``. Default: ``TORCHFT_LIGHTHOUSE``. Without an
+            address, this process starts a Lighthouse.
+        replica_id: Name of the replica. As in torchft, a number at the end of the name is the replica's index.
+        hostname: Host name at which other replicas reach a store that this process starts. Default: the host of the
+            transport's address.
+        heartbeat_interval: Time between two heartbeats to the Lighthouse.
+        heartbeat_timeout: Silence after which the Lighthouse declares a replica dead. It must equal the Lighthouse's
+            ``--heartbeat_timeout_ms``. A Lighthouse in this process is started with it.
+        init_sync: Whether all replicas load the state of one replica at step 0.
         max_retries: How many steps in a row may fail to commit; ``None`` for any number.
-        quorum_retries: How often a quorum that timed out is asked for again. One that failed because the Lighthouse
-            could not be reached is asked for again until ``quorum_timeout`` in any case. ``TORCHFT_QUORUM_RETRIES``.
-        compare_every: Replicas compare digests of what their optimizers change at every step that this divides. One
-            that differs from most heals; without a majority all of them stop. Each comparison reads that memory once,
-            in the background (about 0.1 s for each GB on one core), and the optimizer waits for it. ``None`` for never.
-        warm_join: Whether a newcomer gets what a healthy replica has before it asks for its first quorum, while the
-            others train; in the quorum it then gets what has changed since (`WarmJoin`).
-        verify_heal: Whether the state after healing is compared with the source's, every bit of it.
+        quorum_retries: How often the replica requests a quorum again after a request timed out. While the Lighthouse
+            cannot be reached, the replica requests the quorum until ``quorum_timeout``, whatever this number is.
+            ``TORCHFT_QUORUM_RETRIES`` overrides it.
+        compare_every: Interval of comparisons, in steps; ``None`` for no comparisons. A comparison digests the memory
+            that attached optimizers change (about 0.1 s per GB on one core, in the background), and the next optimizer
+            step waits for the digests. A replica that differs from the majority heals. Without a majority, all
+            replicas raise `StatesDivergedError`.
+        warm_join: Whether a newcomer receives the state of a healthy replica before its first quorum, while the other
+            replicas train. In the quorum it then receives only the later changes.
+        verify_heal: Whether a replica compares every bit of a loaded state with the source's state after it has
+            healed.
     """
 
     min_replica_size: int = 1
@@ -171,7 +175,7 @@ class ManagerConfig:
     compare_every: int | None = None
 
     def __post_init__(self) -> None:
-        # torchft's own enumeration is as good.
+        # Accept a member of torchft's own enumeration with the same name.
         mode = WorldSizeMode.__members__.get(getattr(self.world_size_mode, "name", ""), self.world_size_mode)
         object.__setattr__(self, "world_size_mode", mode)
         check_fields(self)
@@ -179,10 +183,10 @@ class ManagerConfig:
 
     @classmethod
     def from_keywords(cls, keywords: TorchftKeywords, *, timeout: timedelta | None) -> "ManagerConfig":
-        """Make one from torchft's keywords; timeouts that were not given are fitted to those that were.
+        """Return a config with torchft's keywords. Timeouts that were not given are derived from the given timeouts.
 
         Raises:
-            ConfigurationError: They cannot work.
+            ConfigurationError: A keyword has a wrong type or value, or the timeouts contradict each other.
         """
         for name in ("quorum_timeout", "connect_timeout"):
             check_duration(name, keywords.get(name, _DEFAULT_TIMEOUT))
@@ -196,10 +200,12 @@ class ManagerConfig:
         return cls(timeout=timeout, **given)
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> "ManagerConfig":
-        """Return this config completed from the environment, whose timeouts and retries take precedence.
+        """Return this config with missing values filled in from the environment.
+
+        Timeouts and retries in the environment override those of this config.
 
         Raises:
-            ConfigurationError: A variable is no number, or the result cannot work.
+            ConfigurationError: A variable is no number, or the resulting settings contradict each other.
         """
         changes: dict[str, Any] = {}
         for name, variable in (
@@ -226,8 +232,8 @@ class ManagerConfig:
         filled = replace(self, **changes)
         if filled.timeout + filled.connect_timeout > filled.quorum_timeout:
             logger.warning(
-                "expected a quorum_timeout of more than timeout and connect_timeout together, got %s, %s and %s: a "
-                "replica that waits for another's state for as long as timeout may let the others' quorum time out",
+                "expected a quorum_timeout of more than timeout and connect_timeout together, got %s, %s and %s: while "
+                "one replica waits up to timeout for a state, the quorum of the other replicas may time out",
                 filled.quorum_timeout,
                 filled.timeout,
                 filled.connect_timeout,
@@ -249,7 +255,7 @@ class ManagerConfig:
         return filled
 
     def _fitted_to(self, environment: Mapping[str, timedelta]) -> dict[str, timedelta]:
-        """Return the timeouts that have to change because of others, which the environment sets."""
+        """Return new values for timeouts of this config that contradict the timeouts that the environment sets."""
         if not environment:
             return {}
         fitted: dict[str, timedelta] = {}
@@ -265,18 +271,22 @@ class ManagerConfig:
             fitted["connect_timeout"] = quorum_timeout * _CONNECT_SHARE
         changed = {name: value for name, value in fitted.items() if value != getattr(self, name)}
         for name, value in changed.items():
-            logger.info("%s is set to %s, to fit the timeouts that the environment sets", name, value)
+            logger.info("%s is now %s, because of other timeouts that environment variables set", name, value)
         return changed
 
     def _check_ladder(self) -> None:
-        """Each wait has to end before the one that contains it, or else the outer one hides the inner one's reason."""
+        """Check that an inner wait has a shorter deadline than the outer wait, whose timeout would hide the reason.
+
+        Raises:
+            ConfigurationError: An inner wait has a longer deadline.
+        """
         ladder = (
-            ("heartbeat_interval", "heartbeat_timeout", "the Lighthouse would take a live replica for dead"),
+            ("heartbeat_interval", "heartbeat_timeout", "the Lighthouse would declare a live replica dead"),
             ("connect_timeout", "quorum_timeout", "a Lighthouse that cannot be reached would look like a slow quorum"),
             (
                 "timeout",
                 "quorum_timeout",
-                "a replica that waits in a failing collective would be given up by the others",
+                "the quorum of the other replicas would time out while one replica waits in a failing collective",
             ),
         )
         for inner, outer, reason in ladder:
@@ -297,10 +307,10 @@ def _number_from(environment: Mapping[str, str], variable: str) -> int:
 
 
 def _with_scheme(address: str) -> str:
-    """Complete ``host:port`` to the address that torchft expects.
+    """Return the address with ``http://`` in front, which torchft requires.
 
     Raises:
-        ConfigurationError: It is neither that nor ``http://host:port``.
+        ConfigurationError: The address is neither ``host:port`` nor ``http://host:port``.
     """
     completed = address if "://" in address else f"http://{address}"
     try:

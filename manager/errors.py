@@ -1,29 +1,29 @@
 """The errors of the manager, as one tree.
 
     ManagerError
-    ├── LockTimeoutError    (also a TimeoutError) the state lock stayed held until the deadline
-    ├── LockOrderError      the wait asked for could only end in a deadlock, so it is refused at once
+    ├── LockTimeoutError    (also a TimeoutError) other threads held the state lock until the deadline
+    ├── LockOrderError      waiting for the state lock would deadlock, so the lock refuses at once
     ├── LockNotHeldError    a section of the state lock was released twice
     ├── RegistryError       a key is taken, unknown or missing, or the function under a key failed
-    │   └── StateMismatchError   a peer's state does not fit what is registered here
-    ├── LoaderOrderError    a data loader is ahead of the step boundary, or behind the state that was loaded
-    ├── StateTornError      the replica holds part of a state and must not step
-    ├── QuorumError         the replicas could not be brought together
+    │   └── StateMismatchError   a peer's state does not fit the objects that are registered here
+    ├── LoaderOrderError    batches were drawn before the step boundary, or from an outdated iterator
+    ├── StateTornError      the replica has only part of a state and must not step
+    ├── QuorumError         the replicas could not form a quorum
+    │   ├── QuorumTimeoutError           (also a TimeoutError) a replica or rank did not arrive in time
     │   ├── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
     │   ├── ReductionMismatchError       replicas began to reduce different tensors in one step
-    │   └── StatesDivergedError          replicas hold different states of one step, and no majority agrees
+    │   └── StatesDivergedError          replicas have different states of one step, and no majority agrees
     │       └── HyperparametersDivergedError   their optimizers have different hyperparameters after one step
     ├── UnfinishedReductionError   a tensor was changed, replaced or reduced again before its reduction ended
     ├── RecoveryFailedError no live peer and no checkpoint has a state to recover
-    ├── HealFailedError     the replica could not be healed, however often it was tried
-    ├── ManagerClosedError  the manager was shut down, or is one of the process that forked this one
-    ├── ReportedError       (never raised) what spoiled a step, as Manager.errored returns it
-    └── CommitFailedError   so many steps in a row were not committed that the run is given up
-        └── ReplicaFaultError   this replica's own errors did so, and the others go on without it
+    ├── HealFailedError     every attempt to heal the replica failed
+    ├── ManagerClosedError  the manager was shut down, or belongs to the process that forked this one
+    ├── ReportedError       (never raised) the error that failed a step, as Manager.errored returns it
+    └── CommitFailedError   too many steps in a row were not committed
+        └── ReplicaFaultError   this replica's own errors failed the steps, so it leaves the job
 
-A setting that cannot work is a ``ConfigurationError`` of ``ft_transport``, here as there; ``ConfigError`` is its older
-name. The fields are attributes, the sentence is made by ``str()``, and every error survives pickling, so that one can
-cross a process boundary without losing what it knows.
+A setting that cannot work raises ``ConfigurationError`` of ``ft_transport``; ``ConfigError`` is its older name. Every
+error can be pickled, with its fields: an error that is sent to another process loses nothing.
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ _DOING: dict[Kind, str] = {"read": "reading", "write": "writing"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockHolder:
-    """One open section of the state lock at the time of a query.
+    """One open section of the state lock: its purpose, its thread and its age.
 
     Attributes:
-        kind: The section's hold on the lock. A read nested in a write section counts as ``write``, its effect on other
-            threads.
-        what: The purpose, in the words of the code that opened it.
-        thread_name: Name of the thread that opened it.
-        thread_id: ``threading.get_ident()`` of that thread.
-        age_s: Seconds since it was opened.
+        kind: ``read`` or ``write``. A read section inside a write section counts as ``write``: it blocks all threads.
+        what: The purpose of the section, as the code that opened it describes it.
+        thread_name: Name of the thread that opened the section.
+        thread_id: ``threading.get_ident()`` of the same thread.
+        age_s: Seconds since the section was opened.
     """
 
     kind: Kind
@@ -82,7 +81,7 @@ class ManagerError(Exception):
         return escape_controls(super().__str__())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by fields: the default way cannot pass the constructors' keywords."""
+        """Pickle the fields; the default ``__reduce__`` cannot pass keyword arguments to a constructor."""
         return _remake, (type(self), self.args, dict(self.__dict__))
 
 
@@ -94,12 +93,12 @@ def _remake(error_type: type[ManagerError], args: tuple[object, ...], fields: di
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LockTimeoutError(ManagerError, TimeoutError):
-    """The state lock could not be taken before the deadline.
+    """A thread could not take the state lock before its deadline.
 
     Attributes:
         wanted: The requested section, e.g. ``"write ('optimizer step')"``.
-        waited_s: Seconds that it waited.
-        holders: Every open section at the deadline.
+        waited_s: Seconds that the thread waited.
+        holders: Every section that was open at the deadline.
     """
 
     wanted: str
@@ -107,15 +106,15 @@ class LockTimeoutError(ManagerError, TimeoutError):
     holders: tuple[LockHolder, ...]
 
     def __str__(self) -> str:
-        """Name every holder, its purpose and its age."""
+        """Return a message with the purpose, thread and age of every open section."""
         held = "; and ".join(str(holder) for holder in self.holders)
-        state = f"the lock is held {held}" if held else "nobody holds the lock any more"
+        state = f"the lock is held {held}" if held else "no thread holds the lock any more"
         return f"waited {self.waited_s:.1f} s to {self.wanted}; {state}"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LockOrderError(ManagerError):
-    """The requested section would have to wait for the calling thread itself.
+    """A thread requested a section of the state lock that would wait for another section of the same thread.
 
     Attributes:
         wanted: The requested section, e.g. ``"write ('optimizer step')"``.
@@ -126,91 +125,91 @@ class LockOrderError(ManagerError):
     holders: tuple[LockHolder, ...]
 
     def __str__(self) -> str:
-        """Name the sections that the thread must release first."""
+        """Return a message that names the sections that the thread must release first."""
         held = "; and ".join(str(holder) for holder in self.holders)
         return f"cannot {self.wanted} before this thread releases what it holds: the lock is held {held}"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LockNotHeldError(ManagerError):
-    """A section was released that is not open.
+    """A section of the state lock was released that is not open.
 
     Attributes:
-        kind: Whether the section was for reading or for writing.
-        what: Its purpose.
+        kind: ``read`` or ``write``.
+        what: The purpose of the section.
     """
 
     kind: Kind
     what: str
 
     def __str__(self) -> str:
-        """Name the section."""
+        """Return a message that names the section."""
         return f"expected an open {self.kind} section {self.what!r} to release, but it has been released already"
 
 
 class RegistryError(ManagerError):
-    """The registry of state functions was used, or answered, wrongly.
+    """A key of the registry is taken, unknown or missing, or a registered state function failed.
 
     Attributes:
-        reason: The whole sentence, which names the keys.
-        keys: The keys concerned.
+        reason: The message, which names the keys.
+        keys: The keys that the message names.
     """
 
     def __init__(self, reason: str, *, keys: tuple[str, ...] = ()) -> None:
-        """Keep the fields; see the class."""
+        """Set the attributes; see the class."""
         super().__init__(reason)
         self.reason = reason
         self.keys = keys
 
 
 class StateMismatchError(RegistryError):
-    """The registered objects cannot load a peer's state, so another attempt is useless. Nothing was received."""
+    """The registered objects cannot load a peer's state. Nothing was received, and another attempt would fail too."""
 
 
 class LoaderOrderError(ManagerError):
-    """The loop draws batches in a way that the loader's state does not show.
+    """The training loop drew a batch before the step boundary, or from an iterator that a load made outdated.
 
     Attributes:
-        key: The registered loader's key.
+        key: The key under which the data loader is registered.
     """
 
     def __init__(self, message: str, *, key: str) -> None:
-        """Keep the fields; see the class."""
+        """Set the attributes; see the class."""
         super().__init__(message)
         self.key = key
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class StateTornError(ManagerError):
-    """The replica has a partial state and must not step: training would spread the damage.
+    """The replica has only part of a state and must not step: a step would spread the damage to other replicas.
 
     Attributes:
-        step: The step whose state was being received.
-        reason: Why that failed.
+        step: The step whose state the replica was receiving or loading.
+        reason: Why receiving or loading failed.
     """
 
     step: int | str
     reason: str
 
     def __str__(self) -> str:
-        """Name the step, the reason and the remedy."""
+        """Return a message with the step, the reason and the remedy."""
         return (
             f"this replica holds only part of the state of step {self.step} and must not step until Manager.recover or "
-            f"Manager.load has brought it a whole one: {self.reason}"
+            f"Manager.load has loaded a complete state: {self.reason}"
         )
 
 
 class QuorumError(ManagerError):
-    """The replicas could not form a quorum; the message names the present and the missing ones."""
+    """The replicas could not form a quorum; the message names the present replicas and the missing replicas."""
 
 
 class QuorumTimeoutError(QuorumError, TimeoutError):
-    """A replica or rank did not arrive in time; torchft's Manager raises ``TimeoutError`` then."""
+    """A replica or rank did not arrive in time. It is a ``TimeoutError`` because torchft's ``Manager`` raises that."""
 
 
 @contextmanager
 def quorum_errors() -> Iterator[None]:
-    """Raise errors of agreement through a store as the manager's errors."""
+    """Convert errors of ``ft_transport`` about ranks that do not answer into `QuorumError`, as a context manager."""
     try:
         yield
     except DeadlineExceededError as error:
@@ -225,13 +224,13 @@ class LighthouseUnavailableError(QuorumError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class StatesDivergedError(QuorumError):
-    """Replicas have different states of one step, and no majority agrees.
+    """Replicas have different states of one step, and no majority of them has the same state.
 
     Attributes:
         step: The committed step.
-        replicas: The compared replicas.
-        tensors: Paths of the differing tensors, if the replicas could exchange them.
-        store_address: Address of the store for that exchange.
+        replicas: Ids of the compared replicas.
+        tensors: Paths of the tensors that differ; empty if the replicas could not exchange digests of their tensors.
+        store_address: Address of the store through which the replicas exchange these digests.
     """
 
     step: int
@@ -240,7 +239,7 @@ class StatesDivergedError(QuorumError):
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Name the tensors."""
+        """Return a message with the paths of the first few tensors."""
         shown = ", ".join(self.tensors[:_MAX_SHOWN]) or "some tensors"
         more = f" and {len(self.tensors) - _MAX_SHOWN} more" if len(self.tensors) > _MAX_SHOWN else ""
         return (
@@ -251,27 +250,27 @@ class StatesDivergedError(QuorumError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class ReductionMismatchError(QuorumError):
-    """Replicas began to reduce different tensors in one step, or in another order.
+    """Replicas began to reduce different tensors in one step, or the same tensors in different orders.
 
     Attributes:
-        position: Number of equal reductions before the mismatch.
-        reductions: The next reduction of each replica, by id.
+        position: Number of reductions before the mismatch, which are equal on all replicas.
+        reductions: Pairs of a replica's id and a description of the reduction that it began at ``position``.
     """
 
     position: int
     reductions: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        """Name both sides."""
+        """Return a message with each reduction and the replicas that began it."""
         sides = "; ".join(f"{what} on {', '.join(replicas)}" for what, replicas in self._sides().items())
         return (
             f"expected all replicas to reduce the same tensors in the same order, and after {self.position} equal ones "
             f"they began different reductions: {sides}; reduce the same gradients on all replicas whatever their "
-            "batches, or call manager.average_gradients(model)"
+            "batches are, or call manager.average_gradients(model)"
         )
 
     def differs_from_most(self, replica_id: str) -> bool:
-        """Return whether at most half of the replicas made the same reduction as this one."""
+        """Return whether at most half of all replicas began the same reduction as ``replica_id``."""
         own = dict(self.reductions).get(replica_id, "")
         return 2 * len(self._sides().get(own, ())) <= len(self.reductions)
 
@@ -287,14 +286,16 @@ class UnfinishedReductionError(ManagerError):
 
 
 class HyperparametersDivergedError(StatesDivergedError):
-    """Optimizers have different hyperparameters after one step, and no majority agrees, or a heal did not help.
+    """Optimizers of different replicas have different hyperparameters after the same step.
+
+    It is raised if no majority of the replicas agrees, or if the hyperparameters still differ after a heal.
 
     Attributes:
-        tensors: Each hyperparameter that differs, with its value on each replica.
+        tensors: Names of the hyperparameters that differ, each with its value on each replica.
     """
 
     def __str__(self) -> str:
-        """Name the values, and the usual causes."""
+        """Return a message with the values and the usual causes."""
         shown = "; ".join(self.tensors[:_MAX_SHOWN]) or "which ones is not known"
         more = f"; and {len(self.tensors) - _MAX_SHOWN} more" if len(self.tensors) > _MAX_SHOWN else ""
         return (
@@ -313,15 +314,15 @@ class HealFailedError(ManagerError):
     """The replica could not heal, and makes no further attempt.
 
     Attributes:
-        step: The step of the last attempt.
-        reasons: The reason of each attempt, with its source.
+        step: The step whose state the last attempt tried to receive.
+        reasons: For each attempt, why it failed, with the address of the source.
     """
 
     step: int
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        """List the reasons."""
+        """Return a message with all reasons."""
         times = "once" if len(self.reasons) == 1 else f"{len(self.reasons)} times"
         return f"healing for step {self.step} failed {times}: " + "; ".join(self.reasons)
 
@@ -335,17 +336,17 @@ class ReportedError(ManagerError):
 
     Attributes:
         original_exception: The reported exception.
-        stack_trace: Its formatted traceback.
+        stack_trace: The formatted traceback of the reported exception.
     """
 
     def __init__(self, error: Exception) -> None:
-        """Keep the error; see the class."""
+        """Set the attributes; see the class."""
         super().__init__(error)
         self.original_exception = error
         self.stack_trace = "".join(traceback.format_exception(error))
 
     def __str__(self) -> str:
-        """Return type and message."""
+        """Return the type and message of the reported exception."""
         return f"{type(self.original_exception).__name__}: {self.original_exception}"
 
 
@@ -355,8 +356,8 @@ class CommitFailedError(ManagerError, RuntimeError):
 
     Attributes:
         step: The last committed step.
-        num_failures: Number of failed attempts at the next one.
-        reasons: The reasons of the last failure.
+        num_failures: How many times in a row the step after ``step`` was not committed.
+        reasons: Why the last attempt was not committed.
     """
 
     step: int
@@ -364,24 +365,24 @@ class CommitFailedError(ManagerError, RuntimeError):
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the number of failures and the last reasons."""
+        """Return a message with the number of failures and the reasons of the last failure."""
         why = "; ".join(self.reasons) or "another rank of this replica refused"
         return f"the step after {self.step} was not committed {self.num_failures} times in a row; the last time: {why}"
 
 
 class ReplicaFaultError(CommitFailedError):
-    """This replica's own errors failed several steps; it leaves so that the others can continue.
+    """This replica's own errors failed several steps, so it leaves the job and lets the other replicas continue.
 
     Attributes:
         step: The last committed step.
-        num_failures: Number of attempts since then that its own errors failed.
-        reasons: The last errors.
+        num_failures: How many attempts at the step after ``step`` failed because of this replica's own errors.
+        reasons: The errors that failed the last attempt.
     """
 
     def __str__(self) -> str:
-        """Return the number of failures and the errors."""
+        """Return a message with the number of failures and the errors."""
         return (
             f"errors of this replica's own failed the step after {self.step} {self.num_failures} times; it leaves, so "
-            f"that the others can go on; end this process, and start it again when this is mended: "
+            f"that the other replicas can continue; end this process, correct the cause, and start the process again: "
             f"{'; '.join(self.reasons)}"
         )

@@ -1,6 +1,6 @@
-"""Releases a manager's resources if its constructor fails, or if it is garbage-collected without ``shutdown``.
+"""Releases a manager's resources if its constructor fails, or if the manager is garbage-collected without ``shutdown``.
 
-Nothing here may refer to the manager, which refers to the model: closers refer only to the owners of threads.
+No object of this module may refer to the manager. Such a reference would keep the manager and its model in memory.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ logger = logging.getLogger(__name__)
 _OURS: Final = ("manager.", "ft_transport.")
 _SHUT_DOWN: Final = "expected a manager that runs, this one was shut down; make another one"
 _PROGRAMS: Final = ("manager.demo",)
-"""Modules of this package that use it as a user does."""
+"""Modules of this package that call the manager as a user's program does."""
 
 
 def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Make a constructor that raises shut down the transport and close the store of its keyword arguments.
+    """Decorate a constructor: if it raises, the decorator closes its ``checkpoint_transport`` and ``checkpoint_store``.
 
-    Callers often construct both inside the call and could not end them otherwise. A transport that serves another
-    manager's state stays open.
+    Callers often create both inside the call, and then have no variable to close them with. A transport that serves
+    another manager's state stays open.
     """
 
     @functools.wraps(constructor)
     def construct(*arguments: P.args, **keywords: P.kwargs) -> None:
         transport: Any = keywords.get("checkpoint_transport")
         store: Any = keywords.get("checkpoint_store")
-        # An argument that is no transport belongs to the caller.
+        # If the argument is not a transport, the caller closes it.
         is_owned_elsewhere = getattr(transport, "is_owned", True)
         try:
             constructor(*arguments, **keywords)
@@ -61,18 +61,18 @@ def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
 
 
 class Usability:
-    """Allows the use of an object until its shutdown, and only in the process that made it."""
+    """Refuses calls on an object after its shutdown, and in a process that was forked after the object was made."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.is_shut_down = False
 
     def is_of_parent(self) -> bool:
-        """Return whether this process is a fork of the one that made the object; its threads do not run here."""
+        """Return whether this process was forked after the object was made. Threads of the object do not run here."""
         return os.getpid() != self._pid
 
     def require(self) -> None:
-        """Refuse a call that would wait for ever.
+        """Raise if the object is unusable, so that the caller does not wait for ever.
 
         Raises:
             ManagerClosedError: The object was shut down, or this is a forked child.
@@ -82,7 +82,7 @@ class Usability:
             raise ManagerClosedError(_SHUT_DOWN)
 
     def require_process(self) -> None:
-        """Refuse a call that would wait for a thread of the parent process.
+        """Raise in a forked child, where a call would wait for a thread that runs only in the parent process.
 
         Raises:
             ManagerClosedError: This is a forked child.
@@ -95,21 +95,21 @@ class Usability:
 
 
 class OwnedExecutor(SafeExecutor):
-    """A `SafeExecutor` that refuses jobs with the manager's errors."""
+    """A `SafeExecutor` whose `submit` raises errors of the manager."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Let a thread call ``fn``.
+        """Call ``fn`` on a thread of this executor.
 
         Raises:
             ManagerClosedError: A signal handler has shut the manager down.
-            ManagerError: The system has no further thread.
+            ManagerError: The operating system refuses another thread.
         """
         try:
             return super().submit(fn, *args, **kwargs)
         except ExecutorClosedError as error:
             raise ManagerClosedError(_SHUT_DOWN) from error
         except ThreadRefusedError as error:
-            raise ManagerError(f"expected a further thread ({self.name}): {error}") from error
+            raise ManagerError(f"expected to start a thread ({self.name}): {error}") from error
 
 
 class Unclosed:
@@ -117,7 +117,7 @@ class Unclosed:
 
     Args:
         owner: The object.
-        closers: Close its resources; called in reverse order. They must not refer to the owner.
+        closers: Functions that close the owner's resources, called in reverse order. They must not refer to the owner.
     """
 
     def __init__(self, owner: object, closers: Iterable[Callable[[], object]]) -> None:
@@ -127,19 +127,19 @@ class Unclosed:
         self._finalizer.atexit = False
 
     def add(self, close: Callable[[], object]) -> None:
-        """Add a closer, to be called before earlier ones. It must not refer to the owner."""
+        """Add a function that is called before all earlier closers. It must not refer to the owner."""
         self._closers.append(close)
 
     def forget(self) -> None:
-        """Disable this object: the owner is shut down."""
+        """Stop watching the owner, because it is shut down in the ordinary way."""
         self._finalizer.detach()
 
 
 def interrupts_own_call() -> bool:
-    """Return whether the calling function's caller is a signal handler that interrupted code of these packages.
+    """Return whether a signal handler called the calling function, and interrupted code of these packages to do so.
 
     A handler runs on the main thread and interrupts it anywhere. The interrupted code may hold locks until the handler
-    returns, so a handler that waits for another thread that needs one of them would deadlock.
+    returns. If the handler waited for another thread that needs one of these locks, both threads would deadlock.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -154,15 +154,15 @@ def interrupts_own_call() -> bool:
 
 def _end(name: str, closers: list[Callable[[], object]], pid: int) -> None:
     if os.getpid() != pid:
-        return  # A forked child has a copy, without its threads.
-    # The garbage collector calls this anywhere, even while this thread holds a lock of threading or logging.
+        return  # The resources belong to the parent process.
+    # The garbage collector may call this function while the current thread holds a lock of threading or logging.
     _thread.start_new_thread(_end_on_thread, (name, closers))
 
 
 def _end_on_thread(name: str, closers: list[Callable[[], object]]) -> None:
-    logger.warning("a %s was dropped without shutdown; its threads, sockets and snapshots are ended now", name)
+    logger.warning("a %s was dropped without shutdown; closing its threads, sockets and snapshots now", name)
     for close in reversed(closers):
         try:
             close()
         except Exception:
-            logger.exception("ending what a dropped %s has left failed", name)
+            logger.exception("could not close a resource of a %s that was dropped without shutdown", name)

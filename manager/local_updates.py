@@ -1,8 +1,9 @@
-"""Guards for torchft's DiLoCo and LocalSGD (torchft/local_sgd.py): their syncs change the state inside the write lock.
+"""Makes torchft's DiLoCo and LocalSGD (torchft/local_sgd.py) change parameters only while they hold the write lock.
 
-torchft takes the lock for the inner optimizer's step alone, and lets readers in while a sync changes state: LocalSGD
-writes the averaged parameters; DiLoCo restores the global parameters, lets the outer optimizer step and saves the
-result. DiLoCo's state functions copy the backup of the global parameters at every call, although it changes at a sync.
+torchft holds the lock only for the step of the inner optimizer. A reader can copy the state in the middle of a sync:
+while LocalSGD writes the averaged parameters, or while DiLoCo restores the global parameters, steps the outer optimizer
+and saves the result. DiLoCo's state functions also copy their backup of the global parameters at every call, although
+only a sync changes the backup.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_par
 
 
 class DiLoCoFragment(Protocol):
-    """The parts of torchft's ``_StreamingDiLoCoFragment`` that the guard needs."""
+    """The attributes of torchft's ``_StreamingDiLoCoFragment`` that `guard_diloco` uses."""
 
     original_parameters: dict[str, torch.Tensor]
     _fragment_id: int
@@ -32,19 +33,20 @@ class DiLoCoFragment(Protocol):
 
 
 def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
-    """Make every change that ``diloco`` makes to the state a write section of the manager, and its backup stable.
+    """Make ``diloco`` hold the manager's write lock whenever it changes the state.
 
-    Call it once, after making the ``DiLoCo`` and before training. Attach the inner optimizer as well.
+    Its backup of the global parameters is then served without a copy. Call this function once, after making the
+    ``DiLoCo`` and before training. Attach the inner optimizer with ``manager.attach``.
 
     Args:
-        manager: The manager of ``diloco``.
+        manager: The manager with which ``diloco`` was made.
         diloco: A ``torchft.local_sgd.DiLoCo``.
 
     Returns:
-        The attachment of its outer optimizers.
+        The attachment of the outer optimizers.
 
     Raises:
-        ManagerError: ``diloco`` is no ``DiLoCo``, or it belongs to another manager.
+        ManagerError: ``diloco`` is not a ``DiLoCo``, or it was made with another manager.
     """
     fragments = getattr(diloco, "_fragments", None)
     if not isinstance(fragments, list) or getattr(diloco, "_manager", None) is not manager:
@@ -59,7 +61,7 @@ def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
         if snapshots is not None:
             fragment.perform_sync = _followed(fragment.perform_sync, snapshots)
         outer_optimizers[id(fragment._outer_optimizer)] = fragment._outer_optimizer
-        manager.replace_state_dict_fn(
+        manager._state.registry.replace(
             f"StreamingDiLoCoFragment_{fragment._fragment_id}", functools.partial(_live_state, fragment), is_stable=True
         )
     setattr(diloco, GUARD_FLAG, "guard_diloco")
@@ -78,7 +80,10 @@ def _inside_write_section(manager: StateManager, change: Callable[[], object], n
 
 
 def _followed(sync: Callable[[], bool], snapshots: SnapshotScheduler) -> Callable[[], bool]:
-    """Return ``sync``, followed by a snapshot if one is requested: until the next sync it can be read in place."""
+    """Return a function that calls ``sync`` and then takes a requested snapshot.
+
+    Receivers can read this snapshot in place until the next sync.
+    """
 
     @functools.wraps(sync)
     def followed() -> bool:
@@ -90,7 +95,7 @@ def _followed(sync: Callable[[], bool], snapshots: SnapshotScheduler) -> Callabl
 
 
 def _live_state(fragment: DiLoCoFragment) -> dict[str, object]:
-    """Return the result of the fragment's own state function, without its copies."""
+    """Return the same dict as the fragment's own state function, but with live tensors instead of copies."""
     return {
         "outer_optimizer": fragment._outer_optimizer.state_dict(),
         "original_parameters": dict(fragment.original_parameters),
@@ -98,17 +103,17 @@ def _live_state(fragment: DiLoCoFragment) -> dict[str, object]:
 
 
 def guard_local_sgd(manager: StateManager, local_sgd: Any) -> None:
-    """Make the parameters' change at every sync of ``local_sgd`` a write section of the manager.
+    """Make ``local_sgd`` hold the manager's write lock while a sync writes the averaged parameters.
 
-    Call it once, after making the ``LocalSGD`` and before training. The averaging itself holds no lock. Its optimizer
-    may then be attached.
+    A sync computes the averages without the lock. Call this function once, after making the ``LocalSGD`` and before
+    training. Afterwards the optimizer of ``local_sgd`` may be attached.
 
     Args:
-        manager: The manager of ``local_sgd``.
+        manager: The manager with which ``local_sgd`` was made.
         local_sgd: A ``torchft.local_sgd.LocalSGD``.
 
     Raises:
-        ManagerError: ``local_sgd`` is no ``LocalSGD``, or it belongs to another manager.
+        ManagerError: ``local_sgd`` is not a ``LocalSGD``, or it was made with another manager.
     """
     if not hasattr(local_sgd, "_average") or getattr(local_sgd, "_manager", None) is not manager:
         raise ManagerError(

@@ -1,4 +1,4 @@
-"""The manager of one replica in a fault-tolerant loop: quorum, healing, collectives and commits, over its state."""
+"""The manager of one replica in a fault-tolerant training loop: quorum, healing, collectives and commits."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OTHER_KEYWORDS: Final = ("pg", "load_state_dict", "state_dict", "config", "checkpoint_store", "save_every")
-"""Keywords that are neither torchft's nor settings, for advice on a typo."""
+"""Keywords that are neither torchft's nor fields of `ManagerConfig`."""
 _STALL_SHARE: Final = 0.5
-"""Fraction of ``timeout``: longer waits are logged."""
+"""Fraction of ``timeout`` after which a wait is logged."""
 
 
 class Manager(StateManager):
-    """Keeps a replica and its peers at the same state, also when one of them dies.
+    """Keeps all replicas of a training job in the same state when replicas fail, leave and join.
 
-    Without a quorum it is a `StateManager`. With one, the training loop is that of torchft::
+    Without a quorum it does the same as a `StateManager`. With a quorum, the training loop is that of torchft::
 
         manager = Manager(min_replica_size=2, replica_id="replica_0")
         manager.register("model", model)
@@ -54,11 +54,11 @@ class Manager(StateManager):
             if manager.should_commit():
                 optimizer.step()
 
-    torchft's ``DistributedDataParallel``, ``Optimizer``, ``LocalSGD`` and ``DiLoCo`` do these calls by themselves.
+    torchft's ``DistributedDataParallel``, ``Optimizer``, ``LocalSGD`` and ``DiLoCo`` make these calls themselves.
 
-    The thread that calls ``start_quorum`` is the training thread; ``allreduce``, ``should_commit`` and all that changes
-    the state belong to it. ``report_error`` may be called from any thread. After ``shutdown``, and in a forked child, a
-    call that would need the manager's threads raises ``ManagerClosedError``.
+    The thread that calls ``start_quorum`` is the training thread. Only this thread may call ``allreduce`` and
+    ``should_commit`` and change the state. Any thread may call ``report_error``. After ``shutdown``, and in a forked
+    child, a method that needs the manager's threads raises ``ManagerClosedError``.
     """
 
     @ends_what_it_owns
@@ -76,27 +76,28 @@ class Manager(StateManager):
         save_every: int | None = None,
         **keywords: Unpack[TorchftKeywords],
     ) -> None:
-        """Make a manager, and join the job if a quorum is configured.
+        """Create a manager. It joins the job at once if a setting of the quorum is given.
 
         Args:
-            pg: Runs the collectives between replicas; a process group of torchft, or one of torch's that can be
-                reconfigured, will do. Default: gloo.
+            pg: Process group for collectives between replicas: one of torchft, or one of torch that can be
+                reconfigured. Default: gloo.
             load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
             state_dict: See ``load_state_dict``.
-            *positional: The next arguments of torchft's ``Manager``, in its order: ``min_replica_size`` and so on.
-            config: How to take part in the quorum.
-            checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
-                it down, also where this constructor raises. For a quorum there is a default one.
+            *positional: Further arguments of torchft's ``Manager`` in torchft's order, from ``min_replica_size`` on.
+            config: Settings of the quorum.
+            checkpoint_transport: Serves this replica's snapshots and receives snapshots of peers. The manager shuts it
+                down, even if this constructor raises. Default in a quorum: a new ``HTTPTransport``.
             timeout: Deadline of every wait for the lock, and `ManagerConfig.timeout`. Default: 60 s.
-            prefault: See `StateManager`.
-            checkpoint_store: See `StateManager`.
-            save_every: See `StateManager`.
-            **keywords: Instead of ``config``, its fields under torchft's names. With any of them, or with ``config``,
-                the manager joins the job at once. Without, it joins with the first `start_quorum` if
-                ``TORCHFT_LIGHTHOUSE`` is set, and has no quorum otherwise.
+            prefault: As for `StateManager`.
+            checkpoint_store: As for `StateManager`.
+            save_every: As for `StateManager`.
+            **keywords: Fields of `ManagerConfig`, instead of ``config``. Without these keywords, ``config`` and ``pg``,
+                the manager joins the job in the first `start_quorum` if ``TORCHFT_LIGHTHOUSE`` is set. If that is not
+                set, the manager has no quorum.
 
         Raises:
-            ConfigurationError: The settings cannot work, a keyword is unknown, or ``config`` was given beside them.
+            ConfigurationError: The settings contradict each other, a keyword is unknown, or both ``config`` and
+                keywords were given.
             QuorumError: The Lighthouse or the replica's store cannot be reached.
             TransportError: The advertised address does not lead to this transport.
         """
@@ -114,7 +115,7 @@ class Manager(StateManager):
         if wants_quorum:
             config = config.with_environment()
             if checkpoint_transport is None:
-                # So that monitors and the other replicas' logs show its name.
+                # Monitors and the logs of other replicas show this name.
                 named = ft_transport.TransportSettings(replica=config.replica_id) if config.replica_id else None
                 checkpoint_transport = ft_transport.HTTPTransport(config.timeout, settings=named)
         super().__init__(
@@ -127,12 +128,12 @@ class Manager(StateManager):
             save_every=save_every,
         )
         if self._replica.checkpoints is not None:
-            # A Lighthouse inside this process serves no other replica.
+            # Without an address, this process starts a Lighthouse, which no other replica uses.
             has_peers = bool(config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
             self._replica.checkpoints.replica_name = config.replica_id or ("" if has_peers else None)
         self._config = config
         self._process_group = pg
-        # torchft's DiLoCo reads it under this name.
+        # torchft's DiLoCo reads this private name.
         self._use_async_quorum = config.use_async_quorum
         self._loop: QuorumLoop | None = None
         self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
@@ -144,28 +145,29 @@ class Manager(StateManager):
                 self._shut_down(wait=True)
                 raise
 
-    # ------------------------------------------------------------------------------------------------- the round
+    # ------------------------------------------------------------------------------------------------- one step
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """Begin a step: form the quorum, and heal first if this replica is behind. As in torchft.
+        """Begin a step: form the quorum, and heal this replica if it is behind. As in torchft.
 
-        This is the step boundary: what is registered shows `current_step`. Call it before data is drawn and
-        ``forward`` runs. With ``use_async_quorum`` it returns at once as a rule; a replica that may be behind (it has
-        just started, or its last step was not committed) waits for the quorum, and returns healed.
+        The call is the step boundary, at which the registered state is that of `current_step`. Call it before you draw
+        data and run ``forward``. With ``use_async_quorum`` the call usually returns before the quorum has formed. A
+        replica that may be behind (it has just started, or its last step was not committed) waits for the quorum and
+        heals before the call returns.
 
         Args:
-            allow_heal: Whether this replica heals if it is behind. Otherwise it takes no part then.
-            shrink_only: Whether new replicas have to wait.
-            timeout: For the quorum, all its attempts and the meeting of its members together; receiving a state has
-                ``timeout`` of the configuration, as in torchft. Default: the configuration's timeout of each.
+            allow_heal: Whether this replica heals if it is behind. If not, it takes no part in the step.
+            shrink_only: Whether the quorum admits only replicas that were in the last quorum.
+            timeout: Deadline to form the quorum and its process group, over all attempts. Receiving a state has
+                ``timeout`` of the configuration, as in torchft. Default: the timeouts of the configuration.
 
         Raises:
-            QuorumError: There was no quorum.
-            HealFailedError: This replica could not be healed three times in a row.
-            StateTornError: It holds part of a state, and may not heal.
-            LoaderOrderError: A registered loader was drawn from before, or is not where it was loaded.
+            QuorumError: The quorum could not be formed.
+            HealFailedError: Healing this replica failed three times in a row.
+            StateTornError: This replica has only part of a state, and ``allow_heal`` is false.
+            LoaderOrderError: A batch of a registered loader was drawn too early, or from an outdated iterator.
         """
         deadline = Deadline.after(timeout)
         self._joined().start(
@@ -174,10 +176,10 @@ class Manager(StateManager):
 
     @spanned("wait_quorum")
     def wait_quorum(self) -> None:
-        """Wait until the quorum is there and its process group is set up. As in torchft.
+        """Wait until the quorum has formed and its process group is configured. As in torchft.
 
         Raises:
-            QuorumError: There was no quorum.
+            QuorumError: The quorum could not be formed.
         """
         self._joined().wait()
 
@@ -185,34 +187,34 @@ class Manager(StateManager):
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> ManagedWork:
-        """Begin to reduce ``tensor`` in place over the participants. As in torchft.
+        """Start to reduce ``tensor`` in place over the participating replicas. As in torchft.
 
-        It only begins: wait for the work before anything reads or changes the tensor. For gradients there is
-        `average_gradients`, which waits. All replicas reduce the same tensors in the same order.
+        Wait for the returned work before you read or change the tensor. To average gradients, call
+        `average_gradients`, which waits. All replicas must reduce the same tensors in the same order.
 
-        A replica that does not participate contributes zeros. Errors are not raised but reported: the work is done,
-        and the step will not be committed; the tensor's values mean nothing then.
+        A replica that does not participate contributes zeros. A failed reduction raises no error. It is reported, the
+        work completes, the tensor's values are undefined, and the step is not committed.
 
         Args:
-            tensor: Dense; averaged over the participants by default. Of a DTensor the local part, which has to be the
-                same part on all replicas: that is, ranks of one number in replicas of one layout.
-            should_quantize: Accepted as torchft does without Triton: the tensor is sent as it is.
+            tensor: A dense tensor. Of a DTensor, the local part is reduced; it must be the same part of the whole
+                tensor on all replicas.
+            should_quantize: Ignored: the tensor is sent unquantized, as torchft does without Triton.
             reduce_op: The reduction. ``AVG`` needs a floating-point dtype.
 
         Returns:
-            The work; `should_commit` waits for any that has not been waited for.
+            The work. `should_commit` waits for all unfinished work.
 
         Raises:
-            QuorumError: There was no quorum.
-            TypeError: ``tensor`` is no tensor.
-            ValueError: The average of integers was asked for.
-            UnfinishedReductionError: The tensor is being reduced already.
+            QuorumError: The quorum could not be formed.
+            TypeError: ``tensor`` is not a tensor.
+            ValueError: ``AVG`` was requested for integers.
+            UnfinishedReductionError: An earlier reduction of the tensor has not ended.
         """
         del should_quantize
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"expected a tensor to reduce, got {type(tensor).__name__}; a parameter that the loss does not depend "
-                "on has no gradient: leave it out on all replicas, or give all of them one of zeros"
+                "on has no gradient: leave it out on all replicas, or set a gradient of zeros on all replicas"
             )
         if reduce_op == ReduceOp.AVG and not (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
             raise ValueError(f"expected a floating-point tensor to average, got {tensor.dtype}")
@@ -220,88 +222,89 @@ class Manager(StateManager):
 
     @spanned("average_gradients")
     def average_gradients(self, trained: nn.Module | Optimizer | Iterable[torch.Tensor]) -> bool:
-        """Average the gradients over the replicas, and wait for that; after ``backward``, before anything reads them.
+        """Average gradients over the replicas, and wait until they are averaged. Call it right after ``backward``.
 
-        Small gradients travel together. A parameter without a gradient on this replica counts as zeros, and has the
-        average afterwards; one without a gradient on any replica keeps none. A sparse gradient is sent dense, and stays
-        sparse if no replica had a dense one; rows whose average is zero are left out.
+        Small gradients are sent together. If a parameter has no gradient on this replica but on another replica, this
+        replica contributes zeros and receives the average. If no replica has a gradient for the parameter, the gradient
+        stays ``None``. A sparse gradient is sent dense. It stays sparse, without rows whose average is zero, unless a
+        replica has a dense gradient.
 
         Args:
-            trained: The object with gradients: the model, its optimizer, or the parameters; the same on all replicas.
+            trained: The model, its optimizer, or the parameters; the same on all replicas.
 
         Returns:
-            Whether they are averaged. If not, that was reported: the gradients mean nothing, and `should_commit` will
-            return ``False``.
+            Whether the gradients are averaged. If not, their values are undefined, the failure is reported, and
+            `should_commit` will return ``False``.
 
         Raises:
-            QuorumError: There was no quorum.
+            QuorumError: The quorum could not be formed.
             TypeError: ``trained`` has no parameters.
         """
         return self._joined().average_gradients(named_parameters(trained))
 
     @spanned("should_commit")
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Whether to step the optimizer; ends the step. As in torchft, and called once per step on every rank.
+        """End the step, and return whether it is committed: then step the optimizer. As in torchft.
 
-        All ranks of the replica get the same answer. Where it is yes, the step counts as committed from here on.
+        Call it once per step on every rank. All ranks of the replica receive the same result.
 
         Args:
-            timeout: For everything that this waits for: quorum, collectives, and the other ranks of the replica.
-                Default: the configuration's timeout of each.
+            timeout: Deadline for the quorum, the collectives and the other ranks of the replica together.
+                Default: the timeouts of the configuration.
 
         Raises:
-            QuorumError: There was no quorum, or a rank of this replica did not answer.
+            QuorumError: The quorum could not be formed, or a rank of this replica did not respond.
             CommitFailedError: More than ``max_retries`` steps in a row were not committed.
-            UnfinishedReductionError: A tensor was changed or replaced before its reduction was waited for.
-            ManagerError: There was no `start_quorum` since the call before.
-            ReplicaFaultError: Errors of this replica's own failed three steps, and the others could have continued.
+            UnfinishedReductionError: A tensor was changed or replaced before its reduction ended.
+            ManagerError: `start_quorum` was not called since the last `should_commit`.
+            ReplicaFaultError: This replica's own errors failed three steps that other replicas could have committed.
         """
         deadline = Deadline.after(timeout)
         return self._joined().commit(deadline)
 
     def report_error(self, e: Exception) -> None:
-        """Report an error that spoils this step: it will not be committed. As in torchft; from any thread.
+        """Report an error of this step, so that the step is not committed. As in torchft. Any thread may call this.
 
-        The process group is ended, so that the other replicas need not wait for this one. A replica that spoils three
-        steps by errors of its own, without a commit between them, leaves: `should_commit` raises ``ReplicaFaultError``.
+        The call aborts the process group, so that the other replicas do not wait for this replica. If this replica
+        reports errors in three steps without a commit between them, `should_commit` raises ``ReplicaFaultError``.
         """
         if self._loop is not None:
             self._loop.report_error(e, is_own=True)
 
     def errored(self) -> ReportedError | None:
-        """Return the first error of this step, with its ``original_exception``. As in torchft."""
+        """Return the first error that was reported in this step, if any. As in torchft."""
         return self._loop.errored() if self._loop is not None else None
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
     ) -> torch.futures.Future[T]:
-        """Return a future that never fails: where ``fut`` does, it is reported. As in torchft.
+        """Return a future that never fails. If ``fut`` fails, its error is reported for this step. As in torchft.
 
         Args:
-            fut: A future of a collective that did not go through `allreduce`.
-            default: The result if it fails or does not come.
-            timeout: How long to wait for it. Default: ``timeout`` of the configuration.
+            fut: The future of a collective that was not started with `allreduce`.
+            default: The result of the returned future if ``fut`` fails or exceeds ``timeout``.
+            timeout: Time limit of ``fut``. Default: ``timeout`` of the configuration.
         """
         timeout = timeout if timeout is not None else self._config.timeout
         return never_failing(fut, default, timeout, self._report_failed_collective)
 
     def compare_replicas(self) -> None:
-        """Compare the states of all replicas at the next step boundary, once; as with ``compare_every``.
+        """Compare the states of all replicas once, as `ManagerConfig.compare_every` does.
 
-        All replicas call this in the same step. The next `start_quorum` digests what attached optimizers change, and
-        the one after it compares: a replica that differs from most heals, and without a majority all of them raise
-        ``StatesDivergedError``.
+        All replicas must call this in the same step. The next `start_quorum` digests the memory that attached
+        optimizers change. The `start_quorum` after that compares the digests: a replica that differs from the majority
+        heals, and without a majority all replicas raise ``StatesDivergedError``.
         """
         self._joined().compare_at_next_boundary()
 
-    # --------------------------------------------------------------------------------------------- what is known
+    # ----------------------------------------------------------------------------------------------------- figures
 
     def batches_committed(self) -> int:
-        """Return the number of committed batches, over all steps and replicas. As in torchft."""
+        """Return the number of batches in all committed steps, summed over the replicas. As in torchft."""
         return self._state.batches_committed
 
     def num_participants(self) -> int:
-        """Return the number of replicas that contribute to this step; waits for the quorum. As in torchft.
+        """Return the number of replicas that contribute to this step, after waiting for the quorum. As in torchft.
 
         Raises:
             ManagerClosedError: This is a forked child of the manager's process.
@@ -310,7 +313,9 @@ class Manager(StateManager):
         return self._loop.num_participants() if self._loop is not None else 0
 
     def participating_rank(self) -> int | None:
-        """Return this replica's rank among those that contribute, ``None`` if it does not. As in torchft.
+        """Return this replica's rank among the contributing replicas; ``None`` if it does not contribute.
+
+        As in torchft. The call waits for the quorum.
 
         Raises:
             ManagerClosedError: This is a forked child of the manager's process.
@@ -320,17 +325,17 @@ class Manager(StateManager):
         return decision.participating_rank if decision is not None else None
 
     def is_participating(self) -> bool:
-        """Whether this replica contributes to this step; does not wait. As in torchft.
+        """Return whether this replica contributes to this step, without waiting. As in torchft.
 
-        Until the quorum is there, the answer is that of the step before.
+        Until the quorum has formed, the result is that of the previous step.
         """
         return self._loop.is_participating() if self._loop is not None else False
 
     def replica_id(self) -> str:
-        """Return the name of this replica among those that live: the configured one and a random part.
+        """Return the id of this replica in the quorum: the configured ``replica_id`` and a random part.
 
         Raises:
-            QuorumError: It cannot join the job.
+            QuorumError: This replica cannot join the job.
         """
         loop = self._loop if self._loop is not None else self._joined()
         return loop.membership.replica_id
@@ -344,12 +349,12 @@ class Manager(StateManager):
     def _joined(self) -> QuorumLoop:
         self._usability.require()
         if self._loop is None:
-            is_told = bool(self._config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
-            if not is_told or self._replica.transport is None or self._state.training_thread is not None:
+            has_address = bool(self._config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
+            if not has_address or self._replica.transport is None or self._state.training_thread is not None:
                 raise ManagerError(
                     "expected a manager that takes part in a quorum, and this one was made without: give Manager "
-                    "min_replica_size=... or a config, or set TORCHFT_LIGHTHOUSE, to use start_quorum and what belongs "
-                    "to it; without a quorum, call start_step at each boundary"
+                    "min_replica_size=... or a config, or set TORCHFT_LIGHTHOUSE, to call start_quorum; without a "
+                    "quorum, call start_step at each step boundary"
                 )
             self._config = self._config.with_environment()
             self._join()
@@ -368,18 +373,18 @@ class Manager(StateManager):
             )
 
     def _shut_down(self, wait: bool) -> None:
-        """Leave the job as well."""
+        """Leave the job, and release the resources of the `StateManager`."""
         with ExitStack() as closing:
             closing.callback(super()._shut_down, wait)
             closing.callback(self._stall_watch.close)
             if self._loop is not None:
                 closing.callback(self._loop.close, wait=wait)
 
-    # ------------------------------------------------------------------------- what torchft's classes read besides
+    # ------------------------------------------------------------------------- private names that torchft's classes use
 
     @property
     def _pg(self) -> Any:
-        """The process group between replicas: ``ManagedProcessGroup``, and so HSDP, wraps it."""
+        """The process group between replicas. torchft's ``ManagedProcessGroup``, which HSDP needs, wraps it."""
         held = self._process_group
         if held is not None:
             return held

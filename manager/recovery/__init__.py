@@ -1,4 +1,4 @@
-"""Recovery of a replica, from the memory of live peers or from the newest good checkpoint.
+"""Recovers a replica's state from the memory of live peers or from the newest intact checkpoint.
 
-The managers and the quorum import this package. ``quorum`` chooses the peers.
+The managers and the quorum import this package. The quorum chooses the peers.
 """

@@ -1,4 +1,4 @@
-"""The durable checkpoints of one replica: saved at step boundaries, and loaded when no live peer has the state."""
+"""Saves durable checkpoints of one replica at step boundaries, and loads them if no live peer has the state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from manager.quorum.decision import next_lineage
 from manager.recovery.peers import Recovery, shown
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.compatibility import check_fit
-from manager.state.parameter_order import (
-    MANAGER_KEY,
-    TAKEN_OVER,
-    USER_KEY,
-    OrderTakenOverError,
-    incoming_names,
-)
+from manager.state.parameter_order import MANAGER_KEY, TAKEN_OVER, USER_KEY, OrderTakenOverError, incoming_names
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
@@ -35,37 +29,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAST_BYTES_PER_S: Final = 1 << 20
-"""A slower disk is assumed to hang."""
+"""The rate of reading below which loading a checkpoint times out."""
 
 ResumeKeys: TypeAlias = Literal["same", "shared"]
-"""Which keys of a checkpoint `StateManager.resume` loads."""
+"""The argument ``keys`` of `StateManager.resume`: which keys of a checkpoint are loaded."""
 _OTHER_KEYS: Final = (
     "to load the keys that both have, call resume(keys='shared') on all replicas (docs/changing-a-job.md)"
 )
 
 LOCAL_KEY: Final = "local"
-"""The key of a checkpoint for values registered with ``scope="local"``, which each rank saves for itself.
+"""The key of a checkpoint for state that is registered with ``scope="local"``. Each rank saves its own values.
 
-In a quorum the name of the replica follows, after a colon: another replica that loads the checkpoint has no such key.
+In a quorum, a colon and the name of the replica follow, so that a replica of another name does not load the values.
 """
 
 
 class Checkpoints:
-    """Saves a replica's state to a store and loads it from there. Independent of other replicas.
+    """Saves a replica's state to a store of checkpoints, and loads the state from the store.
 
-    All ranks of the store's group call each method, on the training thread.
+    All ranks of the store's group must call each method, on the training thread.
 
     Args:
-        state: The state.
-        store: The store of checkpoints. This object closes it.
-        save_every: Save at the beginning of every step whose number this divides.
-        snapshots: Takes the snapshot that is saved and served; ``None`` without a transport.
+        state: The replica's state.
+        store: The store of checkpoints.
+        save_every: Interval of automatic saves, in steps.
+        snapshots: Takes the snapshots that are saved and that peers receive; ``None`` without a transport.
 
     Attributes:
-        store: See the argument.
-        counts: States that were loaded.
-        replica_name: The configured name of this replica; empty in a quorum without one, ``None`` without a quorum.
-            Local state is loaded only from a checkpoint of the same name and number of ranks.
+        store: The store of checkpoints.
+        counts: Metrics: the number of loaded checkpoints.
+        replica_name: The configured ``replica_id``; empty in a quorum without one, ``None`` without a quorum. Local
+            state is loaded only from a checkpoint of the same name and number of ranks.
     """
 
     def __init__(
@@ -86,7 +80,7 @@ class Checkpoints:
         self.replica_name: str | None = None
 
     def boundary(self) -> None:
-        """Check the writer processes, and save if a save is due."""
+        """Log writer processes that have died, and save the state if a save is due at this step boundary."""
         health = self.store.check_health()
         if health.dead_writers:
             logger.warning("the writer processes of ranks %s are dead, and are being replaced", health.dead_writers)
@@ -96,7 +90,7 @@ class Checkpoints:
             self.save(wait=False, overwrite=True)
 
     def save(self, *, wait: bool, overwrite: bool) -> SaveHandle:
-        """See `StateManager.save`."""
+        """Save a checkpoint of the present step; the arguments are those of `StateManager.save`."""
         state, store = self._state, self.store
         state.assume_training_thread()
         step = self._saved_step = state.step
@@ -130,7 +124,7 @@ class Checkpoints:
     def _lease(self, snapshots: SnapshotScheduler) -> Callable[[], SnapshotLease] | None:
         """Begin a snapshot of the present step, and return a function that waits for it and leases it.
 
-        ``None`` if receivers read the maximum number of snapshots of the transport.
+        Return ``None`` if receivers are reading all snapshots that the transport's limit allows.
         """
         step, timeout_s = self._state.step, self._state.timeout.total_seconds()
         leased: SafeFuture[SnapshotLease] = SafeFuture()
@@ -142,7 +136,7 @@ class Checkpoints:
         try:
             taken = snapshots.take_leased(leased)
         except SnapshotLimitError as error:
-            logger.debug("step %d: receivers read all snapshots, it is copied once more to be saved: %s", step, error)
+            logger.debug("step %d: receivers are reading all snapshots; saving copies the state: %s", step, error)
             return None
         except TransportError as error:
             taken = SafeFuture()
@@ -150,7 +144,7 @@ class Checkpoints:
         return await_lease
 
     def resume(self, keys: ResumeKeys = "same") -> Recovery | None:
-        """See `StateManager.resume`."""
+        """Load the newest checkpoint; the argument is that of `StateManager.resume`."""
         if keys not in ("same", "shared"):
             raise ConfigurationError(f"expected keys='same' or 'shared', got {keys!r}")
         of_dcp = self.store.newer_of_dcp()
@@ -180,7 +174,7 @@ class Checkpoints:
                     try:
                         loaded = self._load_newest(own_errors, only_shared)
                     except TransportError as error:
-                        # The parameters of this rank or another have places now that its plan does not contain.
+                        # A rank has reordered its parameters, so that the plans of all ranks are outdated: load again.
                         if TAKEN_OVER not in str(error):
                             raise
                         own_errors.clear()
@@ -195,7 +189,7 @@ class Checkpoints:
                     state.partial = earlier
                     return None
                 state.mark_partial(loaded.step, "loading it was interrupted")
-                # If another rank could not load it, this rank must not step with it either.
+                # If another rank could not load the checkpoint, this rank must not step with it.
                 store.run_on_all_ranks(
                     "load the checkpoint",
                     partial(_noted, own_errors, partial(self._apply, loaded, only_shared)),
@@ -203,20 +197,21 @@ class Checkpoints:
                 )
                 state.partial = None
             except TransportError as error:
-                # An own error is the same as without other ranks.
+                # The error of this rank itself is raised with its own type.
                 raise own_errors[0] if own_errors else error from None
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
 
     def _load_newest(self, own_errors: list[Exception], only_shared: bool) -> LoadedCheckpoint[Any] | None:
-        """Load the newest good checkpoint into this rank's own state; the caller holds the write lock.
+        """Load the newest intact checkpoint into this rank's own tensors. The caller must hold the write lock.
 
         Raises:
-            TransportError: The same on all ranks; with `TAKEN_OVER` in its message if the next attempt succeeds.
+            TransportError: Loading failed on a rank; raised on all ranks. If the message contains `TAKEN_OVER`, a rank
+                has reordered its parameters as in the checkpoint, and the caller must call again.
         """
         state, store = self._state, self.store
         into: dict[str, object] = {}
 
-        def look() -> None:
+        def collect_own_state() -> None:
             state.note_configured()
             into.update(state.content())
             if self._is_known:
@@ -234,12 +229,14 @@ class Checkpoints:
             if kept and not self._is_known:
                 raise ManagerError(f"expected a replica_id for each replica, to resume with the new keys {kept}")
 
-        store.run_on_all_ranks("look at the own state", partial(_noted, own_errors, look), timeout=state.timeout)
+        store.run_on_all_ranks(
+            "collect the own state", partial(_noted, own_errors, collect_own_state), timeout=state.timeout
+        )
         like = state.registry.parameter_finder()
         return store.load_newest_good(into=into, like=like, check=check, is_comparable=True)
 
     def _resume_from_dcp(self, checkpoint: DCPCheckpoint) -> Recovery:
-        """Load a checkpoint that ``torch.distributed.checkpoint`` wrote for another program."""
+        """Load a checkpoint that another program wrote with ``torch.distributed.checkpoint`` (DCP)."""
         from manager.recovery.dcp_loading import load_dcp  # noqa: PLC0415 # it imports DCP, which takes a second
 
         state, step = self._state, checkpoint.step
@@ -253,7 +250,7 @@ class Checkpoints:
             with state.lock.write("loading a checkpoint"):
                 parts = load_dcp(checkpoint, state.registry, note_change)
                 state.load({USER_KEY: parts, MANAGER_KEY: {"step": step}})
-                # If another rank could not load it, this rank must not step with it either.
+                # If another rank could not load the checkpoint, this rank must not step with it.
                 note_change()
 
         num_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in checkpoint.tensors.values())
@@ -267,7 +264,7 @@ class Checkpoints:
             raise own_errors[0] if own_errors else error from None
         state.partial = None
         if local := [entry.key for entry in state.registry.entries("local")]:
-            logger.warning("step %d from %s: the local states %s stay as they are", step, checkpoint.path, local)
+            logger.warning("step %d from %s: the local states %s are unchanged", step, checkpoint.path, local)
         logger.warning(
             "step %d from %s: torch.distributed.checkpoint wrote it for another program; no digest covers its files",
             step,
@@ -277,7 +274,7 @@ class Checkpoints:
 
     @property
     def _is_known(self) -> bool:
-        """Return whether a checkpoint's local state may be this replica's: replicas without a name look the same."""
+        """Whether local state in a checkpoint can be matched to this replica; in a quorum this needs a name."""
         return self.replica_name != ""
 
     def _local_part(self) -> dict[str, object]:
@@ -285,7 +282,7 @@ class Checkpoints:
         return {_local_key(self.replica_name): local} if local else {}
 
     def _load_local(self, state: Mapping[str, Any], step: int, only_shared: bool) -> None:
-        """Load the local state that this replica saved; without any, leave the present one and log it."""
+        """Load the local state that this replica saved. If there is none, log that the present one is unchanged."""
         registry = self._state.registry
         keys = [entry.key for entry in registry.entries("local")]
         if self._is_known and _local_key(self.replica_name) in state:
@@ -293,12 +290,12 @@ class Checkpoints:
         elif keys:
             saved = [key for key in state if key.partition(":")[0] == LOCAL_KEY]
             reason = (
-                f"has that of {_saver(saved[0])}, and this replica {_owner(self.replica_name)}"
+                f"has local states of {_saver(saved[0])}, and this replica {_owner(self.replica_name)}"
                 if saved
-                else "has none for as many ranks as this replica has"
+                else "has no local states for the number of ranks of this replica"
             )
             logger.warning(
-                "step %d from %s: the local states %s stay as they are, the checkpoint %s",
+                "step %d from %s: the local states %s are unchanged, because the checkpoint %s",
                 step,
                 self.store.root,
                 keys,
@@ -314,7 +311,7 @@ class Checkpoints:
             )
 
     def _apply(self, loaded: LoadedCheckpoint[Any], only_shared: bool) -> None:
-        """Pass the parts of a loaded state to the load functions."""
+        """Pass the parts of a loaded checkpoint to the load functions, and compare the result with the checkpoint."""
         state = self._state
         try:
             state.load(loaded.state, only_shared=only_shared)
@@ -327,14 +324,14 @@ class Checkpoints:
         if differences:
             state.mark_partial(
                 loaded.step,
-                "after loading, the state is not the one that was saved; a load function has changed it: "
+                "the loaded state differs from the saved state, because a load function has changed it: "
                 + shown(differences),
             )
             state.refuse_partial()
-        self._tell_other_keys(loaded)
+        self._note_other_keys(loaded)
 
-    def _tell_other_keys(self, loaded: LoadedCheckpoint[Any]) -> None:
-        """Log the keys that are not loaded. A quorum then takes the state of one replica if keys are new."""
+    def _note_other_keys(self, loaded: LoadedCheckpoint[Any]) -> None:
+        """Log the keys that were not loaded. If keys are new in a quorum, all replicas then load one state."""
         state, registry = self._state, self._state.registry
         saved, own = dict(loaded.state[USER_KEY]), registry.registered_keys()
         is_new = any(key not in saved for key in own)
@@ -344,19 +341,19 @@ class Checkpoints:
         if not kept and not left_out:
             return
         if is_new and self.replica_name is not None:
-            # Each replica has its own values under these keys, so their states must not have the same name.
+            # Replicas have different values under these keys, so that their states need different lineages.
             state.lineage = next_lineage(state.lineage, f"{kept} of {self.replica_name}", state.step)
-        stay = f"{kept} stay as they are, the checkpoint does not have them" if kept else ""
-        out = f"{left_out} are left out, nothing is registered under them" if left_out else ""
+        stay = f"{kept} are unchanged, because the checkpoint lacks these keys" if kept else ""
+        out = f"{left_out} are not loaded, because no state is registered under these keys" if left_out else ""
         logger.warning("step %d from %s: %s", loaded.step, self.store.root, "; ".join(filter(None, (stay, out))))
 
 
 def check_store(store: CheckpointStore | None, save_every: int | None) -> None:
-    """Refuse a store, or a number of steps between saves, that cannot work.
+    """Check the arguments ``checkpoint_store`` and ``save_every`` of a manager.
 
     Raises:
-        ConfigurationError: ``save_every`` without a store, or no positive number.
-        TypeError: The store is not one of ``ft_transport``.
+        ConfigurationError: ``save_every`` was given without a store, or is not a positive whole number.
+        TypeError: The store is not a ``CheckpointStore`` of ``ft_transport``.
     """
     if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int)):
         raise ConfigurationError(
@@ -392,7 +389,7 @@ def _raise(error: Exception) -> Mapping[str, object]:
 
 
 def _noted(errors: list[Exception], action: Callable[[], None]) -> None:
-    """Run a rank's own part; append its error as it was raised."""
+    """Call ``action``. If it raises, append the error to ``errors`` before raising it."""
     try:
         action()
     except Exception as error:

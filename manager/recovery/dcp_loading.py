@@ -1,8 +1,8 @@
-"""Loads a replica's state from another program's checkpoint of ``torch.distributed.checkpoint``.
+"""Loads a replica's state from a checkpoint that another program wrote with ``torch.distributed.checkpoint`` (DCP).
 
-DCP names each leaf by its path. The leaves of a registered state are looked up under the state's key. Two other layouts
-are supported: torchtitan's, in which a model's tensors have no key before their names, and the optimizer states of
-torchtitan and ``get_optimizer_state_dict``, with names of parameters instead of numbers.
+DCP names each leaf of a state by its path. This module looks up the leaves of a registered state below the state's key.
+It supports two other layouts: torchtitan's models, whose names have no key in front, and the optimizer states of
+torchtitan and ``get_optimizer_state_dict``, which name parameters instead of numbering them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_SHOWN: Final = 5
 def load_dcp(
     checkpoint: DCPCheckpoint, registry: StateRegistry, before_change: Callable[[], None]
 ) -> dict[str, object]:
-    """Load the replicated state. Tensors land in this replica's own ones if it has them.
+    """Read the replicated state from a checkpoint, into the tensors of this replica where it has them.
 
     Args:
         checkpoint: A checkpoint of another program.
@@ -43,7 +43,7 @@ def load_dcp(
         The argument for each load function, by key.
 
     Raises:
-        RegistryError: The checkpoint lacks names, or has other shapes or dtypes; nothing was loaded.
+        RegistryError: The checkpoint lacks names, or has tensors of other shapes or dtypes. Nothing was overwritten.
         TransportError: The checkpoint is unreadable.
     """
     request = _Request(checkpoint)
@@ -56,15 +56,15 @@ def load_dcp(
     before_change()
     checkpoint.load(request.tensors, ())
     left = (checkpoint.tensors.keys() | checkpoint.values) - request.tensors.keys() - request.values
-    # All parameters of a group have the settings of its first one.
+    # Settings of a parameter group are stored for each of its parameters, and read only for the first one.
     unused = sorted(name for name in left if ".param_groups." not in name)
     if unused:
-        logger.warning("%s: %s stay unused, nothing that is registered has these names", checkpoint.path, _some(unused))
+        logger.warning("%s: %s are not loaded: no registered state has these names", checkpoint.path, _some(unused))
     return loaded
 
 
 class _Request:
-    """The tensors and values to read, and the differences found."""
+    """Collects the tensors and values to read from a checkpoint, and the reasons why the checkpoint does not fit."""
 
     def __init__(self, checkpoint: DCPCheckpoint) -> None:
         self.checkpoint = checkpoint
@@ -77,12 +77,19 @@ class _Request:
         return name in self.checkpoint.tensors or name in self.checkpoint.values
 
     def add(self, key: str, own_name: str, name: str, own: object) -> None:
-        """Request a leaf; ``own`` is this replica's present value."""
+        """Request a leaf of the state under ``key``.
+
+        Args:
+            key: The key of the registered state.
+            own_name: The name of the leaf here.
+            name: The name of the leaf in the checkpoint.
+            own: The present value of the leaf. A tensor is overwritten.
+        """
         stored = self.checkpoint.tensors.get(name)
         if not self.has(name):
             self.refuse(key, f"{own_name} is not there")
         elif isinstance(own, torch.Tensor) != (stored is not None):
-            self.refuse(key, f"{own_name} is a tensor {'there' if stored is not None else 'here'} alone")
+            self.refuse(key, f"{own_name} is a tensor only {'there' if stored is not None else 'here'}")
         elif not isinstance(own, torch.Tensor):
             self.values.add(name)
         elif stored != (own.dtype, own.shape):
@@ -92,7 +99,10 @@ class _Request:
             self.tensors[name] = own.detach()
 
     def copy_of(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Request a tensor that this replica lacks; it gets the sharding of ``like`` if the shapes are equal."""
+        """Request a tensor that this replica lacks, and return a new tensor for it.
+
+        The new tensor has the sharding of ``like`` if the shapes are equal.
+        """
         dtype, shape = self.checkpoint.tensors[name]
         if like is not None and like.shape == shape:
             self.tensors[name] = torch.empty_like(like.detach(), dtype=dtype)
@@ -101,7 +111,7 @@ class _Request:
         return self.tensors[name]
 
     def below(self, prefix: str) -> list[str]:
-        """Return the names with a prefix, without the prefix."""
+        """Return all names in the checkpoint that begin with ``prefix``, without the prefix."""
         names = (*self.checkpoint.tensors, *self.checkpoint.values)
         return [name[len(prefix) :] for name in names if name.startswith(prefix)]
 
@@ -114,14 +124,14 @@ class _Request:
             names = sorted(self.checkpoint.tensors.keys() | self.checkpoint.values)
             raise RegistryError(
                 f"expected a checkpoint with the names of what is registered here, {self.checkpoint.path} of another "
-                f"program has others: {_some(self._misfits)}; there are {_some(names)}; nothing was loaded. Register "
-                "each state under its key there, or move that directory away to go on without it",
+                f"program has others: {_some(self._misfits)}; its names are {_some(names)}; nothing was loaded. "
+                "Register each state under its key in the checkpoint, or move that directory away to train without it",
                 keys=tuple(dict.fromkeys(self._keys)),
             )
 
 
 _Finish = Callable[[Mapping[str, object]], Any]
-"""Makes a state from the loaded values; its tensors are filled later."""
+"""Returns the argument of a load function from the loaded values. The tensors in it are read afterwards."""
 
 
 def _plan(entry: StateEntry, registry: StateRegistry, request: _Request) -> _Finish:
@@ -149,13 +159,13 @@ def _plan(entry: StateEntry, registry: StateRegistry, request: _Request) -> _Fin
 
 
 def _spelled(name: str, key: str, spelling: int) -> str:
-    """Return a name unchanged, without its key, without module wrappers, or without both."""
+    """Return ``name`` unchanged, without its key, without module wrappers, or without both, for ``spelling`` 0 to 3."""
     plain = name.removeprefix(f"{key}.") if spelling % 2 else name
     return without_wrappers(plain) if spelling > 1 else plain
 
 
 def _complete_scheduler(entry: StateEntry, registry: StateRegistry, loaded: dict[str, object]) -> None:
-    """Complete a scheduler's state: torchtitan stores only ``last_epoch``."""
+    """Add entries to a scheduler's loaded state that torchtitan does not store: it stores only ``last_epoch``."""
     state, holder = loaded[entry.key], entry.holder
     if isinstance(holder, LRScheduler) and isinstance(state, dict) and "last_epoch" in state:
         optimizer = next((each for each in registry.entries("replicated") if each.holder is holder.optimizer), None)
@@ -185,7 +195,7 @@ def _plan_optimizer(
             slot = f"{part}.{slot}"
         number = owners.get(parameter_name)
         if number is not None and "." in slot:
-            request.refuse(key, f"{key}.state.{name} is part of a nested state, which is not read")
+            request.refuse(key, f"{key}.state.{name} is part of a nested state, which cannot be loaded")
         elif number is not None:
             slots = state.setdefault(number, {})
             stored = f"{key}.state.{name}"
@@ -198,7 +208,7 @@ def _plan_optimizer(
         names[number][-1] for number, each in enumerate(parameters) if number not in state and each.requires_grad
     ]
     if below and lacking:
-        request.refuse(key, f"{key}.state has nothing for {_some(lacking)}")
+        request.refuse(key, f"{key}.state has no entry for {_some(lacking)}")
     groups = [_plan_group(request, key, number, group, names) for number, group in enumerate(own["param_groups"])]
 
     def finish(values: Mapping[str, object]) -> dict[str, object]:
@@ -220,7 +230,7 @@ def _full_names(key: str, registry: StateRegistry, num_parameters: int) -> list[
 
 
 def _names(number: int, full_name: str, registry: StateRegistry) -> list[str]:
-    """Return a parameter's possible names in a checkpoint: its number, and its name in the module."""
+    """Return the possible names of a parameter in a checkpoint: its number, and its name in each registered module."""
     names = [
         full_name[len(entry.key) + 1 :]
         for entry in registry.entries("replicated")
@@ -232,7 +242,10 @@ def _names(number: int, full_name: str, registry: StateRegistry) -> list[str]:
 def _plan_group(
     request: _Request, key: str, number: int, own: Mapping[str, Any], names: Sequence[Sequence[str]]
 ) -> _Finish:
-    """Plan a parameter group: DCP stores its settings under its number, or under each parameter's name."""
+    """Request the settings of a parameter group, and return a function that makes the group from them.
+
+    DCP stores these settings under the number of the group, or under the name of each parameter in the group.
+    """
     own_names = [names[each] for each in own["params"]]
     stems = [f"{key}.param_groups.{each}." for each in (str(number), *(own_names[0] if own_names else ()))]
     found = [(stem, [name for name in own if name != "param_names" and request.has(stem + name)]) for stem in stems]
@@ -265,7 +278,7 @@ def _check_group(key: str, number: int, stored: Any, own: Sequence[Sequence[str]
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy with its own dicts and lists, for loaded values."""
+    """Return ``value`` with copies of its dicts and lists, so that loaded values can be set in the copies."""
     if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if type(value) is list else value

@@ -1,4 +1,4 @@
-"""Recovery from the memory of live peers: receives their state into this replica's own tensors, and loads it."""
+"""Recovers from live peers: receives a peer's state from its memory into this replica's own tensors, and loads it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT_ADVICE: Final = "replicas of another layout are recovered from by the addresses of all their ranks"
+_LAYOUT_ADVICE: Final = "to recover from a replica of another layout, pass the addresses of all its ranks"
 _MAX_SHOWN: Final = 5
 _MAX_SHOWN_CHARACTERS: Final = 500
 
@@ -50,8 +50,8 @@ class Recovery:
     """The result of `Manager.recover` or `Manager.resume`.
 
     Attributes:
-        step: The committed step that this replica's state shows now.
-        source: The address or directory that the state came from.
+        step: The committed step of the loaded state.
+        source: The address or directory from which the state was loaded.
     """
 
     step: int
@@ -60,20 +60,20 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """How the state of a peer is received; see `StateManager.recover`.
+    """Options of receiving the state of a peer.
 
     Attributes:
-        timeout: For all of it.
-        unreachable_timeout: How long the peer may be out of reach before the first byte; ``None``: ``timeout``.
-        progress_timeout: How long the transfer may go without a byte; ``None``: ``timeout``.
-        in_quorum: Whether the step has to be the peer's present state, and the next recovery goes on from the data of
-            this one if it fails. That data is not overwritten then; nothing but the mark of a partial state keeps a
-            step from being taken with it.
+        timeout: Deadline of the whole recovery.
+        unreachable_timeout: How long the peer may be unreachable before the first byte; ``None``: ``timeout``.
+        progress_timeout: How long no byte may arrive during the transfer; ``None``: ``timeout``.
+        in_quorum: Whether the quorum started this recovery. Then the step must be the peer's present step. If the
+            recovery fails, the received data is not overwritten, and the next recovery requests only the rest. Until
+            then the mark of a partial state (`StateTornError`) keeps this replica from stepping.
         verify: Whether the loaded state is compared with the peer's.
-        max_bytes_per_s: Limit of the rate before a quorum, in which only later changes are received; otherwise
-            ``None``.
-        others: Addresses of further peers that hold the same state, read from at once.
-        relays: Addresses of all that receive this state now, this replica's own too.
+        max_bytes_per_s: Limit of the rate, for a recovery before the quorum; otherwise ``None``. The recovery in the
+            quorum then receives only later changes.
+        others: Addresses of further peers with the same state; the receiver reads from all of them.
+        relays: Addresses of all replicas that receive this state now, including this one.
     """
 
     timeout: timedelta
@@ -92,10 +92,10 @@ def shown(differences: Sequence[str]) -> str:
 
 
 class PeerRecovery:
-    """Receives a peer's state with a transport and loads it. Owned by the training thread.
+    """Receives a peer's state with a transport and loads the state. Only the training thread may call it.
 
     Attributes:
-        counts: States that were received and loaded.
+        counts: Metrics: the number of states that were received and loaded.
     """
 
     def __init__(self, state: ReplicaState, transport: HTTPTransport[Any]) -> None:
@@ -106,16 +106,16 @@ class PeerRecovery:
         self.counts = MetricValues("peers")
 
     def prefault(self, num_bytes: int) -> None:
-        """Prefault memory for the parts of the next state that have no place yet; takes as long as touching it does."""
+        """Allocate and touch memory for the parts of the next received state for which this replica has no tensors."""
         self._transport.prefault_receive(num_bytes)
 
     @property
     def knows_most(self) -> bool:
-        """Whether an earlier recovery received the state, except for later changes."""
+        """Whether a recovery before the quorum has received the state, so that only later changes are missing."""
         return self._before is not None
 
     def discard_partial(self) -> None:
-        """Overwrite the data of attempts in a quorum, unless a whole state has replaced it since."""
+        """Overwrite the data that failed recoveries in a quorum received, unless a complete state has replaced it."""
         part, self._part = self._part, ft_transport.PartialState()
         if self._state.partial is None:
             return
@@ -123,7 +123,9 @@ class PeerRecovery:
             with self._state.lock.write("overwriting a part of a state", self._state.timeout):
                 part.discard()
         except LockTimeoutError as error:
-            logger.warning("what was received of a state could not be overwritten; no step is taken with it: %s", error)
+            logger.warning(
+                "the received part of a state could not be overwritten; this replica refuses to step with it: %s", error
+            )
 
     def recover(
         self,
@@ -133,7 +135,7 @@ class PeerRecovery:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
-        """See `StateManager.recover`. Takes no checkpoint."""
+        """Recover as `StateManager.recover`, but from live peers only, without a checkpoint."""
         deadline = Deadline.after(options.timeout)
         with self._transport.recorder.begin("heal", phase="rendezvous") as recording:
             if options.max_bytes_per_s is not None:
@@ -150,7 +152,7 @@ class PeerRecovery:
                     step = ranks.agree_on_step(self._transport, addresses, timeout=options.timeout)
                 recovery, failures = ranks.run(partial(self._recover, source, step, options, deadline, ranks.rank))
                 if failures:
-                    reason = f"this rank has received it, others of this replica have not: {failures}"
+                    reason = f"this rank has received the state, other ranks of this replica have not: {failures}"
                     self._state.mark_partial(recovery.step, reason)
                     self._state.refuse_partial()
             recording.describe(step=recovery.step)
@@ -159,14 +161,14 @@ class PeerRecovery:
     def _recover_alone(
         self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions, deadline: Deadline
     ) -> Recovery:
-        """Recover; restart if a tensor that was assumed to be unchanged differs."""
+        """Recover. If a tensor that was assumed to be unchanged differs, receive the complete state instead."""
         was_known = self._before is not None
         try:
             return self._recover(source, step, options, deadline)
         except StateTornError as error:
             if not was_known:
                 raise
-            logger.warning("the state is received once more, all of it: %s", error)
+            logger.warning("receiving the complete state again: %s", error)
         return self._recover(source, step, options, deadline)
 
     def _recover(
@@ -186,26 +188,26 @@ class PeerRecovery:
             into = state.content()
             if step == "latest" and spans_ranks(into) and options.max_bytes_per_s is None:
                 raise ManagerError(
-                    "expected process_group=..., or a step, to recover a replica of several ranks: the latest step may "
-                    "be another one for each of them"
+                    "expected process_group=..., or a step, to recover a replica of several ranks: each rank could "
+                    "receive a different latest step"
                 )
             earlier = state.partial
             if earlier is None:
-                # A whole state has replaced the part since.
+                # A complete state has replaced the partial state.
                 self._part = ft_transport.PartialState()
             state.mark_partial(step, "the transfer was interrupted")
-            # In any case the tensors are unknown afterwards, but for what is noted at the end.
+            # Unless this recovery succeeds, its tensors have unknown values afterwards.
             before, self._before = self._before, None
             try:
                 receive = partial(self._receive, source, step, options, deadline, group_rank=group_rank)
                 try:
                     received = receive(into=into, before=before)
                 except OrderTakenOverError:
-                    # The partial state has the places of the earlier order.
+                    # The partial state refers to the earlier order of parameters.
                     self._part = ft_transport.PartialState()
                     received = receive(into=state.content(), before=None)
             except (RegistryError, TransportError) as error:
-                # Data of an earlier attempt, whose snapshot was replaced meanwhile, may have landed.
+                # The receiver may have overwritten tensors in an earlier attempt, from a snapshot that is replaced now.
                 if getattr(error, "destination_touched", False):
                     state.mark_partial(step, str(error))
                 else:
@@ -215,7 +217,7 @@ class PeerRecovery:
             try:
                 state.load(received.state)
             except RegistryError as error:
-                # Whether or not a load function ran: data that fits has been received in place.
+                # Tensors have been overwritten in place even if no load function ran.
                 state.mark_partial(received.step, str(error))
                 raise
             received_s = time.monotonic()
@@ -250,7 +252,7 @@ class PeerRecovery:
         into: Mapping[str, object],
         before: Received[Any] | None,
     ) -> Received[Any]:
-        """Receive from one rank in the same layout, or from all ranks in any other."""
+        """Receive the state from one rank of the same layout, or from all ranks of another layout."""
         asked = "latest" if options.in_quorum else step
         keywords: Any = {
             "into": into,
@@ -286,7 +288,7 @@ class PeerRecovery:
 
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):
-            raise RegistryError(f"expected the state of step {step}, what comes is of step {incoming.step}")
+            raise RegistryError(f"expected the state of step {step}, got that of step {incoming.step}")
         state = self._state
         try:
             has_taken_over = state.take_over_order(incoming_names(incoming, state.registry))
@@ -298,19 +300,19 @@ class PeerRecovery:
             raise OrderTakenOverError(TAKEN_OVER)
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
-        """Check that the load functions have not changed the received state."""
+        """Check that the loaded state equals the received state; if not, mark it as partial and raise."""
         differences = received.differences(self._state.content_like(received.state))
         if differences:
             self._state.mark_partial(
                 received.step,
-                f"after loading, the state is not the one that {source} sent; a load function has changed it, or it "
-                f"was damaged on its way: {shown(differences)}",
+                f"the loaded state differs from the state that {source} sent; a load function has changed it, or it "
+                f"was damaged in the transfer: {shown(differences)}",
             )
             self._state.refuse_partial()
 
 
 def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
-    """Return the addresses that a caller named. This rank's own address is no source."""
+    """Return the addresses as a list; ``TypeError`` if there are none, ``ManagerError`` for this rank's own address."""
     addresses: Any = [metadata] if isinstance(metadata, str) else metadata
     if not isinstance(addresses, Sequence) or not addresses or not all(isinstance(each, str) for each in addresses):
         raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
@@ -320,13 +322,13 @@ def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
 
 
 class RecoveringRanks:
-    """The ranks of one replica that recover together. All of them make one, and the same calls on it.
+    """Lets all ranks of one replica recover together. Each rank creates one, and all make the same calls.
 
-    They agree in the key-value store of ``torch.distributed``, in plain values: no message of a rank is unpickled.
+    The ranks agree through the key-value store of ``torch.distributed``. Messages are msgpack; nothing is unpickled.
 
     Args:
         group: The ranks.
-        timeout: Deadline of each call on a rank, and the longest delay of one rank behind another.
+        timeout: Deadline of each call, and the longest time that one rank waits for another rank to make its call.
     """
 
     def __init__(self, group: RankGroup, timeout: timedelta) -> None:
@@ -335,15 +337,15 @@ class RecoveringRanks:
         self._agreement = Agreement(group, "recover", timeout)
 
     def agree_on_step(self, transport: HTTPTransport[Any], addresses: Sequence[str], *, timeout: timedelta) -> int:
-        """Have all sources take a snapshot of one step, and return the step on every rank.
+        """Request snapshots of one common step from all sources, and return the step on every rank.
 
         Args:
-            transport: Makes the requests, on the first rank.
-            addresses: Addresses that this rank will recover from; they may differ between ranks.
-            timeout: Limit of the requests.
+            transport: The transport with which the first rank requests the snapshots.
+            addresses: The addresses from which this rank will recover. They may differ between ranks.
+            timeout: Deadline of the requests.
 
         Raises:
-            TransportError: The request failed, with the same error on all ranks; or a rank exited.
+            TransportError: A request failed, with the same error on all ranks; or a rank exited.
         """
         named = self._agreement.values_of_all("name the sources", lambda: list(addresses), _addresses_decoder)
 
@@ -360,14 +362,14 @@ class RecoveringRanks:
         return step
 
     def run(self, action: Callable[[], T]) -> tuple[T, list[str]]:
-        """Run ``action`` on every rank. Return its result here, and the errors of other ranks.
+        """Run ``action`` on every rank. Return its result on this rank, and messages about errors of other ranks.
 
         Args:
-            action: This rank's part. The others wait as long as it runs, for twice the timeout at most.
+            action: This rank's action. Other ranks wait while it runs, for at most twice the timeout.
 
         Raises:
-            Exception: Any error of ``action`` here; the other ranks receive it.
-            RankGoneError: The store does not answer, and ``action`` did not run.
+            Exception: The error of ``action`` on this rank; the other ranks receive its message.
+            RankGoneError: The store does not respond, and ``action`` did not run.
         """
         outcome: list[T] = []
         own_errors: list[Exception] = []
@@ -381,10 +383,10 @@ class RecoveringRanks:
             return None
 
         try:
-            said = self._agreement.run_on_all_ranks("recover", act)
+            messages = self._agreement.run_on_all_ranks("recover", act)
             failures = [
                 f"rank {rank}: {each.decode(errors='replace')}"
-                for rank, each in enumerate(said)
+                for rank, each in enumerate(messages)
                 if each and rank != self.rank
             ]
         except TransportError as error:

@@ -1,4 +1,4 @@
-"""The parts of one replica: its state, its snapshots, and the two ways to recover it."""
+"""The parts of one replica: its state, its snapshots, recovery from peers, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """The parts of one replica, without state. The managers own one; the training thread calls each method.
+    """Creates and connects the parts of one replica for a manager. Only the training thread may call its methods.
 
     Args:
         timeout: Deadline of every wait for the lock.
-        transport: Serves this replica's snapshots and receives others'. `close` shuts it down.
+        transport: Serves this replica's snapshots and receives snapshots of peers. `close` shuts it down.
         store: The store of durable checkpoints. `close` closes it.
-        prefault: See `StateManager`.
-        save_every: See `StateManager`.
+        prefault: As for `StateManager`.
+        save_every: As for `StateManager`.
 
     Attributes:
-        state: Its state.
-        transport: See above; ``None`` without one.
-        snapshots: The snapshots that the transport serves; ``None`` without a transport.
+        state: The registered state, with its lock.
+        transport: The given transport; ``None`` without one.
+        snapshots: Takes the snapshots that the transport serves; ``None`` without a transport.
         peers: Recovers from live peers; ``None`` without a transport.
         checkpoints: Saves and loads durable checkpoints; ``None`` without a store.
         encodings: Checks that the state can be served and saved.
 
     Raises:
-        ConfigurationError: ``save_every`` without a store, or no positive number.
+        ConfigurationError: ``save_every`` was given without a store, or is not a positive whole number.
         TypeError: The transport or the store is not one of ``ft_transport``.
         TransportError: The transport belongs to another replica.
     """
@@ -87,11 +87,19 @@ class Replica:
         self.encodings = EncodingCheck(state.registry, state.optimizers, scopes)
 
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
-        """Begin the step boundary of a state that `encodings` has checked."""
+        """Begin a step, after `encodings` has checked the state: take a requested snapshot, and save if due.
+
+        Args:
+            step: The number of committed steps that the state contains.
+            hold: Whether a snapshot of this step can still begin later in the step (`SnapshotScheduler.settle`).
+
+        Returns:
+            Whether a snapshot of this step has begun or can still begin.
+        """
         number = checked_step(step)
         if number < self.state.step:
             raise ManagerError(
-                f"expected start_step with a step from {self.state.step} on, which this replica shows, got {number}; "
+                f"expected start_step with a step of at least {self.state.step}, this replica's last, got {number}; "
                 "to go back, load an earlier state first (recover, resume, load or load_state_dict)"
             )
         self.check_loaders()
@@ -102,7 +110,7 @@ class Replica:
         return is_kept
 
     def check_loaders(self) -> None:
-        """Refuse a loop that draws its batches in the wrong place; see `LoaderOrder`."""
+        """Raise ``LoaderOrderError`` if the loop drew a batch too early, or from an outdated iterator."""
         self.state.registry.loaders.check(is_saved=self.checkpoints is not None)
 
     def recover(
@@ -113,7 +121,7 @@ class Replica:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
-        """See `StateManager.recover`."""
+        """Recover as `StateManager.recover` does, which passes its arguments on."""
         checkpoints = self.checkpoints
         recoveries: list[Recovery] = []
         own_errors: list[Exception] = []
@@ -139,38 +147,34 @@ class Replica:
                 "recover from live peers", receive_with_others, timeout=2 * options.timeout
             )
         except PeerError as error:
-            logger.warning("no live peer could be recovered from, checkpoints are tried: %s", error)
+            logger.warning("recovery from live peers failed, loading a checkpoint instead: %s", error)
             self._note_alone(recoveries, error)
             resumed = checkpoints.resume()
             if resumed is None:
                 root = checkpoints.store.root
                 raise RecoveryFailedError(
-                    f"expected a live peer or a checkpoint in {root}, there is none; from peers: {error}"
+                    f"expected a live peer or a checkpoint in {root}, there is none; no peer served the state: {error}"
                 ) from error
             return resumed
         except TransportError as error:
             self._note_alone(recoveries, error)
-            # Another rank's error becomes the store's error; an own one is the same as without a store.
+            # The store's error describes the error of another rank. This rank's own error is raised with its own type.
             raise own_errors[0] if own_errors else error from None
         return recoveries[0]
 
     def required_checkpoints(self) -> Checkpoints:
-        """Return `checkpoints`.
-
-        Raises:
-            ManagerError: This replica has no store.
-        """
+        """Return `checkpoints`, or raise ``ManagerError`` if this replica has no store."""
         if self.checkpoints is None:
-            raise ManagerError("expected a checkpoint_store to save to and to load from, and there is none")
+            raise ManagerError("expected a checkpoint_store to save to and to load from, and this manager has none")
         return self.checkpoints
 
     def closers(self) -> list[Callable[[], object]]:
-        """Return functions that close a replica without an owner, the last first. They do not refer to its state."""
+        """Return functions for `Unclosed`, to be called in reverse order. They do not refer to the replica's state."""
         closers: list[Callable[[], object]] = []
         if self.transport is not None:
             closers.append(self.transport.shutdown)
         if self.checkpoints is not None:
-            # It may still be saving a snapshot of the transport's.
+            # The store may still be saving a snapshot of the transport, and closes first.
             closers.append(self.checkpoints.store.close)
         return closers
 
@@ -181,14 +185,14 @@ class Replica:
                 closing.callback(self.transport.shutdown, wait=wait)
                 closing.callback(self.transport.serve_fresh, None)
             if self.checkpoints is not None:
-                # It may still be saving a snapshot of the transport's.
+                # The store may still be saving a snapshot of the transport, and closes first.
                 closing.callback(self.checkpoints.store.close)
             if self.snapshots is not None:
                 closing.callback(self.snapshots.close)
 
     def _note_alone(self, recoveries: Sequence[Recovery], error: TransportError) -> None:
-        """Refuse steps of this rank if it has recovered and another rank has not."""
+        """Mark this rank's state as partial if this rank has recovered and another rank has not."""
         for recovery in recoveries:
             self.state.mark_partial(
-                recovery.step, f"this rank has received it, another of this replica has not: {error}"
+                recovery.step, f"this rank has received the state, another rank of this replica has not: {error}"
             )

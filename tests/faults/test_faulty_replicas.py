@@ -114,7 +114,7 @@ def test_one_whose_own_code_fails_at_every_step_leaves_with_its_errors(address: 
     faulty, told = _until_it_leaves(lambda manager: manager.report_error(OSError("the data loader found no file")))
     num_refused, longest_s = _train_beside(address, faulty)
     assert told[0].count("OSError: the data loader found no file") == 3
-    assert "end this process, and start it again when this is mended" in told[0]
+    assert "end this process, correct the cause, and start the process again" in told[0]
     # It may still have been the one that healed at the first steps.
     assert max(num_refused) <= 4
     assert longest_s < WITHIN_S

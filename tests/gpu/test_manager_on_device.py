@@ -74,7 +74,7 @@ def test_a_need_that_shows_during_forward_gets_the_boundary(
     sender, receiver = transports
     training = Training(sender, nn.Sequential(nn.Linear(256, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 4096)))
     for step in range(4):
-        assert training.manager.start_step(step, hold=True)
+        assert training.manager._replica.begin_step(step, hold=True)
         expected = on_host(training.manager.replica_state())
         loss = training.forward()
         training.snapshot_scheduler.request(share=True)
@@ -106,12 +106,12 @@ def test_what_forward_changes_on_the_device_is_refused_once_and_copied_then(
     training = Training(sender, _Clipped(256, 4096))
     training.manager.start_step(0)
     training.step()
-    assert training.manager.start_step(1, hold=True)
+    assert training.manager._replica.begin_step(1, hold=True)
     training.forward()
     training.snapshot_scheduler.request(share=True)
     assert not training.snapshot_scheduler.settle()
     training.step()
-    assert training.manager.start_step(2, hold=True)
+    assert training.manager._replica.begin_step(2, hold=True)
     expected = on_host(training.manager.replica_state())
     training.forward()
     training.snapshot_scheduler.settle()

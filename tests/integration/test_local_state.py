@@ -136,15 +136,15 @@ def test_a_replica_goes_on_with_what_was_saved_under_its_name(
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("replica_0", "replica_1"), "that of replica 'replica_0', and this replica is 'replica_1'"),
-        (("replica_0", ""), "that of replica 'replica_0', and this replica has no replica_id"),
-        (("", ""), "that of a replica without a replica_id, and this replica has no replica_id"),
-        (("", "replica_0"), "that of a replica without a replica_id, and this replica is 'replica_0'"),
+        (("replica_0", "replica_1"), "local states of replica 'replica_0', and this replica is 'replica_1'"),
+        (("replica_0", ""), "local states of replica 'replica_0', and this replica has no replica_id"),
+        (("", ""), "local states of a replica without a replica_id, and this replica has no replica_id"),
+        (("", "replica_0"), "local states of a replica without a replica_id, and this replica is 'replica_0'"),
         (
             (None, "replica_0"),
-            "that of a replica without a quorum, or of an older version, and this replica is 'replica_0'",
+            "local states of a replica without a quorum, or of an older version, and this replica is 'replica_0'",
         ),
-        (("replica_0", None), "that of replica 'replica_0', and this replica has no quorum"),
+        (("replica_0", None), "local states of replica 'replica_0', and this replica has no quorum"),
     ],
 )
 def test_what_belongs_to_another_name_is_left_and_said(
@@ -191,4 +191,4 @@ def test_a_checkpoint_without_local_state_leaves_it(tmp_path: Path, caplog: pyte
 
     assert drawn == _fresh()
     [message] = caplog.messages
-    assert "has none for as many ranks" in message
+    assert "has no local states for the number of ranks" in message

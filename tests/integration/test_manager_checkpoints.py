@@ -297,5 +297,5 @@ def test_ranks_of_a_replica_save_resume_and_recover_together(
     manager.shutdown()
     assert recovery is not None
     assert (recovery.step, loader) == (8, {"drawn": 3})
-    assert "the local states ['loader'] stay as they are" in caplog.text
-    assert "has none for as many ranks" in caplog.text
+    assert "the local states ['loader'] are unchanged" in caplog.text
+    assert "has no local states for the number of ranks" in caplog.text

@@ -252,7 +252,7 @@ def test_frozen_weights_that_something_has_changed_since_are_received_whole(
     assert first == second
     partly, whole = newcomer.fetches.in_quorum
     assert (partly.num_bytes_fetched or 0) < (whole.num_bytes_fetched or 0)
-    assert "received once more, all of it" in caplog.text
+    assert "receiving the complete state again" in caplog.text
 
 
 def test_weights_that_were_frozen_and_have_changed_at_the_source_arrive(training: Training, address: str) -> None:

@@ -213,7 +213,7 @@ def test_a_refusal_after_an_attempt_that_landed_bytes_leaves_a_replica_that_refu
 ) -> None:
     """The first attempt's snapshot was replaced, and the check refuses what comes next."""
     ours, healthy = replicas(0), replicas(1)
-    refused = RegistryError("expected the state of step 5, what comes is of step 6")
+    refused = RegistryError("expected the state of step 5, got that of step 6")
 
     def fetch(*_arguments: Any, **_keywords: Any) -> Any:
         raise refused
@@ -225,7 +225,7 @@ def test_a_refusal_after_an_attempt_that_landed_bytes_leaves_a_replica_that_refu
     refused.destination_touched = True  # type: ignore[attr-defined]
     with pytest.raises(RegistryError):
         ours.manager.recover(healthy.snapshot())
-    with pytest.raises(StateTornError, match="what comes is of step 6"):
+    with pytest.raises(StateTornError, match="got that of step 6"):
         ours.optimizer.step()
 
 
