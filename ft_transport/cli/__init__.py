@@ -1,4 +1,4 @@
-"""``ft-transport``, the command line: looks into jobs, replicas, files and checkpoints, for people and for scripts.
+"""The command ``ft-transport``: inspects jobs, replicas, files and checkpoints, for people and for scripts.
 
-Nothing imports this room. It uses both packages as any user does, and may look behind their facades.
+No other package imports this one. It may import private modules of ``ft_transport`` and ``manager``.
 """

@@ -1,11 +1,14 @@
-"""The command ``ft-transport``, and ``python -m ft_transport.cli``; Ctrl-C ends it in one line also during imports."""
+"""The entry point of ``ft-transport`` and of ``python -m ft_transport.cli``.
+
+It handles Ctrl-C during the imports of the command too: the command prints one line instead of a traceback.
+"""
 
 from __future__ import annotations
 
 import sys
 
 _INTERRUPTED = 130
-"""As shells count: 128 and the number of SIGINT."""
+"""The exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
 
 
 def main() -> None:

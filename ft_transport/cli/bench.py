@@ -1,6 +1,7 @@
-"""``ft-transport bench``: a clone and a fetch on this machine, beside the limits of its hardware.
+"""``ft-transport bench``: measures a clone and a fetch on this machine, and the limits of the hardware for both.
 
-The limits are a memory copy, and a bare ``sendfile`` → ``recv_into`` loop, which the project's benchmarks use as well.
+The limits are the rates of a memory copy and of a bare ``sendfile`` → ``recv_into`` loop. The project's benchmarks use
+the same functions.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ class BenchFailedError(TransportError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The measurements of one thing, in bytes per second.
+    """The rates that one benchmark measured, in bytes per second.
 
     Attributes:
-        name: Name of the measurement.
-        ceiling: Name of the machine's limit for this rate; empty if this is a limit itself.
+        name: Name of the benchmark.
+        ceiling: Name of the benchmark that measures the hardware's limit; empty if this one measures a limit.
         median: Median rate of all rounds.
         low: Rate of the slowest round.
         high: Rate of the fastest round.
-        num_rounds: Number of rounds; fewer than requested if they take long.
+        num_rounds: Number of rounds; fewer than requested if the rounds took too long.
     """
 
     name: str
@@ -76,14 +77,14 @@ class Rate:
 
 def bench_command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="An eighth of the size and fewer rounds: a few seconds.")
+        bool, typer.Option("--quick", help="Use an eighth of the size and fewer rounds: takes a few seconds.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure a clone beside a memory copy, and a fetch over the loopback beside a bare sendfile → recv_into loop.
+    """Compare a clone with a memory copy, and a fetch over the loopback with a bare sendfile → recv_into loop.
 
-    Each is measured several times in turn, with memory that was used before. The fetch is received in place by a
-    process of its own, over 4 connections. Takes less than a minute. Exits with 1 if something could not be measured.
+    Several rounds measure all four in turn, with memory that is already allocated. A separate process receives the
+    fetch in place, over 4 connections. Takes less than a minute. Exits with 1 if a rate could not be measured.
     """
     num_bytes, num_rounds = (_QUICK_BYTES, 3) if quick else (512 << 20, 7)
     rates = measure(num_bytes, num_rounds)
@@ -103,10 +104,10 @@ def bench_command(
 
 
 def measure(num_bytes: int, num_rounds: int) -> list[Rate]:
-    """Return all rates, clones first.
+    """Measure and return all rates: memory copy, clone, bare socket loop, fetches.
 
     Raises:
-        BenchFailedError: The receiver's process failed, or took too long.
+        BenchFailedError: The receiving process failed, or took too long.
     """
     from ft_transport import HTTPTransport, Limits, TransportSettings
 
@@ -155,7 +156,7 @@ def _clone_samples(transport: HTTPTransport[Any], state: dict[str, Any], num_rou
 
 
 def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[float]]:
-    """Measure in a separate process, so that the two sides share no interpreter."""
+    """Return the seconds of each round of a fetch. A separate process receives, so that it has its own interpreter."""
     with bare_sender(num_bytes) as port:
         command = child_command(__name__, _receive.__name__, url, *map(str, (port, num_bytes, num_rounds)))
         try:
@@ -171,7 +172,7 @@ def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[
 
 
 def _receive() -> None:
-    """Run as the receiving process: fetch a state in each way in turn, and print the seconds as JSON."""
+    """Be the main function of the receiving process: run each kind of fetch in turn, and print the seconds as JSON."""
     from ft_transport import HTTPTransport, TransportSettings
 
     url, port, num_bytes, num_rounds = sys.argv[1], *map(int, sys.argv[2:])
@@ -187,7 +188,7 @@ def _receive() -> None:
 
 
 def _time_in_turn(ways: Mapping[str, Callable[[], object]], num_rounds: int, within_s: float) -> dict[str, list[float]]:
-    """Return the seconds of each way, round by round; a first round that is not counted makes everything warm."""
+    """Call each function in turn, and return the seconds of its calls. A first round warms up and does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     until_s = time.monotonic() + within_s
     for number in range(num_rounds + 1):
@@ -202,7 +203,7 @@ def _time_in_turn(ways: Mapping[str, Callable[[], object]], num_rounds: int, wit
 
 
 def _state_of(num_bytes: int) -> dict[str, Any]:
-    """Return a state of equal tensors whose memory was used before."""
+    """Return a state of tensors of 4 MiB, whose memory has been written."""
     import torch
 
     return {
@@ -212,11 +213,11 @@ def _state_of(num_bytes: int) -> dict[str, Any]:
 
 
 class MemoryCopy:
-    """Copies tensors into warm memory at the machine's limit, in several ways.
+    """Copies tensors into memory that has been written before, with ``Tensor.copy_`` or with ``memmove``.
 
     Args:
-        sources: The tensors.
-        memory: The target, uint8 of the tensors' total size; new warm memory by default.
+        sources: The tensors to copy.
+        memory: A uint8 tensor of the total size, to copy into. Default: a new one.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], memory: torch.Tensor | None = None) -> None:
@@ -237,7 +238,7 @@ class MemoryCopy:
 
     @property
     def memory(self) -> memoryview:
-        """Return the warm memory, for other uses of this size."""
+        """The memory into which tensors are copied."""
         return self._memory.numpy().data
 
     def close(self) -> None:
@@ -250,7 +251,7 @@ class MemoryCopy:
             target.copy_(source)
 
     def memmove(self) -> None:
-        """Copy with ``ctypes.memmove``, tensor by tensor, in as many threads."""
+        """Copy with ``ctypes.memmove``, in as many threads as `torch_copy`."""
         for future in [self._pool.submit(_move_all, share) for share in self._shares]:
             future.result()
 
@@ -262,7 +263,7 @@ def _move_all(share: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _equal_shares(pairs: Sequence[tuple[int, int, int]], num_shares: int) -> list[list[tuple[int, int, int]]]:
-    """Divide by bytes, cutting tensors, so that all threads end together."""
+    """Divide the copies among threads into shares of equal bytes; a tensor may be divided."""
     share_bytes = -(-sum(num_bytes for _, _, num_bytes in pairs) // num_shares)
     shares: list[list[tuple[int, int, int]]] = [[]]
     room = share_bytes
@@ -280,7 +281,7 @@ def _equal_shares(pairs: Sequence[tuple[int, int, int]], num_shares: int) -> lis
 
 @contextlib.contextmanager
 def bare_sender(num_bytes: int, *, host: str = "127.0.0.1") -> Iterator[int]:
-    """Serve ``num_bytes`` of a resident memory file, by a thread per connection; yield the port."""
+    """Serve ``num_bytes`` of random data from a memory file, with one thread per connection; yield the port."""
     descriptor = os.memfd_create("bare-sender")
     listener = socket.create_server((host, 0))
     try:
@@ -297,7 +298,7 @@ def bare_sender(num_bytes: int, *, host: str = "127.0.0.1") -> Iterator[int]:
         acceptor = SafeThread(target=accept, daemon=True)
         acceptor.start()
         yield listener.getsockname()[1]
-        # close() alone does not wake the thread that is in accept().
+        # close() alone does not wake the thread that waits in accept().
         listener.shutdown(socket.SHUT_RDWR)
         acceptor.join()
     finally:
@@ -314,9 +315,9 @@ def _send_ranges(connected: socket.socket, descriptor: int) -> None:
 
 
 def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1") -> Callable[[], None]:
-    """Return a function that fills ``destination`` once over parallel connections, an equal part by each.
+    """Return a function that fills ``destination`` over parallel connections, each with an equal part.
 
-    The function makes the connections, as a first fetch does.
+    Each call of the function opens new connections, as a first fetch does.
     """
 
     def receive(part: int) -> None:

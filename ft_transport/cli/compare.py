@@ -1,4 +1,4 @@
-"""Compares two stored states element by element, however each divides and orders its tensors."""
+"""Compares the tensors of two stored states element by element, even if they are divided into different parts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 _BLOCK_BYTES: Final = 1 << 20
-"""Number of bytes of each side that are read and compared at once."""
-
+"""Number of bytes of each state that one system call reads."""
 _SPAN_BYTES: Final = 8 << 20
-"""The bytes that a thread compares at once."""
+"""Number of bytes that a thread compares before it asks for more work."""
 _NUM_THREADS: Final = 2
 _Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -31,13 +30,13 @@ _UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
 
 @dataclass(slots=True)
 class Tally:
-    """How two tensors of one dtype and shape differ.
+    """Counts the differences between two tensors of the same dtype and shape.
 
     Attributes:
         num_items: Number of elements that differ in any bit.
         num_bytes: Number of bytes that differ.
-        largest: The largest absolute difference of two finite numbers; ``None`` where there are none, or it is not
-            computed for the dtype.
+        largest: The largest absolute difference between two finite elements; ``None`` if no finite elements differ, or
+            the dtype is not a float.
     """
 
     num_items: int = 0
@@ -45,7 +44,7 @@ class Tally:
     largest: float | None = None
 
     def add(self, other: Tally) -> None:
-        """Add the differences of another part."""
+        """Add the counts for another part of the same tensors."""
         self.num_items += other.num_items
         self.num_bytes += other.num_bytes
         if other.largest is not None:
@@ -54,7 +53,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two tensors of one dtype and shape to compare; ``ranges``: only these of their bytes, if both have one piece."""
+    """Two tensors of the same dtype and shape to compare.
+
+    ``ranges`` limits the comparison to these byte ranges; it requires that both tensors are stored in one piece.
+    """
 
     name: str
     one: StoredTensor
@@ -64,15 +66,15 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A part of a tensor that both sides have.
+    """A box of two tensors that lies in one stored piece on each side: the unit of work of a thread.
 
     Attributes:
-        pair: The tensors.
-        one: The first side's piece that has it.
-        other: The second side's piece.
-        box: The part, or the box around it.
-        starts: Position in both files of a run of bytes; ``None`` if the box is no run in one of them.
-        num_bytes: Length of the run.
+        pair: The two tensors.
+        one: The piece of the first tensor that contains the box.
+        other: The piece of the second tensor that contains the box.
+        box: The box. If ``starts`` is given, only a part of the box is compared.
+        starts: Positions of the part in both files; ``None`` if the box is not contiguous in one of the files.
+        num_bytes: Length of the part.
     """
 
     pair: Pair
@@ -84,10 +86,10 @@ class _Span:
 
 
 def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
-    """Return the differences between two states, by name.
+    """Return the counted differences of all pairs that differ, by name.
 
     Raises:
-        UnreadableError: A file became shorter meanwhile, or cannot be read.
+        UnreadableError: A file cannot be read, or became shorter during the comparison.
     """
     spans, lock, found = _spans(pairs), threading.Lock(), dict[str, Tally]()
 
@@ -110,7 +112,7 @@ def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
 
 
 class _Comparer:
-    """Compares in one thread, with buffers of its own."""
+    """Compares spans in one thread. Each thread has one, with its own buffers."""
 
     def __init__(self) -> None:
         buffers = [bytearray(_BLOCK_BYTES) for _ in range(2)]
@@ -158,7 +160,7 @@ def _spans(pairs: Sequence[Pair]) -> Iterator[_Span]:
 
 
 def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
-    """Return the position in the file of a box of a piece; ``None`` if the box is no single run of bytes there."""
+    """Return the position of a box of a piece in the file; ``None`` if the bytes of the box are not contiguous."""
     sizes = piece.box[1]
     if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major(sizes)):
         return None
@@ -170,13 +172,13 @@ def _read(file: StoredFile, start: int, into: memoryview) -> None:
     try:
         num_bytes = os.preadv(file.descriptor, [into], start)
     except OSError as error:
-        raise UnreadableError(f"expected to read what is compared: {error}") from error
+        raise UnreadableError(f"a file could not be read during the comparison: {error}") from error
     if num_bytes != len(into):
-        raise UnreadableError("expected files that do not change while they are compared, one became shorter")
+        raise UnreadableError("expected files that do not change during the comparison, one became shorter")
 
 
 def _compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor: StoredTensor) -> Tally:
-    """Compare two runs of bytes of a tensor, which begin and end with an element."""
+    """Count the differences between two byte strings that consist of whole elements of a tensor."""
     import numpy as np
 
     ones, others = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
@@ -208,7 +210,7 @@ def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
 
 
 def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
-    """Halve both along the first dimension that can be halved, until the halves are small."""
+    """Divide both arrays equally, by halves along the first dimension above 1, into blocks of at most 1 MiB."""
     if one.nbytes <= _BLOCK_BYTES:
         yield one, other
         return

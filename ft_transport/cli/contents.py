@@ -1,4 +1,4 @@
-"""The contents of a snapshot, a file or a checkpoint in one form, and the boxes of tensors that its parts are."""
+"""Describes the tensors of a snapshot, file or checkpoint in a common form, and computes with boxes of tensors."""
 
 from __future__ import annotations
 
@@ -17,35 +17,39 @@ ITEM_BITS: Final = {
     "float8_e4m3fn": 8, "float8_e4m3fnuz": 8, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 8,
     "float4_e2m1fn_x2": 8, "qint8": 8, "quint8": 8, "qint32": 32, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-"""Bits per element by dtype: torch's names, and safetensors' names of dtypes that torch lacks."""
+"""Bits per element, by dtype. Names are torch's, or safetensors' for dtypes that torch lacks."""
 MAX_DIMENSIONS: Final = 64
 """The limit of torch's own tensors."""
 
 
 Form: TypeAlias = Literal["file", "files", "dcp"]
-"""One safetensors file, a directory of them, or a directory of DCP's."""
+"""One safetensors file, a directory of safetensors files, or a directory of a DCP checkpoint."""
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and shape."""
+"""A contiguous part of a tensor: first index and shape."""
 
-_MOST_LOOKS: Final = 5_000_000
-"""Limit of examinations of boxes; parts of ten thousand ranks need a few each."""
-_MOST_PAIRS: Final = 1_000_000
+_MAX_BOXES_EXAMINED: Final = 5_000_000
+"""Limit of the time to search for overlaps: how many boxes may be examined, over all dimensions."""
+_MAX_PAIRS: Final = 1_000_000
 
 
 class UnreadableError(TransportError, ValueError):
-    """The named file is unreadable, or contradicts itself."""
+    """A file cannot be read, or its content contradicts itself."""
 
 
 class NotFoundError(UnreadableError):
-    """No such file or directory, or one of an unknown kind."""
+    """A file or directory does not exist, or is of an unknown kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A stored part: a file beside the metadata (empty: the file itself), position, and length.
+    """The position of stored bytes.
 
-    ``is_raw`` means that the bytes are the data themselves, not ``torch.save``'s form. ``is_zstd`` means that DCP's
-    extension has compressed them.
+    Attributes:
+        file: Name of the file in the directory of the checkpoint; empty if the state is a single file.
+        start: Position of the first byte in the file.
+        num_bytes: Number of bytes in the file.
+        is_raw: Whether the bytes are the elements. If not, ``torch.save`` has written them.
+        is_zstd: Whether DCP's ZStandard extension has compressed the bytes.
     """
 
     file: str
@@ -57,7 +61,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A box of a tensor: first index, shape, and its stored part, if any."""
+    """A box of a tensor: its first index, its shape, and where it is stored (``None`` if that is unknown)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -66,15 +70,15 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor.
+    """The description of one tensor in a file or checkpoint.
 
     Attributes:
-        path: Its name.
-        dtype: torch's name without ``torch.``.
+        path: Name of the tensor.
+        dtype: Name of the dtype, as in `ITEM_BITS`.
         shape: Shape of the whole tensor.
         num_bytes: Length of the whole tensor.
-        num_parts: Number of stored parts.
-        pieces: The parts, if requested.
+        num_parts: Number of boxes into which the tensor is divided.
+        pieces: The boxes; empty if the caller did not request positions.
     """
 
     path: str
@@ -87,19 +91,19 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All contents.
+    """The tensors and other values of a snapshot, file or checkpoint.
 
     Attributes:
-        kind: The kind in words.
+        kind: Description of the source for people, such as "DCP checkpoint".
         form: The storage format.
         tensors: The tensors in storage order.
-        values: Names of other stored values, with their parts if requested.
+        values: Other stored values, by name, with their positions if the caller requested them.
         step: The committed step; ``None`` if unknown.
-        data_start: Position of the data in a single file.
-        metadata: The file's own metadata by name.
-        num_bytes_missing: Number of bytes missing at the ends of its safetensors files.
-        troubles: Reasons why the library cannot open its safetensors files, or contradictions with their index.
-        notes: Parts that were not examined.
+        data_start: Position of the first tensor in a single file.
+        metadata: The metadata in the header of a single file.
+        num_bytes_missing: Number of bytes that truncated safetensors files lack.
+        troubles: Reasons why the safetensors library cannot open the files, and contradictions with their index.
+        notes: Messages about files that were not examined.
     """
 
     kind: str
@@ -120,13 +124,13 @@ class Contents:
 
 
 def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Describe gaps and overlaps of boxes that should cover a tensor; empty if there are none.
+    """Check that boxes cover each element of a tensor exactly once. Return a description of the fault, or "".
 
-    Time and memory are proportional to the number of boxes, not to their sizes.
+    Time and memory depend on the number of boxes, not on their sizes.
 
     Args:
         shape: Shape of the tensor.
-        boxes: The boxes in any order; empty ones do not count.
+        boxes: The boxes in any order. Empty boxes are ignored.
     """
     filled = []
     for offsets, sizes in boxes:
@@ -139,32 +143,32 @@ def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     num_there, num_items = sum(math.prod(sizes) for _, sizes in filled), math.prod(shape)
     if num_there < num_items:
         return f"its parts have {num_there} of {num_items} elements"
-    return _find_overlap(filled) or ("" if num_there == num_items else "its parts have more elements than it")
+    return _find_overlap(filled) or ("" if num_there == num_items else "its parts have more elements than the tensor")
 
 
 def _find_overlap(boxes: list[Box]) -> str:
-    """Divide the boxes by planes, repeatedly, until every box is alone."""
-    groups, num_looks = [boxes] if len(boxes) > 1 else [], 0
+    """Search for two boxes that overlap: divide the boxes by planes until each group has one box."""
+    groups, num_examined = [boxes] if len(boxes) > 1 else [], 0
     while groups:
         group = groups.pop()
-        num_looks += len(group) * max(1, len(group[0][0]))
-        if num_looks > _MOST_LOOKS:
-            return f"its {len(boxes)} parts lie too irregularly to be looked at"
+        num_examined += len(group) * max(1, len(group[0][0]))
+        if num_examined > _MAX_BOXES_EXAMINED:
+            return f"its {len(boxes)} parts are too irregular to be checked for overlaps"
         divided = next(filter(None, (_divide(group, dim) for dim in range(len(group[0][0])))), None)
         if divided is not None:
             groups += [each for each in divided if len(each) > 1]
             continue
-        # No plane divides these boxes: a pinwheel, for example, or two that overlap.
-        if len(group) ** 2 > _MOST_PAIRS:
-            return f"its {len(boxes)} parts lie too irregularly to be looked at"
+        # No plane divides these boxes, because they overlap or are arranged like a pinwheel.
+        if len(group) ** 2 > _MAX_PAIRS:
+            return f"its {len(boxes)} parts are too irregular to be checked for overlaps"
         for one, other in itertools.combinations(group, 2):
             if intersection(one, other) is not None:
-                return f"its parts at {_shown(one[0])} and {_shown(other[0])} lie over each other"
+                return f"its parts at {_shown(one[0])} and {_shown(other[0])} overlap"
     return ""
 
 
 def _divide(group: list[Box], dim: int) -> list[list[Box]] | None:
-    """Return the groups between planes that cut no box; ``None`` without such a plane."""
+    """Divide boxes into groups by planes across ``dim`` that cut no box; return ``None`` if there is no such plane."""
     divided: list[list[Box]] = []
     end = -1
     for box in sorted(group, key=lambda box: box[0][dim]):
@@ -188,9 +192,14 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def intersections(ones: Sequence[Box], others: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
-    """Yield intersections of the boxes of two divisions of a tensor, with the boxes' numbers.
+    """Yield the boxes that two divisions of a tensor have in common.
 
-    Both divisions have no gaps.
+    Args:
+        ones: The boxes of the first division, which must cover the tensor.
+        others: The boxes of the second division, which must cover the tensor.
+
+    Yields:
+        The index of a box in ``ones``, the index of a box in ``others``, and the intersection of both.
     """
     by_box = {box: number for number, box in enumerate(others)}
     left = []
@@ -203,7 +212,7 @@ def intersections(ones: Sequence[Box], others: Sequence[Box]) -> Iterator[tuple[
     rest = [(box, number) for box, number in by_box.items() if all(box[1])]
     if not left or not rest:
         return
-    # Sorted along the dimension of the division, few boxes overlap; along others all do.
+    # Sort along the dimension with most different positions: few boxes overlap in it.
     dim = max(range(len(rest[0][0][0])), key=lambda dim: len({box[0][dim] for box, _ in rest}))
     rest.sort(key=lambda each: each[0][0][dim])
     starts = [box[0][dim] for box, _ in rest]

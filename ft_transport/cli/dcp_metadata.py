@@ -1,11 +1,11 @@
-"""Reads the ``.metadata`` of a DCP checkpoint without running its code.
+"""Reads the file ``.metadata`` of a DCP checkpoint without running code in it, and without torch.
 
-The file is a pickle (torch/distributed/checkpoint/filesystem.py). The names of DCP's metadata map to classes of this
-module that only store their state; all other names are refused. No part of torch is imported.
+The file is a pickle (torch/distributed/checkpoint/filesystem.py). This module replaces DCP's classes by classes that
+only store their state, and refuses all other names.
 
-A separate process with bounded memory and time reads it: nine bytes of a pickle can make the reader allocate gigabytes,
-and hashing a deeply nested tuple can crash the process. That process imports nothing from the working directory, which
-may be the checkpoint's.
+A child process with limited memory and time reads the file, because nine bytes of a pickle can make the reader allocate
+gigabytes, and hashing a deeply nested tuple can crash the process. The child imports nothing from the working
+directory, which may be the directory of the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REFUSED: Final = 3
 _WITH_PLACES: Final = "--with-places"
 _LEAST_MEMORY_BYTES: Final = 512 << 20
 _MEMORY_FOR_EACH_BYTE: Final = 64
-"""Generous estimate of the memory for each byte of metadata, as objects and as JSON."""
+"""Memory that the child may use for each byte of the file, in bytes: a generous estimate of its objects and JSON."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _ZSTD: Final = "stream.zstd/1"
 """The name of DCP's ``ZStandard`` extension (torch/distributed/checkpoint/_extension.py)."""
@@ -53,14 +53,14 @@ _contents_decoder: Final = msgspec.json.Decoder(Contents)
 
 
 def read_dcp(directory: Path, *, with_places: bool) -> Contents:
-    """Return the contents of a DCP checkpoint.
+    """Return the tensors and values of a DCP checkpoint, from its metadata.
 
     Args:
-        directory: The checkpoint's directory.
-        with_places: Whether to include the stored parts.
+        directory: The directory of the checkpoint.
+        with_places: Whether to include the positions in files.
 
     Raises:
-        UnreadableError: ``.metadata`` is missing, or not DCP's.
+        UnreadableError: The file ``.metadata`` is missing, or DCP has not written it.
     """
     path = directory / METADATA_NAME
     try:
@@ -70,34 +70,31 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
     command = child_command(__name__, _main.__name__, *([_WITH_PLACES] if with_places else []))
     try:
         done = subprocess.run(
-            command,
-            input=encoded,
-            capture_output=True,
-            env=child_environment(),
-            timeout=60.0,
-            check=False,
+            command, input=encoded, capture_output=True, env=child_environment(), timeout=60.0, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise UnreadableError(f"expected DCP's metadata in {path}: it could not be read: {error}") from error
+        raise UnreadableError(f"expected DCP's metadata in {path}, its reading process failed: {error}") from error
     if done.returncode == _REFUSED:
         reason = escape(done.stdout.decode("utf-8", "replace"), 500)
         raise UnreadableError(f"expected DCP's metadata in {path}: {reason}")
     if done.returncode:
-        raise UnreadableError(f"expected DCP's metadata in {path}: its reader ended with {done.returncode}")
+        raise UnreadableError(f"expected DCP's metadata in {path}, its reading process ended with {done.returncode}")
     return _contents_decoder.decode(done.stdout)
 
 
 def _main() -> None:
-    """Read metadata from standard input; write it as JSON, or the reason for a refusal with `_REFUSED`."""
+    """Be the main function of the child: read the pickle from standard input, and write its content as JSON.
+
+    If the pickle is refused, write the reason instead, and exit with `_REFUSED`.
+    """
     encoded = sys.stdin.buffer.read()
     most = _LEAST_MEMORY_BYTES + _MEMORY_FOR_EACH_BYTE * len(encoded)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        # Memory and lifetime of this process are bounded.
-        gc.disable()
+        gc.disable()  # The process is short-lived, and its memory is limited.
         answer = msgspec.json.encode(_read(encoded, with_places=_WITH_PLACES in sys.argv[1:]))
-    # The errors of the reader for files that are not pickles are undocumented.
+    # For invalid pickles, the unpickler raises undocumented types of errors.
     except Exception as error:
         reason = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
         sys.stdout.write(reason)
@@ -105,7 +102,7 @@ def _main() -> None:
         os._exit(_REFUSED)
     sys.stdout.buffer.write(answer)
     sys.stdout.flush()
-    # Exits without deallocating the objects one by one.
+    # Exit without freeing each object.
     os._exit(0)
 
 
@@ -126,7 +123,7 @@ def _read(encoded: bytes, *, with_places: bool) -> Contents:
 
 
 class _Stored:
-    """Replaces a class of DCP and stores its pickled state."""
+    """Replaces a class in the pickle, and stores the pickled state of its instances."""
 
     __slots__ = ("state",)
 
@@ -146,7 +143,7 @@ class _Bytes(_Stored):
 
 
 def _fields(stored: _Stored) -> dict[Any, Any]:
-    """Return the pickled attributes; those of a dataclass with slots have two parts, its ``__dict__`` and the slots."""
+    """Return the pickled attributes of an object. The state of a class with slots is a tuple of two dicts."""
     state = stored.state
     if isinstance(state, dict):
         return state
@@ -167,7 +164,7 @@ _STORED: Final = {
     "pathlib": "Path PosixPath PurePosixPath",
     "pathlib._local": "Path PosixPath PurePosixPath",
 }
-"""Names of which only the state is stored, by module."""
+"""Names that `_Stored` replaces, by module."""
 _CLASSES: Final[dict[tuple[str, str], Any]] = {
     **{(module, name): _Stored for module, names in _STORED.items() for name in names.split()},
     (_METADATA, "TensorStorageMetadata"): _Tensor,
@@ -180,7 +177,7 @@ _CLASSES: Final[dict[tuple[str, str], Any]] = {
 
 
 _Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredPart]
-"""Name, and for a part of a tensor its first index."""
+"""Positions in files, by the name of a value or tensor and, for a tensor, the first index of the box."""
 
 
 class _Reader(pickle.Unpickler):
@@ -190,11 +187,11 @@ class _Reader(pickle.Unpickler):
             return found
         if module == "torch" and name in ITEM_BITS:
             return _DType(name)
-        asked = escape(f"{module}.{name}")
-        raise UnreadableError(f"expected DCP's metadata, which has no {asked}: it is not read, for it may run code")
+        refused = escape(f"{module}.{name}")
+        raise UnreadableError(f"expected only names of DCP's metadata, got {refused}, which may run code")
 
     def persistent_load(self, pid: object) -> Any:
-        raise UnreadableError(f"expected DCP's metadata, which refers to nothing outside, got {type(pid).__name__}")
+        raise UnreadableError(f"expected DCP's metadata without persistent ids, got one of type {type(pid).__name__}")
 
 
 def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
@@ -202,7 +199,7 @@ def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
     dtype, shape = _dtype_of(fields["properties"]), _lengths(fields["size"], name)
     num_bytes = math.prod(shape) * ITEM_BITS[dtype] // 8
     if num_bytes > _MAX_LENGTH:
-        raise UnreadableError(f"expected the shape of a tensor, {escape(str(name))} has one that no machine could hold")
+        raise UnreadableError(f"expected the shape of a tensor below 2^63 bytes, that of {escape(str(name))} is larger")
     return TensorEntry(
         path=str(name),
         dtype=dtype,
@@ -222,7 +219,7 @@ def _piece(name: str, chunk: _Stored, places: _Places) -> TensorPiece:
 def _lengths(lengths: Any, name: str) -> tuple[int, ...]:
     counts = tuple(int(length) for length in lengths)
     if any(not 0 <= length <= _MAX_LENGTH for length in counts) or len(counts) > MAX_DIMENSIONS:
-        raise UnreadableError(f"expected the shape of a tensor, {escape(str(name))} has none")
+        raise UnreadableError(f"expected the shape of a tensor, that of {escape(str(name))} is invalid")
     return counts
 
 
@@ -232,13 +229,13 @@ def _places_of(storage: Any) -> _Places:
         index, stored = _fields(key), _fields(info)
         file, start, num_bytes = stored["relative_path"], stored["offset"], stored["length"]
         if not isinstance(file, str) or not isinstance(start, int) or not isinstance(num_bytes, int):
-            raise UnreadableError("expected file, offset and length of what is stored")
+            raise UnreadableError("expected the file, offset and length of each stored part, one is missing or invalid")
         name, offset = index["fqn"], index.get("offset")
         transforms = stored.get("transform_descriptors") or []
         if transforms not in ([], [_ZSTD]):
             raise UnreadableError(
-                "expected data as torch.save writes it, or as DCP's ZStandard compresses that; another extension has "
-                f"transformed {escape(str(name))}"
+                "expected data that torch.save has written, compressed at most by DCP's ZStandard extension; another "
+                f"extension has transformed {escape(str(name))}"
             )
         at = _lengths(offset, name) if offset is not None else None
         places[name, at] = StoredPart(file, start, num_bytes, is_raw=False, is_zstd=bool(transforms))

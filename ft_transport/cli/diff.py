@@ -1,4 +1,4 @@
-"""``ft-transport diff``: are two saves bit-identical, and if not, what differs?"""
+"""``ft-transport diff``: finds out whether two saves are bit-identical, and otherwise lists the differences."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN: Final = 50
 _IN_WORDS: Final = {
-    "ft_transport.tree": "what lies beside the tensors in a snapshot (names, order, numbers and texts of the state)",
-    "ft_transport.meshes": "the meshes that DTensors lie on",
-    "ft_transport.layouts": "how DTensors lie on their meshes",
+    "ft_transport.tree": "the part of the state that is not tensors (names, order, numbers and texts)",
+    "ft_transport.meshes": "the device meshes of DTensors",
+    "ft_transport.layouts": "the placements of DTensors on their device meshes",
 }
-"""Entries of a snapshot's file that describe the state itself, in words."""
+"""Descriptions of metadata in a snapshot's file, for messages."""
 
 _OF_THE_FILE: Final = frozenset(f"ft_transport.{name}" for name in ("step", "snapshot", "digests", "digest"))
-"""Metadata of a snapshot's file that does not describe the state."""
+"""Metadata in a snapshot's file that describes the file instead of the state; it is not compared."""
 
 Kind = Literal["only in A", "only in B", "dtype or shape", "elements", "value"]
 
 
 def diff_command(
     one: Annotated[str, typer.Argument(metavar="A", help="URL, safetensors file, checkpoint, or DCP directory.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="Another one, of any of these kinds.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another save, of any of these kinds.")],
     step: Annotated[
-        int | None, typer.Option(help="Of replicas the snapshot of this step; it may be one to come.", min=0)
+        int | None, typer.Option(help="Step of the snapshots of replicas; it may be a future step.", min=0)
     ] = None,
     digests: Annotated[
-        bool, typer.Option("--digests", help="Believe the digests in files that fetch has written; read less.")
+        bool, typer.Option("--digests", help="Trust the digests in files that fetch has written, and read less.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say whether two saves are bit-identical, and else which tensors differ, and by how much.
+    """Check whether two saves are bit-identical. If not, list the tensors that differ, and by how much.
 
-    All bytes are compared, however each side divides its tensors over files. Of two replicas the digests of their
-    chunks are compared, at one step if they come to one, and only chunks that differ are fetched, to TMPDIR. Exits with
-    0 if the two are identical, with 1 if they differ or two replicas come to no common step, with 2 if they cannot be
-    compared.
+    All bytes are compared, even if the saves divide their tensors into different files. For two replicas, the digests
+    of their chunks are compared, at a common step if possible, and only chunks that differ are fetched, into TMPDIR.
+    Exits with 0 if the saves are identical, with 1 if they differ or the replicas reach no common step, with 2 if they
+    cannot be compared.
     """
     _allow_many_files()
     try:
@@ -111,8 +111,8 @@ def _as_text(opened: OpenedStates, comparison: Comparison) -> str:
     lines = []
     if opened.steps_differ:
         lines.append(
-            f"✗ not of one step: A shows step {opened.one.contents.step}, B step {opened.other.contents.step}, and "
-            "they came to none that both could show"
+            f"✗ different steps: A has step {opened.one.contents.step}, B has step {opened.other.contents.step}, and "
+            "the replicas reached no common step"
         )
     lines += [_line(each) for each in comparison.differences[:_MAX_SHOWN]]
     if len(comparison.differences) > _MAX_SHOWN:
@@ -122,11 +122,11 @@ def _as_text(opened: OpenedStates, comparison: Comparison) -> str:
         lines.append(f"{letter}: {escape(state.name)}, {state.contents.kind}{at}")
     size = f"{comparison.num_common} tensors in common, {megabytes(comparison.num_bytes)}"
     if comparison.num_bytes_by_digest:
-        size += f" ({megabytes(comparison.num_bytes_by_digest)} of it equal by their digests, and not read)"
+        size += f" ({megabytes(comparison.num_bytes_by_digest)} of them have equal digests, and were not read)"
     if opened.num_bytes_fetched:
         size += f", {megabytes(opened.num_bytes_fetched)} were fetched"
     if not comparison.has_values:
-        size += "; what lies beside the tensors was not compared, it is stored in two ways"
+        size += "; values other than tensors were not compared, because A and B have different formats"
     if comparison.differences:
         by_kind = Counter(each.kind for each in comparison.differences)
         lines.append(f"✗ {', '.join(f'{count} × {kind}' for kind, count in by_kind.most_common())}; {size}")
@@ -144,7 +144,7 @@ def _line(difference: Difference) -> str:
         case "dtype or shape":
             return f"✗ {name}: {escape(difference.one)} in A, {escape(difference.other)} in B"
         case "value":
-            return f"✗ {_IN_WORDS.get(difference.name, name)}: another value"
+            return f"✗ {_IN_WORDS.get(difference.name, name)}: different values"
         case "elements":
             assert tally is not None, "they were compared"
             most = f", at most by {tally.largest:.6g}" if tally.largest is not None else ""
@@ -155,7 +155,7 @@ def _line(difference: Difference) -> str:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: a checkpoint has a file for each rank, and the files of both are open."""
+    """Raise the limit of open files: all files of both checkpoints are open, and each rank has written a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -163,14 +163,14 @@ def _allow_many_files() -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenedStates:
-    """Both states.
+    """Two opened states to compare.
 
     Attributes:
         one: The first state.
         other: The second state.
-        chunks: Chunks that differ by their digests; ``None`` if the bytes decide.
-        num_bytes_fetched: Number of bytes that came from replicas.
-        steps_differ: Whether two replicas came to no step at which both could be asked.
+        chunks: The chunks whose digests differ; ``None`` if all bytes must be compared.
+        num_bytes_fetched: Number of bytes that were fetched from replicas.
+        steps_differ: Whether two replicas reached no common step, so that their snapshots are of different steps.
     """
 
     one: StoredState
@@ -184,17 +184,18 @@ class OpenedStates:
 def opened_states(
     one: str, other: str, *, step: int | None, by_digests: bool, timeout_s: float
 ) -> Iterator[OpenedStates]:
-    """Open two states. From two replicas, only chunks with different digests are fetched.
+    """Open two states, as a context manager. From two replicas, only chunks with different digests are fetched.
 
     Args:
-        one: A URL or a path.
-        other: Another one.
-        step: The step of the replicas' snapshots; by default the newest, or a common one of two replicas if possible.
-        by_digests: Whether to trust the digests in files, too.
-        timeout_s: Longest silence of a replica in seconds.
+        one: The URL or path of the first state.
+        other: The URL or path of the second state.
+        step: The step of the replicas' snapshots. Default: the newest step, or of two replicas a common one if
+            possible.
+        by_digests: Whether to trust digests in files.
+        timeout_s: Longest time without data from a replica, in seconds.
 
     Raises:
-        UnreadableError: One of them is unreadable.
+        UnreadableError: A file or directory is unreadable.
         TransportError: A replica is unreachable, or a file cannot be written.
     """
     with contextlib.ExitStack() as held:
@@ -223,7 +224,7 @@ def opened_states(
 
             chunks = UnequalChunks.of(known, twin)
         paths = files.paths if files is not None else {}
-        # DCP's metadata are read in a process each.
+        # Reading DCP's metadata starts a process for each state; let both run at once.
         with SafeExecutor(2, "ft-transport-open") as pool:
             opening = [pool.submit(_open, target, paths.get(target)) for target in (one, other)]
         for each in opening:
@@ -239,7 +240,7 @@ def opened_states(
 
 
 def _manifest_of(target: str) -> Manifest | None:
-    """Return the manifest of a file that ``fetch`` has written; ``None`` for anything else."""
+    """Return the manifest in a file that ``fetch`` has written; ``None`` for other files and for directories."""
     path = checkpoint_at(Path(target))
     if path.is_dir() or DIGESTS not in open_source(str(path)).metadata:
         return None
@@ -263,15 +264,15 @@ def _open(target: str, fetched: Path | None) -> StoredState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A difference in one tensor or value.
+    """A difference between A and B in one tensor or value.
 
     Attributes:
-        name: Its name.
+        name: Name of the tensor or value.
         kind: The kind of difference.
-        one: Dtype and shape in A, in words; empty if it is missing there.
-        other: The same in B.
-        num_items: Number of its elements.
-        tally: Statistics of the differing elements.
+        one: Dtype and shape in A, as text; empty if A lacks it.
+        other: Dtype and shape in B, as text; empty if B lacks it.
+        num_items: Number of elements of the tensor.
+        tally: Counts of the elements that differ.
     """
 
     name: str
@@ -284,14 +285,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The comparison of two states.
+    """The result of a comparison of two states.
 
     Attributes:
-        differences: The differences, in the order of A, then of B.
-        num_common: Number of tensors in both.
-        num_bytes: Their length.
-        num_bytes_by_digest: Bytes that count as equal by the digests of their chunks.
-        has_values: Whether other values were compared, because both sides store them alike.
+        differences: The differences, in the order of the tensors in A, then of those only in B.
+        num_common: Number of tensors that both states have.
+        num_bytes: Number of bytes of these tensors.
+        num_bytes_by_digest: Number of bytes that were not read, because the digests of their chunks are equal.
+        has_values: Whether values other than tensors were compared, which needs states of the same format.
     """
 
     differences: tuple[Difference, ...]
@@ -307,7 +308,7 @@ def find_differences(one: StoredState, other: StoredState, *, chunks: UnequalChu
     Args:
         one: State A.
         other: State B.
-        chunks: The chunks whose digests differ, to trust the digests of the others.
+        chunks: The chunks whose digests differ: only these are compared. ``None`` to compare all bytes.
 
     Raises:
         UnreadableError: A file is unreadable.

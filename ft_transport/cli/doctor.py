@@ -1,4 +1,4 @@
-"""``ft-transport doctor``: are this host and the way to its peers fit to recover? ``status``: what do peers serve?"""
+"""``ft-transport doctor``: checks this host and the network to its peers. ``status``: shows what peers serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAST_FILES: Final = 4096
 _SLOW_LOOKUP_S: Final = 0.5
 _MAX_CLOCK_OFFSET_S: Final = 2.0
 _LEAST_FREE: Final = 0.1
-"""Share of the memory for a state: a serving replica may have a copy of it."""
+"""Fraction of the host's memory that should be free, because a replica copies its state to serve it."""
 _MUCH_SLOWER: Final = 3.0
 _MARKS: Final = {"ok": "✓", "warn": "!", "bad": "✗"}
 
@@ -44,9 +44,9 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        verdict: ``bad`` if it breaks or slows recovery, ``warn`` if it may.
+        verdict: ``bad`` if the finding breaks or slows recovery, ``warn`` if it may do so.
         found: The finding.
-        remedy: The remedy; empty for a good result.
+        remedy: How to fix the fault; empty for a good result.
     """
 
     name: str
@@ -60,13 +60,13 @@ def doctor_command(
         list[str] | None,
         typer.Argument(metavar="URL", help="URLs of replicas (as `metadata()` of their transport returns them)."),
     ] = None,
-    seconds_each: Annotated[float, typer.Option(help="For how long each way to a peer is measured.", min=0.1)] = 1.5,
-    as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
+    seconds_each: Annotated[float, typer.Option(help="Seconds to measure each path to a peer.", min=0.1)] = 1.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
-    """Look at this host and the way to its peers; say what is wrong, and which setting mends it.
+    """Check this host and the network to its peers. Print each fault, and which setting fixes it.
 
-    Each way is measured by a short fetch of real data over one connection, of 256 MiB at most. The job's token and
-    certificates are taken from the environment. Exits with 1 if something is bad.
+    The rate of each path is measured by a short fetch over one connection, of at most 256 MiB. The job token and
+    certificates come from the environment. Exits with 1 if a check is bad.
     """
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
@@ -88,12 +88,12 @@ def status_command(
         list[str],
         typer.Argument(metavar="URL", help="URLs of replicas (as `metadata()` of their transport returns them)."),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
-    """Ask replicas what they serve: step, size, and how many receive it now.
+    """Show what each replica serves: step, size, and number of current receivers.
 
-    All are asked at once, for 3 s at most. The job's token and certificates are taken from the environment. Exits with
-    1 if one of them does not answer, with 2 if one is no URL.
+    The command asks all replicas at once, and waits at most 3 s. The job token and certificates come from the
+    environment. Exits with 1 if a replica does not respond, with 2 if an argument is no URL.
     """
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
@@ -130,12 +130,12 @@ def _as_line(url: str, answer: PeerStatus | TransportError) -> str:
         return f"✗ {url}  {message_of(answer)}" + (f"\n    → {remedy}" if remedy else "")
     replica = escape(answer.replica, 40)
     if answer.step is None:
-        return f"✓ {url}  {replica}: has no snapshot now; it takes one when somebody recovers"
+        return f"✓ {url}  {replica}: has no snapshot now; it takes one when a peer recovers"
     return f"✓ {url}  {replica}: step {answer.step}, {megabytes(answer.snapshot_bytes)}, {answer.clients} receive it"
 
 
 def check_host() -> Iterator[Check]:
-    """Return the checks that need no peer."""
+    """Check this host: versions, memory, limits, network interfaces, GPU."""
     yield _versions()
     yield _memory_file()
     yield _sendfile()
@@ -147,7 +147,7 @@ def check_host() -> Iterator[Check]:
 
 
 def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[Check]:
-    """Check one peer: its name, its answer, its clock, and the rate over each path to it."""
+    """Check one peer: its host name, its response, its clock, and the rate over each network path."""
     peer = PeerAddress.from_url(url)
     yield _resolver(peer)
     asked = now_unix_s()
@@ -155,7 +155,8 @@ def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[C
         status = ask_status(peer, connect, within_s=3.0)
     except TransportError as error:
         remedy = (
-            "is it running, does a firewall let its port through, and are token and authority the same on both sides?"
+            "is the peer running, does a firewall block its port, and are the job token and the certificate authority "
+            "the same on both hosts?"
         )
         yield _check(f"{peer}", f"{type(error).__name__}: {error}", remedy, "bad")
         return
@@ -164,7 +165,7 @@ def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[C
 
 
 def _check(name: str, found: str, remedy: str = "", verdict: Verdict = "warn") -> Check:
-    """Return a good result, or one of this verdict if there is a remedy."""
+    """Return the result of a check. Without a remedy, the verdict is ``ok``."""
     return Check(name=name, verdict=verdict if remedy else "ok", found=found, remedy=remedy)
 
 
@@ -197,8 +198,8 @@ def _memory_file() -> Check:
 
 def _sendfile() -> Check:
     if hasattr(os, "sendfile"):
-        return _check("sendfile", "bodies go from memory to the socket in the kernel")
-    return _check("sendfile", "there is none", "bodies are copied by Python: slower")
+        return _check("sendfile", "os.sendfile works: the kernel sends state without a copy")
+    return _check("sendfile", "os.sendfile is missing", "Python copies the state to the socket, which is slower")
 
 
 def _free_memory() -> Check:
@@ -208,16 +209,16 @@ def _free_memory() -> Check:
         return _check("memory", str(error), "mount /proc")
     fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
     total, free = fields["MemTotal"], fields["MemAvailable"]
-    remedy = "a snapshot is as large as the state; Limits.max_snapshots=1 bounds them"
+    remedy = "each snapshot is as large as the state; Limits.max_snapshots=1 allows only one"
     is_enough = free >= _LEAST_FREE * total
     return _check("memory", f"{megabytes(free)} of {megabytes(total)} are free", "" if is_enough else remedy)
 
 
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = f"ulimit -n {_LEAST_FILES}: connections of peers and the trainer's files share them"
+    remedy = f"ulimit -n {_LEAST_FILES}: connections of peers and the trainer's files share this limit"
     is_enough = soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES
-    return _check("open files", f"{soft} at once, at most {hard}", "" if is_enough else remedy)
+    return _check("open files", f"the limit is {soft}, and may be raised to {hard}", "" if is_enough else remedy)
 
 
 def _ipv6() -> Check:
@@ -225,8 +226,8 @@ def _ipv6() -> Check:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind(("::1", 0))
     except OSError as error:
-        return _check("IPv6", f"there is none ({error.strerror}); IPv4 is used")
-    return _check("IPv6", "there is one")
+        return _check("IPv6", f"not available ({error.strerror}); IPv4 is used")
+    return _check("IPv6", "available")
 
 
 def _advertised() -> Check:
@@ -236,18 +237,18 @@ def _advertised() -> Check:
 
 
 def _advertised_on_the_loopback() -> Check:
-    """Without a job token or certificates, servers listen on loopback alone and refuse to publish another address."""
-    remedy = f"set {TOKEN_VARIABLE} on all hosts of the job, which lets them reach each other"
+    """Check the advertised address of a job without token and certificates: servers listen on the loopback only."""
+    remedy = f"set {TOKEN_VARIABLE} on all hosts of the job, so that they can reach each other"
     chosen = os.environ.get(ADVERTISE_VARIABLE, "")
     try:
         is_local = not chosen or all(each.is_loopback for each in addresses_of(advertised_host(None).strip("[]")))
     except TransportError as error:
         return _check("advertised", str(error), f"correct {ADVERTISE_VARIABLE}", "bad")
     if is_local:
-        found = "there is no job token, so servers here listen on the loopback alone: for replicas of this host"
+        found = "without a job token, servers here listen on the loopback alone: only this host can reach them"
         return _check("advertised", found, remedy)
     found = (
-        f"{ADVERTISE_VARIABLE} is {chosen}, and without a job token a server listens on the loopback alone: it fails"
+        f"{ADVERTISE_VARIABLE} is {chosen}, but without a job token a server listens on the loopback alone: it fails"
     )
     return _check("advertised", found, remedy, "bad")
 
@@ -266,13 +267,16 @@ def _advertised_to_peers() -> Check:
     ways = [f"{each} ({by_address.get(each) or ('lo' if each.is_loopback else unknown)})" for each in addresses]
     reached = (each for each in by_address.items() if not (each[0].is_loopback or each[0].is_link_local))
     others = sorted(f"{name} {address}" for address, name in reached)
-    found = f"peers are told {host}: {', '.join(ways) or 'unknown'}; this host has {', '.join(others) or 'no other'}"
+    found = (
+        f"this host advertises {host}: {', '.join(ways) or 'unknown'}; its interfaces are "
+        f"{', '.join(others) or 'the loopback only'}"
+    )
     if all(each.is_loopback for each in addresses) and others:
-        return _check("advertised", f"{found}; others would ask themselves", remedy, "bad")
+        return _check("advertised", f"{found}; peers on other hosts would connect to themselves", remedy, "bad")
     if took_s > _SLOW_LOOKUP_S:
-        return _check("advertised", f"{found}; to look it up took {took_s:.1f} s", remedy)
+        return _check("advertised", f"{found}; resolving the name took {took_s:.1f} s", remedy)
     if len(others) > 1 and not os.environ.get(ADVERTISE_VARIABLE):
-        return _check("advertised", f"{found}; nothing says which one is fast", remedy)
+        return _check("advertised", f"{found}; no setting selects the fast interface", remedy)
     return _check("advertised", found)
 
 
@@ -285,8 +289,9 @@ def _resolver(peer: PeerAddress) -> Check:
     began_s = time.monotonic()
     addresses = addresses_of(peer.host)
     took_s = time.monotonic() - began_s
-    found = f"{peer.host} is {', '.join(map(str, addresses)) or 'unknown here'}, after {took_s * 1e3:.0f} ms"
-    name, remedy = f"{peer}: name", f"set {ADVERTISE_VARIABLE} there to an address"
+    shown = ", ".join(map(str, addresses)) or "no address"
+    found = f"{peer.host} resolves to {shown}, in {took_s * 1e3:.0f} ms"
+    name, remedy = f"{peer}: name", f"on that host, set {ADVERTISE_VARIABLE} to an address"
     if not addresses:
         return _check(name, found, remedy, "bad")
     return _check(name, found, remedy if took_s > _SLOW_LOOKUP_S else "")
@@ -296,13 +301,13 @@ def _clock(peer: PeerAddress, status: PeerStatus, asked: float, answered: float)
     name = f"{peer}: clock"
     if not status.unix_s:
         return _check(name, "unknown")
-    # The peer reports whole seconds (RFC 9110, section 6.6.1), so half a second is added as the uncertainty.
+    # The peer reports whole seconds (RFC 9110, section 6.6.1): add half a second of uncertainty.
     offset_s = status.unix_s + 0.5 - (asked + answered) / 2
     unknown_s = 0.5 + (answered - asked) / 2
     is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + unknown_s
-    remedy = "" if is_close else "nothing here depends on it, but logs and traces of the two do not fit; run NTP"
-    found = "the same as here" if abs(offset_s) <= unknown_s else f"{offset_s:+.1f} s to this one"
-    found = f"{found}, give or take {unknown_s:.1f} s"
+    remedy = "" if is_close else "run NTP, so that logs and traces of both hosts have matching times"
+    found = "equal to this host's clock" if abs(offset_s) <= unknown_s else f"{offset_s:+.1f} s from this host's clock"
+    found = f"{found}, ± {unknown_s:.1f} s"
     return _check(name, found, remedy)
 
 
@@ -313,18 +318,18 @@ def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> It
         name = f"{peer}: rate over {rate.interface or '?'}"
         way = f"{rate.local_address} → {rate.peer}" + (f" ({rate.peer_interface} there)" if rate.peer_interface else "")
         if rate.error:
-            verdict: Verdict = "ok"  # an address that the peer does not publish may be unreachable
+            verdict: Verdict = "ok"  # Only the advertised address must be reachable.
             if rate is as_named:
                 verdict = "warn" if status.step is None else "bad"
             yield Check(name=name, verdict=verdict, found=f"{way}: {escape(rate.error, 300)}")
             continue
-        label = ", as peers are told" if rate is as_named else ""
+        label = " (the advertised address)" if rate is as_named else ""
         found = f"{megabytes(rate.bytes_per_s)}/s {way}{label}; {megabytes(rate.num_bytes)} were fetched"
         if rate is as_named and best.bytes_per_s > _MUCH_SLOWER * rate.bytes_per_s:
             times = best.bytes_per_s / rate.bytes_per_s
             yield _check(
                 name,
-                f"{found}; over {best.interface} {megabytes(best.bytes_per_s)}/s, {times:.0f} times as much",
+                f"{found}; over {best.interface} {megabytes(best.bytes_per_s)}/s, {times:.0f} times as fast",
                 f"on {replica or peer} set {ADVERTISE_VARIABLE}={best.peer_interface or best.peer.host} "
                 "(TransportSettings.advertise)",
                 "bad",

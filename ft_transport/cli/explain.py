@@ -1,4 +1,4 @@
-"""``ft-transport explain``: why was that recovery slow, and which setting helps? ``trace``: records as a trace."""
+"""``ft-transport explain``: shows why a recovery was slow, and what helps. ``trace``: converts records to a trace."""
 
 from __future__ import annotations
 
@@ -21,88 +21,91 @@ from ft_transport.telemetry.record import KINDS, Record, Retry, Transfer, decode
 _INTERFACES: Final = Path("/sys/class/net")
 _shown: Final = partial(escape, max_characters=600)
 _DOMINANT: Final = 0.25
-"""Minimum fraction of the whole for a phase to be examined."""
+"""Fraction of the whole time from which a phase is reported."""
 _MUCH_SLOWER: Final = 3.0
-"""Minimum factor between two ways for the slower one to be named."""
+"""Factor between the rates of two network paths from which the slower one is reported."""
 _LEAST_BYTES: Final = 1 << 20
-"""Minimum bytes for a rate to be meaningful."""
+"""Size of a transfer from which its rate is meaningful."""
 _NEAR_THE_LINK: Final = 0.7
-"""Fraction of a link's speed from which a transfer is as fast as the link allows."""
+"""Fraction of a link's speed from which the link is the limit of a transfer."""
 _LEAST_WAIT_S: Final = 1.0
-_MUCH_OF_IT: Final = 0.5
-"""Shorter waits for a quorum, or smaller fractions of the whole, are not due to a missing replica."""
+"""Length of a wait for a quorum from which a replica may be missing."""
+_LONG_WAIT: Final = 0.5
+"""Fraction of the whole time from which a wait for a quorum may mean that a replica is missing."""
 _LOOPBACK: Final = "lo"
 
 _PHASES: Final[Mapping[str, tuple[str, str]]] = {
     "quorum": (
         "waiting until the Lighthouse formed a quorum",
-        "a replica that hangs or has died is waited for until the Lighthouse's heartbeat or join timeout: see which "
-        "one is missing (`ft-transport top LIGHTHOUSE`), or shorten heartbeat_timeout_ms and join_timeout_ms",
+        "the Lighthouse waits for a replica that hangs or has died until its heartbeat or join timeout: find the "
+        "missing replica with `ft-transport top LIGHTHOUSE`, or shorten heartbeat_timeout_ms and join_timeout_ms",
     ),
     "rendezvous": (
         "making the process group with the other replicas, and agreeing with the other ranks",
-        "look at how long the others took; ManagerConfig.timeout and connect_timeout bound it",
+        "compare this phase in the records of the other replicas; ManagerConfig.timeout and connect_timeout limit it",
     ),
     "lock": (
         "waiting for the lock over this replica's own state",
-        "something here reads or writes the state for long: a save's clone, or a section of read_lock()",
+        "another thread of this replica reads or writes the state for long: a save, or a section of reading() or "
+        "writing()",
     ),
     "manifest": (
         "reaching the source, and waiting until it had a snapshot to serve",
-        "a source takes a snapshot at its next step boundary: its step is long, or it waited for memory "
-        "(Limits.max_snapshots); if it was not reached, see the retries",
+        "the source takes a snapshot at its next step boundary: its step is long, or it waited for memory "
+        "(Limits.max_snapshots); if the source was unreachable, see the retries",
     ),
     "plan": (
-        "finding out what is here already",
-        'known="into" digests all of the state; leave it out where little of it lasts',
+        "comparing the state of this replica with the source's digests",
+        'known="into" digests the whole state; omit it if most of the state changes',
     ),
-    "verify": ("comparing digests that came after the data", "memory bandwidth"),
+    "verify": ("comparing digests that arrived after the data", "the limit is the memory bandwidth"),
     "load": (
-        "load functions of what is registered",
-        "look at the load functions of what is registered with this replica",
+        "calling the registered load functions",
+        "find out which registered load function is slow",
     ),
     "compare": (
-        "comparing what is loaded with what was sent",
-        "ManagerConfig.verify_heal turns it off, at the price that a load function may change the state unseen",
+        "comparing the loaded state with the sent state",
+        "ManagerConfig(verify_heal=False) skips it, but then a load function may change the state undetected",
     ),
     "first_step": (
         "the first step after the heal, until it was committed",
-        "this is training: compile, data loading, or the step itself, which a forward and backward before the first "
-        "start_quorum() warms up; on CPUs also page faults, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes few",
+        "this is training time: compilation, data loading, or a slow first step, which a forward and backward before "
+        "the first start_quorum() warms up; on CPUs also page faults, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "
+        "reduces",
     ),
 }
 _RETRIES: Final[Mapping[str, str]] = {
-    "PeerUnreachableError": "is it running, does its name lead to it, and does a firewall let its port through? "
-    "`ft-transport doctor URL` tells",
-    "PeerSilentError": "is its process stopped, or its host or the network between overloaded? "
-    "Limits.stall_timeout and min_bytes_per_s say how long it is waited for",
-    "PeerAuthenticationError": "both sides need the same FT_TRANSPORT_TOKEN, and each other's addresses "
-    "(TransportSettings.reached_at behind a translation)",
-    "IntegrityError": "bytes were damaged on their way or in memory; look at the hosts' ECC and network counters",
+    "PeerUnreachableError": "is the peer running, does its host name resolve to it, and does a firewall block its "
+    "port? `ft-transport doctor URL` checks this",
+    "PeerSilentError": "is the peer's process stopped, or is its host or the network overloaded? "
+    "Limits.stall_timeout and min_bytes_per_s limit the wait",
+    "PeerAuthenticationError": "set the same FT_TRANSPORT_TOKEN on both hosts; behind address translation, set "
+    "TransportSettings.reached_at",
+    "IntegrityError": "bytes were damaged in the network or in memory; look at the hosts' ECC and network counters",
     "PeerNotReadyError": "the source had no snapshot of that step yet",
-    "SnapshotReplacedError": "the source trained on meanwhile; raise Limits.max_snapshots there",
+    "SnapshotReplacedError": "the source took a newer snapshot during the transfer; raise its Limits.max_snapshots",
     "UnknownHostError": "the name does not resolve here; set FT_TRANSPORT_ADVERTISE at the source to an address",
 }
 _ADVERTISE: Final = (
-    "at the source set FT_TRANSPORT_ADVERTISE (TransportSettings.advertise) to its interface or address in the network "
-    "of {interface}"
+    "at the source, set FT_TRANSPORT_ADVERTISE (TransportSettings.advertise) to its interface or address in the "
+    "network of {interface}"
 )
 
 
 def explain_command(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE", help="Files of records (FT_TRANSPORT_RECORDS); of all replicas, best."),
+        typer.Argument(metavar="FILE", help="Files of records (FT_TRANSPORT_RECORDS), preferably of all replicas."),
     ],
-    last: Annotated[int, typer.Option(help="Explain the last so many.", min=1)] = 1,
-    kind: Annotated[str, typer.Option(help=f"Only those of one kind: {', '.join(KINDS)}.")] = "",
-    slowest: Annotated[bool, typer.Option("--slowest", help="The slowest, not the last.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON for each record.")] = False,
+    last: Annotated[int, typer.Option(help="Number of records to explain, from the end.", min=1)] = 1,
+    kind: Annotated[str, typer.Option(help=f"Explain only records of one kind: {', '.join(KINDS)}.")] = "",
+    slowest: Annotated[bool, typer.Option("--slowest", help="Explain the slowest records, not the last.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each record.")] = False,
 ) -> None:
-    """Say where the time of a recovery, save, load or publish went, and which setting mends it.
+    """Show in which phases a recovery, save, load or publish spent its time, and which setting shortens them.
 
-    A file that is not there is named, and the others are explained. Exits with 0 if what is explained succeeded, with 1
-    if one of them did not, or there is no record, with 2 if none of the files is there.
+    The command names missing files and reads the others. Exits with 0 if all explained operations succeeded, with 1 if
+    one of them failed or no record was found, with 2 if all files are missing.
     """
     if kind and kind not in KINDS:
         raise typer.BadParameter(f"expected one of {', '.join(KINDS)} as --kind, got {kind!r}")
@@ -130,14 +133,14 @@ def trace_command(
         list[Path], typer.Argument(metavar="FILE", help="Files of records (FT_TRANSPORT_RECORDS), of any replicas.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where the trace goes; a file that is there is replaced.")
+        Path, typer.Option("--output", "-o", help="File for the trace; an existing file is replaced.")
     ] = Path("trace.json"),
-    as_json: Annotated[bool, typer.Option("--json", help="Say in JSON what was written.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file and the number of records as JSON.")] = False,
 ) -> None:
-    """Write a trace that https://ui.perfetto.dev opens: a process for each replica, a line for each rank.
+    """Write a trace for https://ui.perfetto.dev, with a process for each replica and a line for each rank.
 
-    A file that is not there is named, and the others are read. Exits with 1 if there is no record, with 2 if none of
-    the files is there, or the trace cannot be written.
+    The command names missing files and reads the others. Exits with 1 if no record was found, with 2 if all files are
+    missing or the trace cannot be written.
     """
     records = read_records(files)
     if not records:
@@ -155,15 +158,15 @@ def trace_command(
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """Return the records of all files, the oldest first. Names files that are unreadable while others are readable.
+    """Return the records of all files, the oldest first. Print a warning for each unreadable file.
 
     Args:
-        paths: The files. A replica that never recovered has no file.
+        paths: The files. Some may be missing: a replica that never recovered has no file.
 
     Raises:
         NotFoundError: No file is readable.
-        RecordError: A line is not a record. An unfinished last line after others is left out: its process may have been
-            killed during the write.
+        RecordError: A line is not a record. An incomplete last line is ignored if the file has other records: the
+            process may have been killed while it wrote the line.
     """
     records, missing = list[Record](), list[str]()
     for path in paths:
@@ -174,7 +177,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
         else:
             records += _decode(path, content)
     if len(missing) == len(paths):
-        raise NotFoundError(f"{'; '.join(missing)}; they are written where FT_TRANSPORT_RECORDS says")
+        raise NotFoundError(f"{'; '.join(missing)}; replicas write records to the file that FT_TRANSPORT_RECORDS names")
     for each in missing:
         typer.echo(f"! {escape(each, 600)}", err=True)
     return sorted(records, key=lambda record: record.begun_unix_s)
@@ -194,12 +197,12 @@ def _decode(path: Path, content: bytes) -> list[Record]:
 
 
 def link_speeds() -> dict[str, float]:
-    """Return the nominal speeds of this host's interfaces in bits per second, as far as sysfs has them (Linux)."""
+    """Return the nominal speeds of this host's interfaces in bits per second, as sysfs reports them (Linux)."""
     speeds = {}
     for interface in _INTERFACES.iterdir() if _INTERFACES.is_dir() else ():
         try:
             megabits = int((interface / "speed").read_text())
-        except (OSError, ValueError):  # it is down, or virtual
+        except (OSError, ValueError):  # The interface is down, or virtual.
             continue
         if megabits > 0:
             speeds[interface.name] = megabits * 1e6
@@ -222,7 +225,7 @@ def _as_text(record: Record, findings: tuple[Finding, ...]) -> str:
         "",
     ]
     for name, length_s in record.phase_lengths().items():
-        # In records of other origin a phase may be longer than the whole.
+        # A damaged or foreign record may have a phase that is longer than the whole.
         share = min(1.0, max(0.0, length_s / record.length_s)) if record.length_s else 0.0
         lines.append(f"  {_shown(name):<11} {_seconds(length_s)} {100 * share:4.0f} %  {'█' * round(40 * share)}")
     for finding in findings:
@@ -247,12 +250,12 @@ def _seconds(length_s: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fact that a record shows.
+    """One reason why an operation took its time, or failed.
 
     Attributes:
-        text: The fact, with its figures.
-        remedy: How to fix it; empty if no fix is needed.
-        cost_s: The part of the time that it explains, in seconds; findings are sorted by it.
+        text: The reason, with figures.
+        remedy: How to remove the reason; empty if nothing needs to be done.
+        cost_s: The time that the reason cost, in seconds.
     """
 
     text: str
@@ -263,11 +266,11 @@ class Finding:
 def explain(
     record: Record, *, others: Sequence[Record] = (), link_bits_per_s: Mapping[str, float] | None = None
 ) -> tuple[Finding, ...]:
-    """Return what a record shows, the most important finding first.
+    """Return reasons for the length of an operation, by their cost in time.
 
     Args:
-        record: The record of the slow operation.
-        others: Records of the same job, to compare with other ways and times.
+        record: The record of the operation.
+        others: Other records of the same job, to compare the rates of different network paths.
         link_bits_per_s: The nominal speed of this host's interfaces, by name.
     """
     findings = [
@@ -276,13 +279,13 @@ def explain(
         *_of_retries(record),
     ]
     if record.outcome != "ok":
-        why = record.error or "something else took its place"
+        why = record.error or "another operation replaced it"
         findings.insert(0, Finding(text=f"it {record.outcome}: {why}", cost_s=record.length_s))
     return tuple(sorted(findings, key=lambda each: -each.cost_s))
 
 
 def summary_of(record: Record) -> str:
-    """Return one line about the whole record."""
+    """Return one line about a record: kind, replica, step, outcome, length and size."""
     who = f" of {record.replica}" if record.replica else ""
     at = f" at step {record.step}" if record.step is not None else ""
     size = f", {megabytes(record.num_bytes)}" if record.num_bytes else ""
@@ -294,8 +297,8 @@ def _of_phases(record: Record) -> list[Finding]:
     for name, length_s in record.phase_lengths().items():
         if record.length_s and name != "transfer" and length_s >= _DOMINANT * record.length_s:
             about, remedy = _PHASES.get(name, ("", ""))
-            if name == "quorum" and length_s < max(_LEAST_WAIT_S, _MUCH_OF_IT * record.length_s):
-                # The others come to their step boundary, as expected.
+            if name == "quorum" and length_s < max(_LEAST_WAIT_S, _LONG_WAIT * record.length_s):
+                # The wait until the other replicas reach their step boundary is normal.
                 remedy = ""
             text = f"{name} took {_part_of(length_s, record)}" + (f": {about}" if about else "")
             found.append(Finding(text=text, remedy=remedy, cost_s=length_s))
@@ -319,7 +322,7 @@ def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, 
 
 
 def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[str, float]) -> Finding | None:
-    """Return a finding if another way was, or is, much faster."""
+    """Return a finding if another network path, source or interface is much faster than that of the transfer."""
     own, rate = transfer.interface, transfer.bytes_per_s
     ways = [each for each in known if each.interface not in ("", own, _LOOPBACK)]
     best = max(ways, key=lambda each: each.bytes_per_s, default=None)
@@ -333,9 +336,9 @@ def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[s
     if best is not None and best.bytes_per_s > _MUCH_SLOWER * rate:
         times = best.bytes_per_s / rate
         text = (
-            f"{transfer.peer} was reached over {own} ({transfer.local_address} → {transfer.peer_address}) with "
-            f"{megabytes(rate)}/s; over {best.interface} ({best.local_address} → {best.peer_address}) "
-            f"{megabytes(best.bytes_per_s)}/s came, {times:.0f} times as much"
+            f"{transfer.peer} was reached over {own} ({transfer.local_address} → {transfer.peer_address}) at "
+            f"{megabytes(rate)}/s; over {best.interface} ({best.local_address} → {best.peer_address}) a transfer was "
+            f"{times:.0f} times as fast, {megabytes(best.bytes_per_s)}/s"
         )
         remedy = _ADVERTISE.format(interface=best.interface)
     elif same.bytes_per_s > _MUCH_SLOWER * rate:
@@ -344,12 +347,10 @@ def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[s
             f"{transfer.peer} sent {megabytes(rate)}/s over {own}; {same.peer} sent {megabytes(same.bytes_per_s)}/s "
             "over the same interface"
         )
-        remedy = f"look at {transfer.peer}: its link, its load, or its TransportSettings.max_send_bytes_per_s"
+        remedy = f"look at the link, the load and Limits.max_send_bytes_per_s of {transfer.peer}"
     elif link and rate >= _NEAR_THE_LINK * link / 8 and faster > _MUCH_SLOWER * link:
         times = faster / link
-        text = (
-            f"{own} is a link of {link / 1e6:.0f} Mbit/s, and that was the limit; {name} has {faster / 1e6:.0f} Mbit/s"
-        )
+        text = f"{own} is a link of {link / 1e6:.0f} Mbit/s, which was the limit; {name} has {faster / 1e6:.0f} Mbit/s"
         remedy = _ADVERTISE.format(interface=name)
     else:
         return None
@@ -366,7 +367,7 @@ def _of_retries(record: Record) -> list[Finding]:
         times = (
             f"{len(retries)} times, {first.at_s:.1f} to {last.at_s:.1f}" if len(retries) > 1 else f"{first.at_s:.1f}"
         )
-        text = f"tried again{f' with {peer}' if peer else ''} {times} s after the beginning: {last.cause}"
+        text = f"retried{f' with {peer}' if peer else ''} {times} s after the beginning: {last.cause}"
         found.append(Finding(text=text, remedy=_RETRIES.get(kind, ""), cost_s=last.at_s - first.at_s))
     return found
 
@@ -376,7 +377,7 @@ def _described(transfer: Transfer) -> str:
         f" over {transfer.interface} ({transfer.local_address} → {transfer.peer_address})" if transfer.interface else ""
     )
     role = "" if transfer.role == "source" else f" ({transfer.role.replace('_', ' ')})"
-    return f"{megabytes(transfer.num_bytes)} from {transfer.peer}{role}{way} with {megabytes(transfer.bytes_per_s)}/s"
+    return f"{megabytes(transfer.num_bytes)} from {transfer.peer}{role}{way} at {megabytes(transfer.bytes_per_s)}/s"
 
 
 def _part_of(length_s: float, record: Record) -> str:

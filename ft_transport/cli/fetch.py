@@ -1,4 +1,4 @@
-"""``ft-transport fetch``: a replica's snapshot as a safetensors file."""
+"""``ft-transport fetch``: receives a replica's snapshot into a safetensors file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.files import FetchedFile, FilePlan, fetch_to_file
 
 _INTERRUPTED: Final = 130
-"""As shells count: 128 and the number of SIGINT."""
-_BESIDE: Final = {
+"""The exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
+_OTHER_PHASES: Final = {
     "manifest": "until a snapshot was there",
-    "plan": "to look at what was here",
-    "verify": "for late digests",
-    "load": "for the disk",
+    "plan": "to check the data in the .part file",
+    "verify": "to verify late digests",
+    "load": "to write to the disk",
 }
-"""Phases of a fetch besides its transfer, each as the reason for the time that it takes."""
-_LEAST_TOLD_S: Final = 0.05
+"""Phases of a fetch other than the transfer, with words that follow the seconds of the phase."""
+_LEAST_SHOWN_S: Final = 0.05
 _LINE_EACH_S: Final = 5.0
 _MAX_NAMES: Final = 3
 
@@ -44,32 +44,32 @@ def fetch_command(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The safetensors file; one that is there is replaced in the end.")
+        Path, typer.Option("--output", "-o", help="The safetensors file; an existing file is replaced at the end.")
     ] = Path("snapshot.safetensors"),
-    step: Annotated[int | None, typer.Option(help="The snapshot of this step; else the newest.", min=0)] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the snapshot; by default the newest.", min=0)] = None,
     timeout: Annotated[
-        float, typer.Option(help="Give up where nothing comes for so many seconds.", min=0.1, max=1e6)
+        float, typer.Option(help="Fail if no data arrives for this number of seconds.", min=0.1, max=1e6)
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON, when it is done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Receive a replica's snapshot into a safetensors file, from one or several that serve the same.
+    """Receive a snapshot into a safetensors file, from one or several replicas that serve the same state.
 
-    Each chunk is compared with its digest before it is written. What has come is kept in FILE.part until all is there:
-    called again after an interruption, the command goes on with that, from whichever replica. The job's token and
-    certificates are taken from the environment. Exits with 1 if the file is not whole, with 130 after Ctrl-C.
+    Each chunk is compared with its digest before it is written. Received data stays in FILE.part until the file is
+    complete. After an interruption, call the command again: it requests only the missing chunks, from any replica. The
+    job token and certificates come from the environment. Exits with 1 if the file is incomplete, with 130 after Ctrl-C.
     """
     try:
         fetched = _fetch(urls, output, step, timeout)
     except KeyboardInterrupt as interruption:
         part = output.with_name(f"{output.name}.part")
-        kept = f"what has come is in {part}: the same command goes on with it" if part.exists() else "nothing had come"
-        typer.echo(f"interrupted; {kept}", err=True)
+        kept = f"the received data is in {part}; call the same command again to fetch the rest"
+        typer.echo(f"interrupted; {kept if part.exists() else 'no data was received'}", err=True)
         raise typer.Exit(_INTERRUPTED) from interruption
     typer.echo(msgspec.json.encode(_as_object(output, fetched)) if as_json else _as_text(output, fetched))
 
 
 def _fetch(urls: list[str], output: Path, step: int | None, timeout_s: float) -> FetchedFile:
-    # The order is that in which they were named, without repetition.
+    # Keep the order of the arguments, without duplicates.
     try:
         sources = list(dict.fromkeys(PeerAddress.from_url(url) for url in urls))
     except ConfigurationError as error:
@@ -110,16 +110,18 @@ def _as_text(path: Path, fetched: FetchedFile) -> str:
     num_fetched = sum(transfer.num_bytes for transfer in record.transfers)
     lengths = record.phase_lengths()
     transfer_s = lengths.get("transfer", 0.0)
-    beside = ", ".join(
-        f"{lengths[name]:.2f} s {what}" for name, what in _BESIDE.items() if lengths.get(name, 0.0) >= _LEAST_TOLD_S
+    others = ", ".join(
+        f"{lengths[name]:.2f} s {purpose}"
+        for name, purpose in _OTHER_PHASES.items()
+        if lengths.get(name, 0.0) >= _LEAST_SHOWN_S
     )
     rate = num_fetched / transfer_s if transfer_s else 0.0
     lines = [
         f"✓ {path}: step {manifest.step}, {len(manifest.tensors)} tensors, {megabytes(manifest.total_bytes)}, verified",
         f"  {megabytes(num_fetched)} in {transfer_s:.2f} s, {megabytes(rate)}/s"
         + (f"; {megabytes(plan.kept_bytes)} were there already" if plan.kept_bytes else "")
-        + f"; {record.length_s:.2f} s in all"
-        + (f", {beside}" if beside else ""),
+        + f"; {record.length_s:.2f} s in total"
+        + (f", {others}" if others else ""),
     ]
     if len(record.transfers) > 1:
         lines += [
@@ -127,15 +129,15 @@ def _as_text(path: Path, fetched: FetchedFile) -> str:
             f"{megabytes(each.bytes_per_s)}/s"
             for each in record.transfers
         ]
-    lines += [f"  tried again: {escape(each.cause)}" for each in record.retries]
+    lines += [f"  retried after: {escape(each.cause)}" for each in record.retries]
     return "\n".join(lines)
 
 
 class _Display:
-    """Shows the progress of a fetch on standard error: a bar on a terminal, else a line now and then.
+    """Shows the progress of a fetch on standard error: a bar on a terminal, otherwise a line every five seconds.
 
     Args:
-        path: The file.
+        path: The file to write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +145,7 @@ class _Display:
         self._bar: Progress | None = None
         if sys.stderr.isatty():
             self._bar = Progress(
-                # Names of files and peers are not markup.
+                # Do not interpret brackets in names of files and peers as markup.
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 DownloadColumn(),
@@ -166,7 +168,7 @@ class _Display:
             self._bar.stop()
 
     def plan(self, plan: FilePlan) -> None:
-        """Show a new plan of the transfer, from its beginning."""
+        """Show the sources and size of a transfer that begins, and reset the progress."""
         names = ", ".join(escape(str(each), 80) for each in plan.sources[:_MAX_NAMES])
         more = f" and {len(plan.sources) - _MAX_NAMES} more" if len(plan.sources) > _MAX_NAMES else ""
         text = f"step {plan.step} from {names}{more}"
@@ -176,10 +178,10 @@ class _Display:
                 self._bar.reset(self._task, description=text, total=float(plan.data_bytes), completed=plan.kept_bytes)
                 return
             kept = f", {megabytes(plan.kept_bytes)} are there already" if plan.kept_bytes else ""
-            self._say(f"{text}: {megabytes(plan.data_bytes)}{kept}")
+            self._print(f"{text}: {megabytes(plan.data_bytes)}{kept}")
 
     def note(self, progress: FetchProgress) -> None:
-        """Show more progress; any thread may call it."""
+        """Show how much has been received. Any thread may call this."""
         with self._lock:
             done_bytes = min(self._total_bytes, self._kept_bytes + progress.done_bytes)
             if self._bar is not None:
@@ -190,10 +192,10 @@ class _Display:
                 return
             rate = progress.done_bytes / max(progress.elapsed_s, 1e-6)
             left_s = (self._total_bytes - done_bytes) / max(rate, 1.0)
-            self._say(
+            self._print(
                 f"{megabytes(done_bytes)} of {megabytes(self._total_bytes)}, {megabytes(rate)}/s, {left_s:.0f} s left"
             )
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._printed_s = time.monotonic()
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``ft-transport inspect``: what is in there? Opens snapshots, files and checkpoints, for other commands too."""
+"""``ft-transport inspect``: lists the tensors of a snapshot, file or checkpoint; opens them for other commands too."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ft_transport.cli.safetensors_files import INDEX_SUFFIX, SUFFIX, read_file, 
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
 _NUMBERED: Final = re.compile(r"(?:step|version)-([0-9]{1,18})")
-"""Names of checkpoint directories, ours and torchtitan's, and of published versions."""
+"""Names of directories of checkpoints (of this package and of torchtitan) and of published versions."""
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MANIFEST: Final = "manifest.json"
 OURS: Final = "checkpoint of ft_transport"
 OF_A_RANK: Final = "rank-*.json"
-"""Beside the files of DCP in a checkpoint of ours."""
+"""Files that a checkpoint of this package has in addition to the files of DCP."""
 _PEER_WITHIN_S: Final = 30.0
 
 
@@ -32,16 +32,17 @@ def inspect_command(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="URL of a replica, safetensors file or directory, checkpoint, directory of them, or DCP directory.",
+            help="URL of a replica, safetensors file or directory, checkpoint, directory of checkpoints, or DCP "
+            "directory.",
         ),
     ],
-    values: Annotated[bool, typer.Option("--values", help="Name what is stored beside the tensors, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="List the names of other stored values too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the tensors of a replica's newest snapshot, of a file or of a checkpoint, without reading their data.
 
-    Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read, is a
-    file that was cut off, or lacks a file of its index.
+    DCP's metadata is a pickle; it is read without running its code. Exits with 1 if the target is unreadable, is a
+    truncated file, or lacks a file of its index.
     """
     contents = open_source(target)
     if as_json:
@@ -53,22 +54,23 @@ def inspect_command(
 
 
 def open_source(target: str, *, with_places: bool = False) -> Contents:
-    """Return the contents of a replica, a file or a checkpoint.
+    """Return the list of tensors of a replica's snapshot, a file or a checkpoint.
 
     Args:
-        target: Its URL or path.
-        with_places: Whether to include the position of each part in a DCP checkpoint; files always have it.
+        target: A URL or a path.
+        with_places: Whether to include the position of each part of a DCP checkpoint. Positions in safetensors files
+            are always included.
 
     Raises:
-        NotFoundError: No such file or directory exists, or it is of none of these kinds.
-        UnreadableError: Its content contradicts its format.
-        ConfigurationError: The URL is malformed, or of another scheme.
-        TransportError: The replica is unreachable, or refuses.
+        NotFoundError: The file or directory does not exist, or is of an unknown kind.
+        UnreadableError: The content of a file contradicts the format.
+        ConfigurationError: The URL is malformed, or has an unknown scheme.
+        TransportError: The replica is unreachable, or refuses the request.
     """
     if is_url(target):
         return _of_peer(target)
     path = checkpoint_at(Path(target))
-    # A checkpoint of ours has consolidated files beside what DCP reads, and is nothing without that.
+    # A checkpoint of this package may have safetensors files too, but only the files of DCP are complete.
     if path.is_dir() and ((path / METADATA_NAME).exists() or any(path.glob(OF_A_RANK))):
         return _of_checkpoint(path, with_places=with_places)
     if path.is_dir():
@@ -78,12 +80,14 @@ def open_source(target: str, *, with_places: bool = False) -> Contents:
 
 
 def is_url(target: str) -> bool:
-    """Whether the text is a URL, of any scheme, and so names a replica."""
+    """Return whether the argument of a command is a URL, of any scheme, and not a path."""
     return _URL.match(target) is not None
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return the newest complete checkpoint, or version, in a directory of them; any other path unchanged.
+    """Return the newest complete checkpoint or published version in a directory of them.
+
+    A path of a file, or of a checkpoint, is returned unchanged.
 
     Raises:
         NotFoundError: The directory has no complete checkpoint, or is unreadable.
@@ -134,8 +138,8 @@ def _of_peer(url: str) -> Contents:
     status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
     if status.step is None or status.snapshot is None:
         raise UnreadableError(
-            f"expected a snapshot at {peer}, it has none now; it takes one when somebody recovers, or for ft-transport "
-            f"fetch and verify {url}"
+            f"expected a snapshot at {peer}, it has none now; it takes one when a peer recovers, or for ft-transport "
+            f"fetch {url} and ft-transport verify {url}"
         )
     path = bound_path(FULL_ROUTE, status.step, SnapshotId(status.snapshot))
     with connect(peer, _PEER_WITHIN_S) as connection:
@@ -157,7 +161,7 @@ def _of_peer(url: str) -> Contents:
 
 
 def _troubles(contents: Contents) -> tuple[str, ...]:
-    """Return the problems of an index: files that it names and that are missing, or that have other tensors."""
+    """Return contradictions between an index and its files: missing files, and files with other tensors."""
     return contents.troubles if contents.form == "files" else ()
 
 
@@ -191,9 +195,9 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
     shares = ", ".join(f"{escape(name)} {megabytes(num_bytes)}" for name, num_bytes in by_dtype.most_common())
     at = f", step {contents.step}" if contents.step is not None else ""
     lines += ["", f"{contents.kind}{at}: {len(contents.tensors)} tensors, {megabytes(contents.num_bytes)} ({shares})"]
-    lines.append(f"{len(contents.values)} values beside them")
+    lines.append(f"{len(contents.values)} other values")
     if contents.num_bytes_missing:
-        lines.append(f"✗ the file was cut off: {contents.num_bytes_missing:,} bytes of that are not in it")
+        lines.append(f"✗ the file is truncated: {contents.num_bytes_missing:,} bytes of the tensors are missing")
     lines += [f"✗ {escape(each, 500)}" for each in _troubles(contents)]
     if with_values:
         lines += [f"  {escape(each)}" for each in contents.values]
@@ -201,5 +205,5 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
 
 
 def _shape(tensor: TensorEntry) -> str:
-    # All rows are as wide as the widest one.
+    # Truncate: one long shape would widen the column for all rows.
     return escape("×".join(map(str, tensor.shape)) or "·")

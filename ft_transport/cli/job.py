@@ -1,7 +1,7 @@
-"""A job as ``ft-transport top`` shows it: asks all processes for ``/state`` at once, and joins their answers.
+"""Collects the state of a job for ``ft-transport top``: requests ``/state`` of all processes, and joins the responses.
 
-It asks only addresses that a quorum or the Lighthouse names, never one of a request. With a job token, each process has
-to prove that it knows the token before it is asked for anything else.
+It connects only to addresses that a quorum or the Lighthouse names, never to an address in a browser's request. If
+there is a job token, each process must prove that it knows the token before any other request.
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ from ft_transport.telemetry.record import Record, encode_json, now_unix_s
 from manager.quorum.members import name_of
 
 Presence: TypeAlias = Literal["here", "silent", "gone", "coming"]
-"""``here``: it answers. ``silent``: it does not answer, and is a member of the quorum or has a heartbeat. ``gone``: it
-does not answer, and is neither. ``coming``: it has a heartbeat, and its address is not known yet."""
+"""Whether a process responds.
+
+``here``: the process responds. ``silent``: it does not respond, but it is in the quorum or sends heartbeats. ``gone``:
+it does not respond, and neither is in the quorum nor sends heartbeats. ``coming``: it sends heartbeats, but its address
+is still unknown.
+"""
 
 MAX_PROCESSES: Final = 512
 _WITHIN_S: Final = 1.0
 _ROUND_S: Final = 3.0
-"""How long one look waits for all answers."""
+"""Time limit of one collection, over all processes."""
 _FRESH_S: Final = 0.5
 _MAX_AT_ONCE: Final = 32
 _MAX_KEPT_BYTES: Final = 128 << 10
-"""The state of one process without its records and errors; several times the size of a real one.
-
-Defaults that a process leaves out of its answer are part of this size.
-"""
+"""Limit of the encoded state of one process, without its records and errors; several times the usual size."""
 _NUM_FLOWS: Final = 64
 _FORGET_S: Final = 600.0
-"""How long a replica that left has a row, unless it comes back under its name."""
+"""Seconds until a replica that left is no longer shown. A replica with the same name replaces it earlier."""
 _NUM_LAST: Final = 30
-"""Number of the last records, errors, changes and steps."""
+"""How many of the latest records, errors, membership changes and steps are shown."""
 _MAX_TEXT: Final = 300
 _LATE: Final = ""
-"""In place of an answer: there was no time to ask."""
+"""Result for a process that was not asked, because the time limit of the collection had passed."""
 _Key: TypeAlias = tuple[str, int]
-"""Id of a replica, and the rank of a process in it."""
+"""The id of a replica, and the group rank of a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownMember:
-    """A replica that the quorum or the Lighthouse knows.
+    """A replica that the quorum or the Lighthouse names.
 
     Attributes:
-        name: Stays the same when the replica starts again.
-        replica_id: Unique to one start of the replica.
-        addresses: Where each of its ranks serves its state; empty where that is not known.
-        step: The committed step that it held in the last quorum; ``None`` where it has not been in one.
-        silent_s: Seconds since its last heartbeat, where that is too old; else ``None``.
+        name: Configured name of the replica, the same after a restart.
+        replica_id: Id of one run of the replica, different after a restart.
+        addresses: Addresses of the ranks of the replica, in the order of ranks; empty if they are unknown.
+        step: The committed step of the replica in the last quorum; ``None`` if it has not been in a quorum.
+        silent_s: Seconds since the last heartbeat, if the heartbeat is overdue; otherwise ``None``.
     """
 
     name: str
@@ -73,13 +74,13 @@ class KnownMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownJob:
-    """The replicas of a job.
+    """The replicas of a job, and the state of its Lighthouse.
 
     Attributes:
-        members: All that are known.
-        lighthouse: Its address; empty if there is none.
-        status: Its report of the quorum; empty without one.
-        is_lighthouse_read: Whether its page could be read.
+        members: All known replicas.
+        lighthouse: Address of the Lighthouse; empty if the job has none.
+        status: The Lighthouse's text about the quorum; empty if there is none.
+        is_lighthouse_read: Whether the Lighthouse's page could be read.
     """
 
     members: tuple[KnownMember, ...] = ()
@@ -90,18 +91,18 @@ class KnownJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProcess:
-    """One rank of one replica.
+    """The process of one rank of one replica.
 
     Attributes:
-        name: See `KnownMember`.
-        replica_id: See `KnownMember`.
-        group_rank: Which rank of the replica.
-        address: Where it was asked; empty where that is not known.
-        presence: Whether it answers.
-        since_s: For how long, in seconds, counted from the first look.
-        error: Why it does not answer; empty if it does.
-        step: Its step in the last quorum.
-        state: Its last answer, without the lists that `JobState` joins; ``None`` before the first one.
+        name: As in `KnownMember`.
+        replica_id: As in `KnownMember`.
+        group_rank: Rank of the process within the replica.
+        address: Address of the process; empty if it is unknown.
+        presence: Whether the process responds.
+        since_s: Seconds since ``presence`` changed, or since the first collection.
+        error: Why the process does not respond; empty if it responds.
+        step: The step of the replica in the last quorum.
+        state: The last response, without the lists that `JobState` joins; ``None`` before the first response.
     """
 
     name: str
@@ -117,7 +118,7 @@ class JobProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A record of one process; its times are by the clock of this process."""
+    """A record of a process of the job. Its times are converted to the clock of the collecting process."""
 
     name: str
     group_rank: int
@@ -126,7 +127,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobError:
-    """An error of one process; its time is by the clock of this process."""
+    """An error of a process of the job. Its time is converted to the clock of the collecting process."""
 
     name: str
     group_rank: int
@@ -135,20 +136,20 @@ class JobError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The job at one moment.
+    """The state of a job at one moment.
 
     Attributes:
         version: Version of this format.
-        unix_s: The clock of this process.
-        took_s: How long the look took, in seconds.
-        lighthouse: Its address; empty if there is none.
-        status: Its report of the quorum.
-        is_lighthouse_read: Whether its page could be read.
-        processes: By name and rank.
-        num_left_out: How many more processes were not asked, because there are too many.
-        records: The last ones of all processes, the newest at the end.
-        errors: The last ones of all processes, the newest at the end.
-        changes: The last changes of membership, each once, the newest at the end.
+        unix_s: Time of the collection, by the clock of the collecting process.
+        took_s: Length of the collection, in seconds.
+        lighthouse: Address of the Lighthouse; empty if the job has none.
+        status: The Lighthouse's text about the quorum.
+        is_lighthouse_read: Whether the Lighthouse's page could be read.
+        processes: All processes, sorted by name and rank.
+        num_left_out: Number of processes that were not asked, because the job has too many.
+        records: The latest records of all processes, the newest at the end.
+        errors: The latest errors of all processes, the newest at the end.
+        changes: The latest changes of membership without duplicates, the newest at the end.
     """
 
     version: int = VERSION
@@ -166,12 +167,12 @@ class JobState:
 
 @dataclass(slots=True)
 class _Seen:
-    """The memory of one process.
+    """Data about a process that is kept from one collection to the next.
 
     Attributes:
-        process: Its present row, with all lists of its last answer.
-        since_s: When its presence changed, by the clock.
-        ahead_s: How far its clock is behind this one, in seconds.
+        process: The process, with all lists of its last response.
+        since_s: Time of the last change of its presence, by the clock of `JobWatch`.
+        ahead_s: Seconds by which the clock of this host is ahead of the process's clock.
     """
 
     process: JobProcess
@@ -180,11 +181,11 @@ class _Seen:
 
 
 class JobWatch:
-    """Looks at a job again and again. Any thread may call it; nothing runs between two looks.
+    """Collects the state of a job whenever it is called. Any thread may call it.
 
     Args:
-        find: Finds the replicas of the job; may take a second or two.
-        connect: Connects to a process, with the proof of the job token.
+        find: Function that finds the replicas of the job, in one or two seconds.
+        connect: Function that connects to a process, with the job token.
         clock: Monotonic seconds.
     """
 
@@ -200,14 +201,15 @@ class JobWatch:
         self._mutex = threading.Lock()
 
     def look(self) -> JobState:
-        """Ask all processes; takes a few seconds at most, and waits for a look that runs already."""
+        """Collect the state now. It takes at most a few seconds. If another thread is collecting, wait for it first."""
         with self._mutex:
             return self._look()
 
     def recent(self) -> JobState:
-        """Return the last look for as long as that look took, and at least for half a second; after that a new one.
+        """Return the last collected state, or collect a new one if the last is older than its collection took.
 
-        So any number of browsers costs at most two looks a second, and at most half of the time.
+        It is never older than half a second or that time. However many browsers ask, this collects at most twice a
+        second, and at most half of the time.
         """
         with self._mutex:
             if self._last is None or self._clock() - self._last[0] > max(_FRESH_S, self._last[1].took_s):
@@ -229,14 +231,14 @@ class JobWatch:
         return self._state(job, now_s, took_s=now_s - began_s, num_left_out=num_left_out)
 
     def _note_members(self, job: KnownJob) -> int:
-        """Remember the members; returns how many more there are than fit."""
+        """Add new members and update known ones. Return the number of processes beyond `MAX_PROCESSES`."""
         now_s, num_left_out = self._clock(), 0
         for member in job.members:
             for rank, address in enumerate(member.addresses or ("",)):
                 seen = self._seen.get((member.replica_id, rank))
                 if seen is None:
                     if member.silent_s is not None and not address:
-                        continue  # It left before the first look, and its address is unknown.
+                        continue  # The replica left before the first collection.
                     if len(self._seen) >= MAX_PROCESSES:
                         num_left_out += 1
                         continue
@@ -250,11 +252,11 @@ class JobWatch:
         return num_left_out
 
     def _ask_all(self) -> dict[_Key, ProcessState | str]:
-        """Return the states of the processes that answered, the errors of the others, and nothing for lack of time."""
+        """Request the state of all processes. Return states, or error messages, or `_LATE`, by process."""
         keys = [key for key, seen in self._seen.items() if seen.process.address]
         if not keys:
             return {}
-        # Each look begins with another process, so time does not always run out for the same ones.
+        # Begin with a different process each time, so that the time limit does not always hit the same processes.
         self._num_looks += 1
         first = self._num_looks * _MAX_AT_ONCE % len(keys)
         until_s = self._clock() + _ROUND_S
@@ -275,7 +277,7 @@ class JobWatch:
             return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
 
     def _forget_the_past(self, now_s: float, known: set[str]) -> None:
-        """Forget replicas that came back under their name, and replicas that left long ago."""
+        """Remove replicas that left long ago, or that another run with the same name has replaced."""
         rows = [seen.process for seen in self._seen.values()]
         there = {
             (row.name, row.group_rank)
@@ -308,7 +310,7 @@ class JobWatch:
                     late = replace(error, unix_s=error.unix_s + ahead_s)
                     errors.append(JobError(name=row.name, group_rank=row.group_rank, error=late))
                 for change in state.changes:
-                    # All survivors report the same departure; the earliest report counts.
+                    # All remaining replicas report the same change: keep the earliest report.
                     moved = replace(change, unix_s=change.unix_s + ahead_s)
                     key = change.kind, change.replica_id, change.step
                     changes[key] = min(changes.get(key, moved), moved, key=lambda each: each.unix_s)
@@ -346,18 +348,18 @@ def _update(seen: _Seen, answer: ProcessState | str | None, now_s: float, *, is_
         presence = "here"
         row = replace(row, state=answer, error="")
         seen.ahead_s = now_unix_s() - answer.unix_s if answer.unix_s else 0.0
-    # A replica that left was silent first: its absence began then.
+    # A silent process that is now gone has been absent since it became silent.
     if presence != row.presence and (presence, row.presence) != ("gone", "silent"):
         seen.since_s = now_s
     seen.process = replace(row, presence=presence)
 
 
 def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[JobProcess]:
-    """Yield replicas that left before the first look, as the survivors report them.
+    """Yield replicas that left before the first collection, as the remaining replicas report.
 
     Args:
-        changes: In the order in which they happened.
-        names: The names of replicas that were seen.
+        changes: Changes of membership, sorted by time.
+        names: Names of the replicas that are shown already.
     """
     for name, change in {name_of(change.replica_id): change for change in changes}.items():
         since_s = now_unix_s() - change.unix_s
@@ -368,10 +370,10 @@ def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[
 
 
 def _bounded(state: ProcessState, peer: str) -> ProcessState:
-    """Truncate a state, because every browser gets all states.
+    """Return a state with shortened lists and texts, because each browser receives the states of all processes.
 
     Raises:
-        PeerProtocolError: The truncated state is still larger than that of any real process.
+        PeerProtocolError: The shortened state is larger than `_MAX_KEPT_BYTES`.
     """
     manager, transport = state.manager, state.transport
     if manager is not None:

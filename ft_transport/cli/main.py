@@ -1,4 +1,4 @@
-"""The command itself: its subcommands by name, and how errors become exit codes."""
+"""The command ``ft-transport``: finds the module of each subcommand, and converts errors to exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MODULES: Final = {
     "trace": "explain",
     "watch-token": "top",
 }
-"""The module of each subcommand that is imported on use: ``explain`` needs neither aiohttp nor numpy."""
+"""The module of each subcommand. It is imported on use, so that ``explain`` does not load aiohttp and numpy."""
 
 
 class _Subcommands(typer.core.TyperGroup):
@@ -35,7 +35,7 @@ class _Subcommands(typer.core.TyperGroup):
         return sorted({*self.commands, *_MODULES})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        # The parser suggests names like a misspelled one from those that it has.
+        # For an unknown name, load all subcommands: the parser then suggests similar names.
         needed = [cmd_name] if cmd_name in self.commands or cmd_name in _MODULES else [*_MODULES]
         for name in needed:
             if name not in self.commands:
@@ -64,7 +64,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def _common(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Look into replicated training: peers, snapshots, checkpoints and recoveries."""
@@ -72,13 +72,13 @@ def _common(
 
 @app.command(
     "demo",
-    # Its help, too, is the demo's own.
+    # The demo parses all options itself, including --help.
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )
 def _demo(context: typer.Context) -> None:
-    """Train three small replicas here, kill some, and compare what all of them held (needs torchft).
+    """Train three small replicas on this machine, kill some of them, and compare the final states (needs torchft).
 
-    Takes what ``python -m manager.demo`` takes: --steps, --width, --num-layers, --sharded.
+    Options are those of ``python -m manager.demo``: --steps, --width, --num-layers, --sharded.
     """
     try:
         from manager.demo.__main__ import main as run
@@ -89,9 +89,10 @@ def _demo(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Run the command line. Exits with 0 if all is well, 1 if something is not as it should be, 2 for wrong usage.
+    """Run the command line.
 
-    The exit code is 2 also if nothing of that name exists, or if a URL or a setting is malformed.
+    The exit code is 0 for success; 1 if a command finds a fault or fails; 2 for wrong usage, a target that does not
+    exist, and a malformed URL or setting.
     """
     try:
         app()

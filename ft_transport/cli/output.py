@@ -1,4 +1,4 @@
-"""Text that the commands print: escaped names, sizes, and errors with their remedies."""
+"""Formats text that all commands print: escaped names, sizes, and errors with remedies."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from ft_transport.errors import (
 
 MAX_NAME: Final = 200
 _REMEDIES: Final[tuple[tuple[type[TransportError], str], ...]] = (
-    (UnknownHostError, "is the name right? ft-transport doctor URL looks at the way to it"),
-    (PeerUnreachableError, "is it running there? ft-transport doctor URL looks at the way to it"),
+    (UnknownHostError, "is the host name right? ft-transport doctor URL checks the connection"),
+    (PeerUnreachableError, "is the replica running there? ft-transport doctor URL checks the connection"),
     (
         DeadlineExceededError,
-        "is its process stopped, or does its training step take longer (--timeout, where there is one)? ft-transport "
-        "doctor URL looks at the way to it",
+        "is the replica's process stopped, or does its training step take longer than --timeout? ft-transport doctor "
+        "URL checks the connection",
     ),
-    (PeerAuthenticationError, "FT_TRANSPORT_TOKEN and the files of TLS have to be those of the job"),
+    (PeerAuthenticationError, "set FT_TRANSPORT_TOKEN and the TLS files of the job"),
 )
 _OF_ANOTHER_SERVER: Final = (PeerAuthenticationError, PeerProtocolError, StepNotServedError, ManifestError)
 
 
 def escape(text: str, max_characters: int = MAX_NAME) -> str:
-    """Escape the name of a peer or a file, or other text from outside, and truncate it."""
+    """Escape control characters in untrusted text, such as the name of a peer or a file, and truncate the text."""
     return escape_peer_text(text, max_characters=max_characters)
 
 
 def megabytes(num_bytes: float) -> str:
-    """Format in decimal units, as links are sold."""
+    """Format a number of bytes in decimal units: MB below 1 GB, otherwise GB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -51,22 +51,25 @@ def print_error(error: TransportError) -> None:
 
 
 def message_of(error: TransportError) -> str:
-    """Return class and message in one line, escaped because it may quote a peer or a file."""
+    """Return the class and message of an error in one line, escaped because the message may quote a peer or a file."""
     return f"{type(error).__name__}: {escape(str(error), 2000)}"
 
 
 def remedy_for(error: TransportError) -> str:
-    """Return the remedy, if known. Asks the peer which kind of server it is, if it may not be a replica."""
+    """Return advice on how to fix an error; empty if there is none.
+
+    If the error may come from a server that is no replica, this function requests the server's page to find out.
+    """
     if isinstance(error, FetchFailedError) and error.failures:
         error = error.failures[-1]
     if isinstance(error, _OF_ANOTHER_SERVER) and error.peer is not None:
-        said = _of_what_answers(error.peer)
-        if said:
-            return said
+        advice = _advice_for_other_servers(error.peer)
+        if advice:
+            return advice
     return next((remedy for kind, remedy in _REMEDIES if isinstance(error, kind)), "")
 
 
-def _of_what_answers(peer: str) -> str:
+def _advice_for_other_servers(peer: str) -> str:
     import http.client
 
     from ft_transport.wire.routes import EXCHANGE_DIGEST_HEADER
@@ -77,10 +80,10 @@ def _of_what_answers(peer: str) -> str:
         with contextlib.closing(connection):
             connection.request("GET", "/")
             response = connection.getresponse()
-            # Every answer of this package has the header.
+            # Every HTTP response of this package has the header.
             if response.headers.get(EXCHANGE_DIGEST_HEADER) is not None:
                 return ""
             if b"Lighthouse" in response.read(4096):
                 return f"this is a Lighthouse; expected a replica's URL; ft-transport top http://{peer} shows its job"
-            return "expected a replica's URL, as its transport's metadata() returns it; something else answers there"
+            return "expected a replica's URL, as its transport's metadata() returns it; another program answers there"
     return ""

@@ -1,8 +1,8 @@
-"""Safetensors files, alone or as the shards of a model: their tensors, and whether the library opens them.
+"""Reads the headers of safetensors files, single or as shards of a model, and checks them as the library does.
 
-Eight bytes of length, little end first, so many of JSON, and the data: https://huggingface.co/docs/safetensors
-(Format). The rules for what is valid are those of the library's ``tensor.rs``. A snapshot that a peer serves has the
-same header.
+A file has the length of the header (8 bytes, little-endian), the header as JSON, and the data:
+https://huggingface.co/docs/safetensors (Format). The checks are those of the library's ``tensor.rs``. A snapshot that a
+peer serves has the same header.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_BYTES: Final = 100_000_000
-"""The longest header that the library reads; an index is shorter."""
+"""The longest header that the library accepts; the limit for an index too."""
 _MAX_COUNT: Final = (1 << 64) - 1
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = {_METADATA, "dtype", "shape", "data_offsets"}
 _STEP: Final = "ft_transport.step"
 _SHARDING: Final = "DCP_SHARDING_INFO"
-"""Metadata key of the parts' first indices in DCP's files (torch/distributed/checkpoint/_hf_utils.py)."""
+"""Metadata key under which DCP stores the first index of each shard (torch/distributed/checkpoint/_hf_utils.py)."""
 _DTYPES: Final = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
     "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
@@ -50,11 +50,11 @@ _DTYPES: Final = {
 }  # fmt: skip
 
 Read = Callable[[int, int], bytes]
-"""Reads a number of bytes from a position."""
+"""A function of position and length that returns bytes."""
 
 
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""Limit on the length of a shape: a product of millions of numbers would take hours, and overflow a float."""
+"""A length or position that fits in a signed 64-bit integer."""
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
@@ -79,25 +79,25 @@ _index: Final = msgspec.json.Decoder(_Index)
 
 
 def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents:
-    """Return the contents of a file from its header.
+    """Return the tensors and metadata in the header of a safetensors file.
 
     Args:
         read: Reads the file.
-        kind: The kind in words.
-        name: The file's name, for errors.
-        file: The file's name in its directory, for stored parts.
+        kind: Description of the source, for `Contents.kind`.
+        name: Name of the file, for error messages.
+        file: Name of the file in its directory, for the positions of tensors.
 
     Raises:
-        UnreadableError: Not a safetensors file.
+        UnreadableError: The file is not a safetensors file.
     """
     begin = read(0, _LENGTH.size)
     num_bytes = _LENGTH.unpack(begin)[0] if len(begin) == _LENGTH.size else 0
     if num_bytes < 2:
-        raise UnreadableError(f"expected a safetensors file, {name} begins with no length of a header")
+        raise UnreadableError(f"expected a safetensors file, {name} does not begin with the length of a header")
     if num_bytes > _MAX_BYTES:
         raise UnreadableError(
-            f"expected a safetensors file, {name} begins with {num_bytes} as the length of its header, the format has "
-            f"at most {_MAX_BYTES}"
+            f"expected a safetensors file, with a header of at most {_MAX_BYTES} bytes; the header of {name} would "
+            f"have {num_bytes}"
         )
     try:
         header = read(_LENGTH.size, num_bytes)
@@ -125,14 +125,14 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
 
 
 def read_file(path: Path, *, file: str = "") -> Contents:
-    """Return the contents of a file, with reasons in ``troubles`` why the library cannot open it.
+    """Return the tensors of a safetensors file. ``troubles`` has the reasons if the library cannot open the file.
 
     Args:
-        path: The file.
-        file: Its name in its directory, for stored parts; empty for a single file.
+        path: The path of the file.
+        file: Name of the file in its directory, for the positions of tensors; empty for a single file.
 
     Raises:
-        UnreadableError: Not a safetensors file.
+        UnreadableError: The file is not a safetensors file.
     """
     with contextlib.closing(StoredFile.at(path)) as opened:
         try:
@@ -146,12 +146,12 @@ def read_file(path: Path, *, file: str = "") -> Contents:
 
 
 def read_files(directory: Path, index: Path | None) -> Contents:
-    """Return the contents of the files of a directory; ``troubles`` includes contradictions with the index.
+    """Return the tensors of all safetensors files in a directory. ``troubles`` has contradictions with the index.
 
     Args:
         directory: The directory.
-        index: Names the file of each tensor. Without it, all safetensors files of the directory count, and a tensor may
-            be in several as DCP's `HuggingFaceStorageWriter` divides it.
+        index: An index file, which names the file of each tensor. Without an index, all safetensors files of the
+            directory are read, and a tensor may be divided into several files, as by DCP's `HuggingFaceStorageWriter`.
 
     Raises:
         UnreadableError: The index is invalid.
@@ -182,7 +182,7 @@ def read_files(directory: Path, index: Path | None) -> Contents:
         tensors=tuple(_merged(parts, troubles) for parts in pieces.values()),
         num_bytes_missing=num_missing,
         troubles=tuple(troubles),
-        notes=(f"{others}: not in the index, and not looked at",) if others else (),
+        notes=(f"{others}: not examined, because the index does not name them",) if others else (),
     )
 
 
@@ -200,12 +200,12 @@ def _index_troubles(
     for name, parts in pieces.items():
         files = ", ".join(escape(stored.file) for stored in _parts(parts))
         if name not in weight_map:
-            yield f"{escape(name)}: it is in {files}, and not in the index"
+            yield f"{escape(name)}: the tensor is in {files}, but not in the index"
         elif files != escape(weight_map[name]):
-            yield f"{escape(name)}: the index says that it is in {escape(weight_map[name])}, it is in {files}"
+            yield f"{escape(name)}: expected in {escape(weight_map[name])}, as the index says; found in {files}"
     for name, file in weight_map.items():
         if name not in pieces and file not in unread:
-            yield f"{escape(name)}: the index says that it is in {escape(file)}, it is in no file"
+            yield f"{escape(name)}: expected in {escape(file)}, as the index says; found in no file"
 
 
 def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
@@ -213,7 +213,7 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
     if len(parts) == 1 and first.shape == first.pieces[0].sizes:
         return first
     if any((part.dtype, len(part.shape)) != (first.dtype, len(first.shape)) for part in parts):
-        troubles.append(f"{escape(first.path)}: its parts are of several dtypes or numbers of dimensions")
+        troubles.append(f"{escape(first.path)}: its parts have different dtypes or numbers of dimensions")
         return first
     shape = tuple(max(lengths) for lengths in zip(*(part.shape for part in parts), strict=True))
     pieces = tuple(part.pieces[0] for part in parts)
@@ -222,7 +222,7 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
 
 
 def _moved(tensor: TensorEntry, offsets: tuple[int, ...] | None) -> TensorEntry:
-    """Return a part with this first index; its tensor extends at least to its end (as in DCP's reader)."""
+    """Return a shard of a tensor, placed at its first index. As in DCP's reader, the shape is taken to end with it."""
     (piece,) = tensor.pieces
     if offsets is None or len(offsets) != len(piece.sizes):
         return tensor
@@ -243,7 +243,7 @@ def _tensor(path: str, entry: _Entry, data: StoredPart) -> TensorEntry:
 
 
 def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator[str]:
-    """Return the faults that the library's ``Metadata::validate`` refuses: the tensors must fill the file in order."""
+    """Yield faults that the library's ``Metadata::validate`` refuses: tensors must fill the file without gaps."""
     for tensor in contents.tensors:
         yield from _size_troubles(tensor)
     shown, end = escape(name), 0
@@ -252,29 +252,29 @@ def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator
         for part in _parts(contents.tensors)
     ):
         if stop > data_bytes:
-            yield f"{shown}: bytes [{start}, {stop}) are not in its {data_bytes} bytes"
+            yield f"{shown}: a tensor is in bytes [{start}, {stop}), but the file has only {data_bytes} bytes of data"
         elif start < end:
-            yield f"{shown}: bytes [{start}, {stop}) lie over others, which end at {end}"
+            yield f"{shown}: a tensor in bytes [{start}, {stop}) overlaps another one, which ends at {end}"
         elif start > end:
             yield f"{shown}: bytes [{end}, {start}) belong to no tensor"
         end = max(end, stop)
     if end < data_bytes:
-        yield f"{shown}: {data_bytes - end} bytes behind the last tensor belong to none"
+        yield f"{shown}: {data_bytes - end} bytes after the last tensor belong to no tensor"
 
 
 def _size_troubles(tensor: TensorEntry) -> Iterator[str]:
     bits = ITEM_BITS.get(tensor.dtype)
     if bits is None:
-        yield f"{escape(tensor.path)}: its dtype {escape(tensor.dtype)} is not known"
+        yield f"{escape(tensor.path)}: its dtype {escape(tensor.dtype)} is unknown"
         return
     (piece,) = tensor.pieces
-    assert piece.stored is not None, "that of a file is"
+    assert piece.stored is not None, "the pieces of a safetensors file are"
     num_bits = 1
     for length in (*tensor.shape, bits):
         num_bits *= length
         if num_bits > _MAX_COUNT:
-            # The library computes it this way even if another dimension is 0.
-            yield f"{escape(tensor.path)}: its shape has a product above 64 bits"
+            # The library refuses this even if a later dimension is 0.
+            yield f"{escape(tensor.path)}: its number of bits exceeds 64 bits"
             return
     if num_bits != 8 * piece.stored.num_bytes:
         size = f"{num_bits // 8} bytes" + (f" and {num_bits % 8} bits" if num_bits % 8 else "")
@@ -289,7 +289,7 @@ def _parts(tensors: Iterable[TensorEntry]) -> Iterator[StoredPart]:
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse duplicate fields, as the library does; of tensors with one name the last counts, as in msgspec."""
+    """Refuse duplicate fields, as the library does. Of two tensors with the same name, the last one counts."""
     fields = [name for name, _ in pairs if name in _FIELDS]
     if len(fields) > len({*fields}):
-        raise ValueError(f"expected each field once, one of {', '.join(sorted({*fields}))} is there twice")
+        raise ValueError(f"expected each field once, one of {', '.join(sorted({*fields}))} occurs twice")

@@ -1,7 +1,8 @@
-"""Finds the data of a tensor in the output of ``torch.save``, without torch and without unpickling.
+"""Finds the data of a tensor in a file of ``torch.save``, without torch and without unpickling.
 
-The output is a zip file with uncompressed, aligned entries: ``data.pkl`` describes the tensor, ``data/0`` is its
-storage (torch/serialization.py, ``_save``). The pickle is parsed into tuples, strings and numbers, and calls nothing.
+The file is a zip file with uncompressed, aligned entries: ``data.pkl`` describes the tensor, and ``data/0`` is the
+storage of the tensor (torch/serialization.py, ``_save``). This module parses the pickle into tuples, strings and
+numbers, and never calls a function that the pickle names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 from ft_transport.cli.contents import UnreadableError
 
 Read = Callable[[int, int], bytes]
-"""Reads a number of bytes from a position; fewer at the end."""
+"""A function of position and length that returns bytes; fewer bytes at the end of the file."""
 
 _END: Final = struct.Struct("<4sHHHHIIH")
 _END_64: Final = struct.Struct("<4sQHHIIQQQQ")
@@ -25,7 +26,7 @@ _CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
 _EXTRA: Final = struct.Struct("<HH")
 _TAIL_BYTES: Final = 2048
-"""Upper bound for the zip directory of one tensor and the part after it."""
+"""Number of bytes at the end of the file that usually contain the whole zip directory."""
 _MAX_DIRECTORY_BYTES: Final = 1 << 20
 _MAX_ENTRIES: Final = 4096
 _MAX_PICKLE_BYTES: Final = 1 << 16
@@ -33,16 +34,20 @@ _FULL_32: Final = 0xFFFFFFFF
 _EXTRA_64: Final = 1
 _VERSIONS: Final = ("version", ".data/version")
 _FLAGS: Final = 0x0808
-"""Allowed flags: sizes after the data, and names in UTF-8 (APPNOTE.TXT 4.4.4)."""
+"""Allowed flags of an entry: sizes that follow the data, and names in UTF-8 (APPNOTE.TXT 4.4.4)."""
 _REBUILD_QUANTIZED: Final = ("torch._utils", "_rebuild_qtensor")
 _REBUILD: Final = (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), _REBUILD_QUANTIZED)
 
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """An entry: name without the archive's prefix, position of its header, length, and CRC-32.
+    """An entry of a zip file.
 
-    After ``torch.serialization.set_crc32_options(False)`` torch writes 0 as every CRC-32.
+    Attributes:
+        name: Name of the entry, without the name of the archive in front.
+        head: Position of the entry's header.
+        num_bytes: Length of the entry's data.
+        crc: CRC-32 of the data; 0 if ``torch.serialization.set_crc32_options(False)`` turned it off.
     """
 
     name: str
@@ -53,14 +58,14 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """The place of a tensor's data.
+    """The position and shape of a tensor in a file of ``torch.save``.
 
     Attributes:
-        start: Position of the first element, in bytes from the beginning.
-        end: End of the storage.
+        start: Position of the first element, in bytes.
+        end: Position of the end of the storage, in bytes.
         shape: Shape of the tensor.
         strides: Strides in elements.
-        is_quantized: Whether its elements need a scale, which is stored beside them.
+        is_quantized: Whether the tensor is quantized: its values depend on a scale, which is stored separately.
     """
 
     start: int
@@ -71,62 +76,66 @@ class SavedTensor:
 
 
 def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
-    """Return the entries of a zip file of ``torch.save``, in the order of its directory.
+    """Return the entries of a file of ``torch.save``, in the order of the zip directory.
+
+    Args:
+        read: Reads the file.
+        num_bytes: Length of the file.
 
     Raises:
-        UnreadableError: Not such a file.
+        UnreadableError: ``torch.save`` has not written the file, or the file is damaged.
     """
     try:
         found = list(_entries(read, num_bytes))
     except (struct.error, UnicodeDecodeError, IndexError) as error:
-        raise UnreadableError(f"expected what torch.save writes: {error}") from error
+        raise UnreadableError(f"expected a file of torch.save: {error}") from error
     archives = {entry.name.partition("/")[0] for entry in found}
     entries = [replace(entry, name=entry.name.partition("/")[2]) for entry in found]
-    # ``torch.load`` accepts no other.
+    # ``torch.load`` requires this too.
     if len(archives) != 1 or not any(entry.name in _VERSIONS for entry in entries):
-        raise UnreadableError("expected what torch.save writes, names in its directory are damaged or missing")
+        raise UnreadableError("expected a file of torch.save, names in its directory are damaged or missing")
     return entries
 
 
 def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
-    """Return the position of an uncompressed entry's bytes.
+    """Return the position of the data of an entry.
 
     Raises:
-        UnreadableError: The entry is missing, or exceeds the file.
+        UnreadableError: The entry is not at the position that the directory names, or exceeds the file.
     """
     head = read(entry.head, _LOCAL.size)
     if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
-        raise UnreadableError("expected what torch.save writes, an entry is not where its directory says")
+        raise UnreadableError("expected a file of torch.save, an entry is not where the directory says")
     fields = _LOCAL.unpack(head)
     start: int = entry.head + _LOCAL.size + fields[9] + fields[10]
     if start + entry.num_bytes > num_bytes:
-        raise UnreadableError(f"expected what torch.save writes, {entry.name} is longer than it")
+        raise UnreadableError(f"expected a file of torch.save, its entry {entry.name} is longer than the file")
     return start
 
 
 def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
-    """Return the position of the only saved tensor.
+    """Return the position of the tensor in a file of ``torch.save`` that contains only one CPU tensor.
 
     Args:
-        read: Reads the saved bytes.
-        num_bytes: Their length.
+        read: Reads the file.
+        num_bytes: Length of the file.
         item_bytes: Length of an element.
 
     Raises:
-        UnreadableError: Not a tensor, or not one CPU tensor in one storage.
+        UnreadableError: The file contains another object, or is damaged.
     """
     by_name = {entry.name: entry for entry in zip_entries(read, num_bytes)}
     pickled, storage, order = by_name.get("data.pkl"), by_name.get("data/0"), by_name.get("byteorder")
     if pickled is None or storage is None or pickled.num_bytes > _MAX_PICKLE_BYTES:
-        raise UnreadableError("expected one tensor in what torch.save has written")
+        raise UnreadableError("expected a file of torch.save with one tensor")
     if order is not None and read(start_of(order, read, num_bytes), min(order.num_bytes, 16)) != b"little":
-        raise UnreadableError("expected a tensor whose bytes are in the order of this machine's")
+        raise UnreadableError("expected a tensor in little-endian byte order")
     try:
         kind, arguments = _walk(read(start_of(pickled, read, num_bytes), pickled.num_bytes))
         while kind == ("torch._utils", "_rebuild_parameter"):
             kind, arguments = arguments[0]
         if kind not in _REBUILD:
-            raise UnreadableError("expected a plain tensor, got something else")
+            raise UnreadableError("expected a plain tensor, got another object")
         _storage, offset, shape, strides = arguments[:4]
         storage_start = start_of(storage, read, num_bytes)
         start = storage_start + offset * item_bytes
@@ -137,20 +146,20 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
     numbers = (offset, *shape, *strides)
     is_empty = 0 in shape
     if min(numbers) < 0 or (not is_empty and start + (last + 1) * item_bytes > end):
-        raise UnreadableError(f"expected a tensor of {shape} with strides {strides}, its storage ends before")
+        raise UnreadableError(f"expected a tensor of shape {shape} with strides {strides}, its storage is too short")
     return SavedTensor(start, end, shape, strides, kind == _REBUILD_QUANTIZED)
 
 
 @lru_cache(1024)
 def _walk(pickled: bytes) -> Any:
-    """Parse a pickle into tuples, strings and numbers; cached: tensors of one dtype and shape share it.
+    """Parse a pickle into tuples, strings and numbers. Results are cached: tensors of one dtype and shape have one.
 
     A name becomes ``(module, name)``, a call ``(name, arguments)``, a persistent id ``("persistent", id)``. Time and
     memory are proportional to the length of the pickle.
 
     Raises:
-        ValueError: It is no pickle, or has opcodes that ``torch.save`` does not write for a tensor.
-        LookupError: It pops from an empty stack.
+        ValueError: The bytes are no pickle, or have opcodes that ``torch.save`` does not write for a tensor.
+        LookupError: The pickle pops from an empty stack.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -184,7 +193,7 @@ def _walk(pickled: bytes) -> Any:
 
 def _make_tuple(stack: list[Any], count: int) -> None:
     if not 0 <= count <= len(stack):
-        raise IndexError("it takes more than there is")
+        raise IndexError("an opcode pops from an empty stack")
     stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
 
 
@@ -195,7 +204,7 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
     end = num_bytes - _END.size
     signature, *_, count, size, start, _comment = _END.unpack_from(tail, len(tail) - _END.size)
     if signature != b"PK\x05\x06":
-        raise UnreadableError("expected what torch.save writes, it has no directory at its end")
+        raise UnreadableError("expected a file of torch.save, it has no zip directory at its end")
     signature, _disk, position, disks = _LOCATOR_64.unpack_from(tail, len(tail) - _END.size - _LOCATOR_64.size)
     is_damaged = False
     if signature == b"PK\x06\x07":
@@ -203,9 +212,9 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
         count, size, start = found[7:]
         is_damaged = (*found[:2], *found[4:7], disks) != (b"PK\x06\x06", _END_64.size - 12, 0, 0, count, 1)
     if is_damaged or start + size != end:
-        raise UnreadableError("expected what torch.save writes, the end of its directory is damaged")
+        raise UnreadableError("expected a file of torch.save, the end of its directory is damaged")
     if size > _MAX_DIRECTORY_BYTES or count > _MAX_ENTRIES:
-        raise UnreadableError(f"expected what torch.save writes, its directory has {count} entries in {size} bytes")
+        raise UnreadableError(f"expected a file of torch.save, its directory has {count} entries in {size} bytes")
     directory = tail[start - tail_start :] if start >= tail_start else read(start, size)
     at = 0
     for _ in range(count):
@@ -217,14 +226,14 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
         stored, length, local = _widened(extra, stored, length, local)
         at += _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
         if fields[0] != b"PK\x01\x02" or fields[3] & ~_FLAGS or fields[4] or stored != length or any(fields[13:16]):
-            raise UnreadableError("expected what torch.save writes, it has compressed entries or a damaged directory")
+            raise UnreadableError("expected a file of torch.save, it has compressed entries or a damaged directory")
         yield ZipEntry(name, local, length, fields[7])
     if at != size:
-        raise UnreadableError("expected what torch.save writes, its directory is damaged")
+        raise UnreadableError("expected a file of torch.save, its directory is damaged")
 
 
 def _widened(extra: bytes, stored: int, length: int, local: int) -> tuple[int, int, int]:
-    """Return 64-bit sizes and position, for values that exceed the directory's own fields."""
+    """Return the sizes and position of an entry, from its ZIP64 extra field where a 32-bit field is full."""
     at = 0
     while at + _EXTRA.size <= len(extra):
         kind, num_bytes = _EXTRA.unpack_from(extra, at)

@@ -1,4 +1,4 @@
-"""Fetches the snapshots of replicas to files, of two replicas at one step and only where they differ."""
+"""Fetches snapshots of replicas into files; from two replicas only the chunks that differ, at a common step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from ft_transport.wire.manifest import Manifest, TensorEntry
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _WHOLE: Final = timedelta(days=30)
-"""Longer than any file takes; what comes too slowly ends by the time without progress."""
+"""Deadline of a fetch, longer than any fetch takes: only missing progress ends a fetch."""
 _MAX_TRIES: Final = 3
 _LEAST_WAIT_S: Final = 10.0
-"""Minimum wait for a future step: the replicas may or may not train."""
+"""Minimum time to wait for a future step, in seconds."""
 _WAIT_FACTOR: Final = 4.0
-"""The wait is this many times as long as the newest snapshots took, which also wait for a step boundary."""
+"""The time to wait for a future step, divided by the time until the newest snapshots were served."""
 _LARGEST_LEAD: Final = 1 << 16
+"""Largest number of steps to request ahead of the newest step."""
 
 Manifests = tuple[Manifest, Manifest]
 Peers = tuple[PeerAddress, PeerAddress]
@@ -43,14 +44,14 @@ _ITEM: Final = 16
 def settings_for_files(
     progress_timeout_s: float, on_progress: Callable[[FetchProgress], None] | None = None
 ) -> FetchSettings:
-    """Return the settings for fetches to files, with the job's token and certificates from the environment.
+    """Return the settings for fetches into files, with the job token and certificates from the environment.
 
     Args:
-        progress_timeout_s: Longest time without data, in seconds, counted from now.
-        on_progress: Called after each chunk.
+        progress_timeout_s: Longest time without data, in seconds.
+        on_progress: Function that is called after each chunk.
 
     Raises:
-        ConfigurationError: The token or the certificates cannot be used.
+        ConfigurationError: The token or the certificates are invalid.
     """
     settings = TransportSettings(on_progress=on_progress)
     return FetchSettings.of(
@@ -66,13 +67,13 @@ def settings_for_files(
 
 @dataclass(slots=True)
 class SnapshotFiles:
-    """Fetches snapshots into a directory.
+    """Fetches snapshots into files of a directory.
 
     Attributes:
         directory: The directory.
         timeout_s: Longest time without data, in seconds.
-        paths: The newest file of each URL.
-        num_bytes: Number of bytes of all fetches.
+        paths: The last fetched file, by URL.
+        num_bytes: Total number of fetched bytes.
     """
 
     directory: Path
@@ -87,10 +88,15 @@ class SnapshotFiles:
         step: StepSelector,
         wanted: Callable[[Manifest], Collection[int]] | None,
     ) -> FetchedFile:
-        """Fetch the chunks of a snapshot that ``wanted`` chooses from its manifest; all chunks by default.
+        """Fetch a snapshot into a new file.
+
+        Args:
+            url: URL of the replica.
+            step: The step of the snapshot.
+            wanted: Returns the indices of the chunks to fetch from a manifest; ``None`` for all chunks.
 
         Raises:
-            TransportError: The replica cannot be asked, or the file not be written.
+            TransportError: The replica is unreachable, or the file cannot be written.
         """
         path = self.paths[url] = self.directory / f"{next(self._numbers)}.safetensors"
         fetched = fetch_to_file(
@@ -106,17 +112,15 @@ class SnapshotFiles:
         return fetched
 
     def fetch_both(self, one: str, other: str, step: int | None) -> tuple[FetchedFile, FetchedFile]:
-        """Fetch the differing chunks of both replicas; all of both if their layouts differ.
-
-        They are of one step if the replicas come to one, see `asked_for_one_step`.
+        """Fetch the chunks that differ between two replicas, from both; all chunks if the layouts differ.
 
         Args:
-            one: A URL.
-            other: Another one.
-            step: The only one that will do; without it any.
+            one: URL of the first replica.
+            other: URL of the second replica.
+            step: The required step. Default: a common step if the replicas reach one, otherwise their newest steps.
 
         Raises:
-            TransportError: As for `fetch`.
+            TransportError: A replica is unreachable or does not serve ``step``, or a file cannot be written.
         """
         peers = (PeerAddress.from_url(one), PeerAddress.from_url(other))
         for _ in range(_MAX_TRIES):
@@ -127,12 +131,12 @@ class SnapshotFiles:
                 except StepNotServedError:
                     if step is not None:
                         raise
-                    continue  # A newer one took its place.
+                    continue  # A newer snapshot has replaced the requested one.
             if _are_the_same(first.manifest, first_asked) and _are_the_same(second.manifest, second_asked):
                 return first, second
         raise SnapshotReplacedError(
-            "expected a snapshot that stays until it is compared, a newer one took its place each time; fetch both to "
-            "files, and compare those",
+            "expected the snapshots to be served until they are compared, newer ones replaced them each time; fetch "
+            "both into files, and compare the files",
             peer=one,
         )
 
@@ -142,7 +146,7 @@ def _are_the_same(one: Manifest, other: Manifest) -> bool:
 
 
 def differing_from(known: Manifest | None) -> Callable[[Manifest], Collection[int]] | None:
-    """Return a function that chooses the chunks in which a manifest differs from a known one."""
+    """Return a function that returns the chunks in which its argument differs from a known manifest."""
     if known is None:
         return None
 
@@ -169,7 +173,7 @@ class UnequalChunks:
 
     @classmethod
     def of(cls, one: Manifest, other: Manifest) -> UnequalChunks | None:
-        """Compare digests; ``None`` if equal digests of chunks would not imply equal tensors."""
+        """Compare the digests of two manifests. Return ``None`` if their layouts differ or digests are missing."""
         if one.digests is None or other.digests is None:
             return None
         if (one.digester, one.tensors, one.chunks) != (other.digester, other.tensors, other.chunks):
@@ -179,7 +183,7 @@ class UnequalChunks:
         return cls(numbers, {entry.name: entry for entry in one.tensors}, one.chunks.chunk_bytes)
 
     def ranges_of(self, name: str) -> Sequence[tuple[int, int]]:
-        """Return the byte ranges of a tensor in these chunks, extended to whole elements."""
+        """Return the byte ranges of a tensor that lie in the unequal chunks, extended to whole elements."""
         entry = self.tensors[name]
         size, step = entry.end - entry.start, self.chunk_bytes
         if not size:
@@ -199,17 +203,17 @@ class UnequalChunks:
 
 @contextmanager
 def asked_for_one_step(peers: Peers, step: int | None, *, timeout_s: float) -> Iterator[Manifests]:
-    """Return both manifests with digests, of a common step if possible, otherwise of their newest steps.
+    """Yield the manifests of two replicas, with digests, of a common step if possible, otherwise of the newest steps.
 
-    While the context is open, both replicas keep their snapshots, at least for the time of a lease.
+    While the context manager is open, both replicas keep serving these snapshots, at least until their lease ends.
 
     Args:
         peers: The replicas.
-        step: The required step; any step by default.
-        timeout_s: Longest silence in seconds.
+        step: The required step; ``None`` for any.
+        timeout_s: Longest time without data, in seconds.
 
     Raises:
-        TransportError: A replica is unreachable, or does not serve the required step.
+        TransportError: A replica is unreachable, or does not serve ``step``.
     """
     with ExitStack() as connected:
         ask = partial(_ask_both, connected, peers)
@@ -229,7 +233,7 @@ def asked_for_one_step(peers: Peers, step: int | None, *, timeout_s: float) -> I
 
 
 def _of_the_one_behind(ask: _Ask, steps: list[int]) -> Manifests | None:
-    """Return both manifests of the first replica's step, if the other one still serves that step."""
+    """Return both manifests of the lower step, if the replica with the higher step still serves the lower one."""
     try:
         return ask(min(steps), _LEAST_WAIT_S)
     except (StepNotServedError, DeadlineExceededError):
@@ -237,7 +241,10 @@ def _of_the_one_behind(ask: _Ask, steps: list[int]) -> Manifests | None:
 
 
 def _of_a_step_to_come(ask: _Ask, steps: list[int], wait_s: float) -> Manifests | None:
-    """Ask for steps further and further ahead, until neither replica has passed one; ``None`` if they stand still."""
+    """Request a future step that both replicas reach. If one has passed it, double the lead and request again.
+
+    Return ``None`` if the replicas do not reach the step in time.
+    """
     newest, until_s, lead = max(steps), time.monotonic() + wait_s, 1
     while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:
         try:
@@ -245,14 +252,14 @@ def _of_a_step_to_come(ask: _Ask, steps: list[int], wait_s: float) -> Manifests 
         except DeadlineExceededError:
             return None
         except StepNotServedError as error:
-            # The error for a passed step lists the steps served now.
+            # A replica that has passed the step reports which steps it serves now.
             newest, lead = max(newest, *error.served, 0), 2 * lead
     return None
 
 
 def _ask_both(connected: ExitStack, peers: Peers, step: StepSelector, timeout_s: float) -> Manifests:
-    """Ask both at once, over new connections. The first error ends the other request, too."""
-    # Earlier snapshots are not needed, and must not keep their places.
+    """Request both manifests at once, over new connections. An error of one request cancels the other one."""
+    # Close earlier connections, so that the replicas can drop the snapshots that these requested.
     connected.close()
     settings = settings_for_files(timeout_s)
     connections = [connected.enter_context(Connection.of(peer, settings)) for peer in peers]

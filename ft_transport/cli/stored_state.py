@@ -1,4 +1,4 @@
-"""Files of a checkpoint, and where in them its tensors lie: in one or many files, whole or as boxes."""
+"""Opens the files of a checkpoint, and finds the position of each tensor, or of its boxes, in these files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ft_transport.cli.saved_tensor import locate_tensor, start_of, zip_entries
 from ft_transport.runtime.regular_files import open_regular
 
 _READ_WHOLE_BYTES: Final = 16 << 10
-"""Parts below this length are read whole, to search their structure."""
+"""Parts up to this length are read at once, instead of in several small reads."""
 _MAX_AROUND_BYTES: Final = 1 << 20
-"""Maximum length that ``torch.save`` adds to a tensor."""
+"""Maximum number of bytes that ``torch.save`` adds to the elements of a tensor."""
 _MAX_VALUE_BYTES: Final = 1 << 30
 """Maximum length of a decompressed value."""
 _NOT_VALUES: Final = ("version", "byteorder")
 
 
 class StoredFile:
-    """A file for reading by several threads; owns its descriptor."""
+    """An open file that several threads can read. It owns the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -45,10 +45,10 @@ class StoredFile:
 
     @classmethod
     def at(cls, path: Path) -> StoredFile:
-        """Open a file, also through links, which a Hugging Face cache consists of.
+        """Open a file. Symbolic links are followed, because a Hugging Face cache consists of them.
 
         Raises:
-            NotFoundError: The file does not exist.
+            NotFoundError: The file does not exist, or is no regular file.
         """
         try:
             return cls(open_regular(Path(os.path.realpath(path))))
@@ -56,43 +56,47 @@ class StoredFile:
             raise NotFoundError(f"expected a file at {path}: {getattr(error, 'strerror', error)}") from error
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Read a number of bytes from a position; fewer at the end."""
+        """Read bytes from position ``start``; fewer than ``num_bytes`` at the end of the file."""
         return os.pread(self.descriptor, num_bytes, start) if start < self.num_bytes else b""
 
     @property
     def mapped(self) -> mmap.mmap:
-        """Return the whole file as mapped memory."""
+        """The whole file as mapped memory."""
         if self._map is None:
             self._map = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
         return self._map
 
     def close(self) -> None:
-        """Close the file; mapped memory lives until its last view."""
+        """Close the file. Mapped memory stays valid until its last view is released."""
         self._map = None
         os.close(self.descriptor)
 
 
 def path_in(directory: Path, name: str) -> Path:
-    """Return the path of a file of a checkpoint, or beside an index.
+    """Return the path of a file that a checkpoint or an index names.
+
+    Args:
+        directory: The directory of the checkpoint, or the path of a single file or an index.
+        name: The name relative to the directory; empty for the single file.
 
     Raises:
-        UnreadableError: The name leads out of the directory.
+        UnreadableError: The name points outside of the directory.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UnreadableError(f"expected files of the checkpoint, {escape(name)} lies outside of it")
+        raise UnreadableError(f"expected files of the checkpoint, {escape(name)} is outside of its directory")
     return (directory if directory.is_dir() else directory.parent) / name if name else directory
 
 
 def expanded(file: StoredFile, part: StoredPart, *, most_bytes: int) -> StoredFile:
-    """Decompress a part into an unnamed file.
+    """Decompress a part of a file into a temporary file without a name.
 
     Args:
-        file: The file with the part.
-        part: The part.
+        file: The file with the compressed part.
+        part: The position of the part.
         most_bytes: Maximum decompressed length.
 
     Raises:
-        UnreadableError: The part is damaged, or too long.
+        UnreadableError: The part is damaged, or is longer than ``most_bytes`` when decompressed.
     """
     import zstandard
 
@@ -103,16 +107,23 @@ def expanded(file: StoredFile, part: StoredPart, *, most_bytes: int) -> StoredFi
             for block in zstandard.ZstdDecompressor().read_to_iter(source):
                 into.write(block)
                 if into.tell() > most_bytes:
-                    raise UnreadableError(f"expected what expands to at most {most_bytes} bytes, it becomes more")
+                    raise UnreadableError(f"expected at most {most_bytes} bytes after decompression, got more")
         except zstandard.ZstdError as error:
-            raise UnreadableError(f"expected what ZStandard has compressed: {error}") from error
+            raise UnreadableError(f"expected data in ZStandard's format: {error}") from error
         into.flush()
         return StoredFile(os.dup(into.fileno()))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A box of a tensor in a file: position of its first element, strides in elements (``None``: row-major)."""
+    """A box of a tensor that is stored in a file.
+
+    Attributes:
+        box: The box.
+        file: The file.
+        start: Position of the box's first element in the file, in bytes.
+        strides: Strides in elements; ``None`` for row-major order.
+    """
 
     box: Box
     file: StoredFile
@@ -122,7 +133,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, or the bytes of a value; its pieces cover each element once."""
+    """A tensor, or another value as a tensor of bytes. The pieces cover each element exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -131,24 +142,24 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Length of all elements."""
+        """Length of all elements, in bytes."""
         return sum(math.prod(piece.box[1]) for piece in self.pieces) * self.item_bytes
 
 
 class StoredState:
-    """A file or checkpoint, and where in its files everything lies; a context manager that closes the files.
+    """An open file or checkpoint, with the positions of its tensors. As a context manager, it closes its files.
 
     Args:
         path: The file, the directory of the checkpoint, or the index.
-        contents: The contents with stored parts.
-        name: The user's name for it.
-        takes_quantized: Whether to accept quantized tensors, whose elements are incomplete without scales.
+        contents: The description of the file or checkpoint, with positions.
+        name: The name of the state for messages, as the user wrote it.
+        takes_quantized: Whether to accept quantized tensors, whose values depend on scales that are not compared.
 
     Attributes:
-        contents: As the argument.
-        name: As the argument.
-        tensors: Tensors by name, after `locate_all`.
-        values: Other values by name, after `locate_all`.
+        contents: The given description.
+        name: The given name.
+        tensors: Positions of tensors by name, after `locate_all`.
+        values: Positions of other values by name, after `locate_all`.
     """
 
     def __init__(self, path: Path, contents: Contents, *, name: str = "", takes_quantized: bool = False) -> None:
@@ -168,24 +179,24 @@ class StoredState:
             file.close()
 
     def locate_all(self) -> None:
-        """Locate all parts in the files, without reading them.
+        """Find the positions of all tensors and values, without reading their data.
 
         Raises:
-            UnreadableError: A tensor is incomplete, or misplaced.
+            UnreadableError: A tensor is incomplete, or a position is invalid.
         """
         self.tensors = {entry.path: self.tensor(entry) for entry in self.contents.tensors}
         parts = self.contents.values.items()
         self.values = {name: self.value(name, part) for name, part in parts if part is not None}
 
     def tensor(self, entry: TensorEntry) -> StoredTensor:
-        """Locate a tensor.
+        """Find the position of a tensor.
 
         Raises:
-            UnreadableError: The tensor is incomplete, or misplaced.
+            UnreadableError: The tensor is incomplete, or a position is invalid.
         """
         gap = find_gap(entry.shape, [(piece.offsets, piece.sizes) for piece in entry.pieces])
         if gap:
-            raise UnreadableError(f"expected the whole of {escape(entry.path)}, {gap}")
+            raise UnreadableError(f"expected the complete tensor {escape(entry.path)}, {gap}")
         bits = ITEM_BITS.get(entry.dtype)
         if bits is None or bits % 8:
             return self._bytes_of(entry)
@@ -193,7 +204,7 @@ class StoredState:
         return StoredTensor(dtype=entry.dtype, shape=entry.shape, item_bytes=bits // 8, pieces=pieces)
 
     def value(self, name: str, part: StoredPart) -> StoredTensor:
-        """Locate a value: the entries of its zip file, without those that describe the writer."""
+        """Find the position of a value: the entries of its zip file, except those that describe the writer."""
         file, part = self.located(part, name)
         read = self.reader(file, part)
         try:
@@ -213,7 +224,7 @@ class StoredState:
     def _piece(self, entry: TensorEntry, piece: TensorPiece, item_bytes: int) -> StoredPiece:
         box, part = (piece.offsets, piece.sizes), piece.stored
         if part is None:
-            raise UnreadableError(f"expected the whole of {escape(entry.path)}, a part of it is nowhere stored")
+            raise UnreadableError(f"expected the complete tensor {escape(entry.path)}, a part is not stored")
         file, part = self.located(part, entry.path, entry.num_bytes + _MAX_AROUND_BYTES)
         if part.is_raw:
             self._check_length(entry, part, math.prod(box[1]) * item_bytes)
@@ -224,20 +235,21 @@ class StoredState:
             raise UnreadableError(f"{escape(entry.path)}: {error.message}") from error
         if found.shape != piece.sizes:
             raise UnreadableError(
-                f"expected {escape(entry.path)} in parts as the metadata say, one of {piece.sizes} has {found.shape}"
+                f"expected a part of {escape(entry.path)} with the shape {piece.sizes} of the metadata, got "
+                f"{found.shape}"
             )
         if found.is_quantized and not self._takes_quantized:
             raise UnreadableError(
-                f"expected a plain tensor, {escape(entry.path)} is quantized: its scale is not compared"
+                f"expected a plain tensor, {escape(entry.path)} is quantized, and scales cannot be compared"
             )
         return StoredPiece(box, file, part.start + found.start, found.strides)
 
     def _bytes_of(self, entry: TensorEntry) -> StoredTensor:
-        """Return a tensor of fractional or unknown elements as bytes."""
+        """Return a tensor as a tensor of bytes, because its elements are no whole bytes or of unknown size."""
         piece = entry.pieces[0]
-        assert piece.stored is not None, "that of a file is"
+        assert piece.stored is not None, "the pieces of a safetensors file are"
         if len(entry.pieces) > 1:
-            raise UnreadableError(f"expected {escape(entry.path)} in one part, {entry.dtype} is not divided into bytes")
+            raise UnreadableError(f"expected {escape(entry.path)} in one part, because its dtype is {entry.dtype}")
         self._check_length(entry, piece.stored, entry.num_bytes)
         file = self._open(piece.stored, entry.path)
         bytes_of = StoredPiece(((0,), (entry.num_bytes,)), file, piece.stored.start)
@@ -245,9 +257,7 @@ class StoredState:
 
     def _check_length(self, entry: TensorEntry, part: StoredPart, num_bytes: int) -> None:
         if part.num_bytes != num_bytes:
-            raise UnreadableError(
-                f"expected {num_bytes} bytes of {escape(entry.path)}, {part.num_bytes} are stored of it"
-            )
+            raise UnreadableError(f"expected {num_bytes} bytes of {escape(entry.path)}, {part.num_bytes} are stored")
 
     def _open(self, part: StoredPart, name: str) -> StoredFile:
         file = self._files.get(part.file)
@@ -257,12 +267,17 @@ class StoredState:
         if start < 0 or end < start or end > file.num_bytes:
             where = escape(str(path_in(self._path, part.file)))
             raise UnreadableError(
-                f"expected bytes [{start}, {end}) of {escape(name)} in {where}, it has {file.num_bytes}"
+                f"expected bytes [{start}, {end}) of {escape(name)} in {where}, which has {file.num_bytes} bytes"
             )
         return file
 
     def located(self, part: StoredPart, name: str, most_bytes: int = _MAX_VALUE_BYTES) -> tuple[StoredFile, StoredPart]:
-        """Open the file of a part, or of a compressed part an expanded file.
+        """Return the open file with a part, and the position of the part in it. A compressed part is decompressed.
+
+        Args:
+            part: The position of the part in the checkpoint.
+            name: The name of the tensor or value, for messages.
+            most_bytes: Maximum decompressed length.
 
         Raises:
             UnreadableError: The file is missing or damaged.
@@ -278,14 +293,14 @@ class StoredState:
         return whole, replace(part, start=0, num_bytes=whole.num_bytes, is_zstd=False)
 
     def drop(self, part: StoredPart) -> None:
-        """Close the expanded file of a part."""
+        """Close the temporary file with the decompressed bytes of a part."""
         file = self._files.pop(_expanded_name(part), None)
         if file is not None:
             file.close()
 
     @staticmethod
     def reader(file: StoredFile, part: StoredPart) -> Callable[[int, int], bytes]:
-        """Return a function that reads the part, by positions from the beginning of the part."""
+        """Return a function that reads bytes of a part; its positions begin at the start of the part."""
         if part.num_bytes <= _READ_WHOLE_BYTES:
             whole = file.read(part.start, part.num_bytes)
             return lambda start, num_bytes: whole[start : start + num_bytes]

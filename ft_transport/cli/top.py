@@ -1,4 +1,4 @@
-"""``ft-transport top``: the whole job, live, in a terminal or on a page; ``watch-token``: the password of pages."""
+"""``ft-transport top``: shows a running job in a terminal or on a web page. ``watch-token``: prints its password."""
 
 from __future__ import annotations
 
@@ -48,19 +48,21 @@ def top_command(
         typer.Argument(help="http://host:port of the job's Lighthouse (TORCHFT_LIGHTHOUSE), or the URL of a replica."),
     ],
     *,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON for each look, a line each.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve the job's page to browsers.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the job once, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line and refresh.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve a page about the job to browsers.")] = False,
     host: Annotated[str, typer.Option("--host", help="With --serve: the address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="With --serve: the port, 0 for any.")] = 0,
 ) -> None:
-    """Watch the whole job in a terminal of 24 lines: replicas, steps, transfers, recoveries, errors.
+    """Show a running job in a terminal of 24 lines: replicas, steps, transfers, recoveries, errors.
 
-    The replicas that need attention come first. q or Ctrl-C ends it. The Lighthouse, or a replica, names the replicas,
-    and each process is asked for its state; the job's token and certificates come from the environment. Exits with 1
-    if, in the last look, the Lighthouse could not be read, no replica was found, or a process did not answer.
+    Replicas that need attention are listed first. Press q or Ctrl-C to exit. The command finds the replicas through the
+    Lighthouse or through one replica, and requests the state of each process. The job token and certificates come from
+    the environment. Exits with 1 if, at the last refresh, the Lighthouse could not be read, no replica was found, or a
+    process did not respond.
 
-    With --serve, browsers get the job's page, until Ctrl-C. Where there is a job token, they need the watch token.
+    With --serve, it serves a page about the job to browsers until Ctrl-C. If the job has a token, browsers need the
+    watch token.
     """
     if serve:
         _serve(_watch(address), host, port)
@@ -68,7 +70,7 @@ def top_command(
 
     console = Console(highlight=False)
     watch = _watch(address)
-    # A pipe or a dumb terminal gets each look below the one before.
+    # In a pipe or a dumb terminal, print each refresh below the last one.
     if as_json or once or not console.is_terminal or console.is_dumb_terminal:
         job = watch.look()
         while True:
@@ -90,15 +92,16 @@ def top_command(
         raise typer.Exit(1)
 
 
-def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="An object of JSON.")] = False) -> None:
-    """Print the watch token of the job token that the environment names.
+def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Print the watch token, which is derived from the job token in the environment.
 
-    It is the password, with any user name, of pages and metrics, and a bearer token for Prometheus. It shows the
-    job, and gives no right to read a state or change anything. Exits with 1 if there is no token.
+    The watch token is the password of pages and metrics (with any user name), and a bearer token for Prometheus. It
+    allows its owner to see the job, but not to read states or to change anything. Exits with 1 if there is no job
+    token.
     """
     keys = TransportSettings().keys()
     if keys is None:
-        typer.echo("the environment names no job token (FT_TRANSPORT_TOKEN, FT_TRANSPORT_TOKEN_FILE)", err=True)
+        typer.echo("expected a job token in FT_TRANSPORT_TOKEN or FT_TRANSPORT_TOKEN_FILE, there is none", err=True)
         raise typer.Exit(1)
     token = keys.watch_tokens()[0]
     typer.echo(msgspec.json.encode({"watch_token": token}) if as_json else token)
@@ -111,7 +114,7 @@ def _watch(address: str) -> JobWatch:
 
 
 def _serve(watch: JobWatch, host: str, port: int) -> None:
-    """Serve the job as the state of a server that has no snapshot, with the access rules of a replica's page."""
+    """Serve the page of the job until Ctrl-C, with the same access rules as the page of a replica."""
     settings = TransportSettings(
         host=host,
         port=port,
@@ -155,7 +158,7 @@ def _live(watch: JobWatch, console: Console) -> JobState:
 
 
 def _waits_for_q(seconds: float) -> bool:
-    """Wait so many seconds, or until q is pressed. Without a terminal as input it just waits."""
+    """Wait, and return whether q was pressed. Without a terminal as input, wait for the whole time."""
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0:
         has_input = sys.stdin.isatty() and select.select([sys.stdin], [], [], left_s)[0]
@@ -169,7 +172,7 @@ def _waits_for_q(seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[None]:
-    """Have the terminal pass on each key at once and without an echo, and restore its mode afterwards."""
+    """Make the terminal pass on each key at once and without an echo; restore its mode on exit."""
     if not sys.stdin.isatty():
         yield
         return
@@ -182,16 +185,17 @@ def _single_keys() -> Iterator[None]:
 
 
 class JobFinder:
-    """Finds the replicas again at each call, which takes a second or two. Not thread-safe.
+    """Finds the replicas of a job. Each call takes one or two seconds. Not thread-safe.
 
-    A process names its Lighthouse and the members of its last quorum. Both stay known after that process has exited.
+    Given the address of a process, it learns the Lighthouse and the members of the last quorum from this process. It
+    remembers both when the process has exited.
 
     Args:
         address: ``host:port`` or URL of the Lighthouse, or of a process of the job.
-        connect: Connects to a process.
+        connect: Function that connects to a process.
 
     Raises:
-        ConfigurationError: The address is of another form.
+        ConfigurationError: The address is malformed.
     """
 
     def __init__(self, address: str, connect: Connect) -> None:
@@ -203,7 +207,7 @@ class JobFinder:
         self._alone: tuple[KnownMember, ...] = ()
 
     def __call__(self) -> KnownJob:
-        """Ask the process, unless the address turned out to be that of a Lighthouse, and then the Lighthouse."""
+        """Read the state of the process, unless the address is a Lighthouse's, and then the Lighthouse's page."""
         if not self._is_lighthouse:
             self._ask_process()
         status = read_status(self._lighthouse, _STATUS_S) if self._lighthouse else None
@@ -229,13 +233,13 @@ def job_of(
     members: Sequence[MemberStatus],
     alone: tuple[KnownMember, ...] = (),
 ) -> KnownJob:
-    """Join the Lighthouse's page with the members of a quorum.
+    """Combine the Lighthouse's page with the members of a quorum.
 
     Args:
-        lighthouse: Its address; empty for a job without one.
-        status: Its page's text; ``None`` if it cannot be read. The addresses there are not authenticated.
-        members: The members of a process's last quorum.
-        alone: A process that has been in no quorum.
+        lighthouse: Address of the Lighthouse; empty for a job without one.
+        status: The content of the Lighthouse's page, which is not authenticated; ``None`` if it cannot be read.
+        members: The members of the last quorum, as a process reports them.
+        alone: The process at the given address, for a job without members.
     """
     page = status if status is not None else LighthouseStatus(reason="", num_asking=None, alive=(), silent=())
     addresses = {each.replica_id: each.addresses for each in page.members}

@@ -1,4 +1,4 @@
-"""The screen of ``ft-transport top``: a job as text, with replicas that need attention first."""
+"""Formats a job as text for the screen of ``ft-transport top``; replicas that need attention are listed first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ft_transport.telemetry.process_state import ManagerStatus, MembershipChange
 _LEAST_ROWS: Final = 3
 _LOST: Final = " THE LIGHTHOUSE DOES NOT ANSWER: without it no quorum is formed "
 _STALLED: Final = 10.0
-"""A step needs attention after this many times its usual length, and this many seconds."""
+"""A step counts as stalled after ten times the usual length of a step, and at least ten seconds."""
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 _RANKS: Final = {"gone": 0, "silent": 1, "partial": 2, "stalled": 3, "healing": 4, "waiting": 5, "starting": 6}
 _STYLES: Final = {
@@ -39,7 +39,7 @@ class _Row(NamedTuple):
 
 
 def is_well(job: JobState) -> bool:
-    """Whether all processes answered, and the Lighthouse as well if the job has one."""
+    """Return whether all processes responded, and the Lighthouse too if the job has one."""
     return (
         not _is_unread(job)
         and bool(job.processes)
@@ -57,14 +57,14 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
     rows.sort(key=lambda row: (_RANKS.get(row.condition, 9), row.process.name, row.process.group_rank))
     lines = [_headline(job, rows), _summary(rows)]
     if _is_lighthouse_lost(job, rows):
-        # Without the Lighthouse, an empty table says nothing.
+        # Replace the summary of an empty table: without the Lighthouse, replicas may exist.
         lines[1 : 1 if rows else 2] = [Text(_LOST, style="bold white on red")]
     below = [
         *_section("joined, left, healed", [_change_line(each, job.unix_s) for each in job.changes[-4:]]),
         *_section("recoveries, saves", [_record_line(each, job.unix_s) for each in job.records[-4:]]),
         *_section("errors", [_error_line(each, job.unix_s) for each in job.errors[-3:]]),
     ]
-    # Head, headings of the table, and a line between the parts; what is over goes to the replicas.
+    # Three lines are the heading of the table and two blank lines; replicas fill the rest.
     room = height - len(lines) - 3
     while below and room - len(below) < min(len(rows), _LEAST_ROWS):
         below.pop()
@@ -80,7 +80,7 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
 
 
 def flows_of(job: JobState) -> dict[tuple[str, int], str]:
-    """Return the current transfers of each process, by name and rank."""
+    """Return a text about the current transfers of each process, by name and rank."""
     names = {_netloc(process.address): process.name for process in job.processes if process.address}
     flows: dict[tuple[str, int], list[str]] = {}
     for process in job.processes:
@@ -192,7 +192,7 @@ def _is_unread(job: JobState) -> bool:
 
 
 def _is_lighthouse_lost(job: JobState, rows: list[_Row]) -> bool:
-    """Whether a process says so; or its page cannot be read, and no replica trains."""
+    """Return whether a process reports that the Lighthouse is lost, or its page is unreadable and no replica trains."""
     is_training = any(row.condition == "training" for row in rows)
     return (_is_unread(job) and not is_training) or any(manager.is_lighthouse_lost for manager in _managers(rows))
 
@@ -238,7 +238,7 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     text.append(f"{row.words:<16.16} ", style=_STYLES.get(row.condition, "green"))
     text.append(f"{step if step is not None else '–':>7} ", style="yellow" if is_behind else "")
     steps = manager.steps if manager is not None else ()
-    # The last step's length, from boundary to boundary, is not known yet.
+    # Leave out the last step if its length from boundary to boundary is unknown.
     steps = tuple(step for step in steps if step.period_s) or steps
     last = f"{seconds(_period_s(steps[-1])):>7}" if steps else ""
     text.append(f"{_spark(steps):<9} {last:<7} ")
@@ -247,7 +247,7 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
 
 
 def _remark(manager: ManagerStatus | None, process: JobProcess) -> str:
-    """Return the holder of a lock that is held for long, or the reason for a missing answer."""
+    """Return the error of a process that does not respond, or the holder of a lock that has been held for over 1 s."""
     if process.error and process.presence != "here":
         return escape(process.error, 60)
     holders = manager.lock.holders if manager is not None else ()
@@ -261,7 +261,7 @@ def _spark(steps: tuple[StepStatus, ...]) -> str:
         return ""
     lengths = [_period_s(step) for step in last]
     longest_s = max(1e-9, min(max(lengths), 4 * median(lengths)))
-    # A peer may report any figure.
+    # Figures of peers are not trusted: clamp them.
     shares = (min(1.0, max(0.0, length_s / longest_s)) for length_s in lengths)
     bars = (_SPARKS[int(7 * share)] if step.is_committed else "×" for step, share in zip(last, shares, strict=True))
     return "".join(bars)

@@ -1,4 +1,4 @@
-"""``ft-transport verify``: is a snapshot, a file or a checkpoint complete, and is it what was written?"""
+"""``ft-transport verify``: checks that a snapshot, a file or a checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 _MAX_SHOWN: Final = 20
 _MAX_CHARACTERS: Final = 500
 DIGESTS: Final = "ft_transport.digests"
-"""In the metadata of a snapshot's file."""
+"""Metadata key of the digests in a file that ``fetch`` has written."""
 _BLOCK_BYTES: Final = 1 << 20
 """Length of one read."""
 _BEFORE_ZIP: Final = b"\x80\x02\x8a\x0a"
 """The first bytes of the format before torch 1.6, which ``torch.save`` can still write: a pickled magic number."""
 
 _Found: TypeAlias = "tuple[list[str], bool | None]"
-"""The damages, and whether the records have checksums (``None``: unknown)."""
+"""Descriptions of the damage in a stored part, and whether the part has checksums (``None``: unknown)."""
 
 
 def verify_command(
@@ -59,24 +59,24 @@ def verify_command(
         ),
     ],
     timeout: Annotated[
-        float, typer.Option(help="Give up a replica from which nothing comes for so many seconds.", min=0.1, max=1e6)
+        float, typer.Option(help="Fail if no data arrives from a replica for this many seconds.", min=0.1, max=1e6)
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look whether a replica's snapshot, a file or a checkpoint is whole.
+    """Check that a replica's snapshot, a file or a checkpoint is complete and undamaged.
 
-    A snapshot is received, kept nowhere, and each chunk compared with its digest; so is a file that ``fetch`` has
-    written, and, file by file, a checkpoint of ours. Other safetensors files have no digests: it is looked whether the
-    library opens them, and whether they have what their index says. Of a DCP checkpoint it is looked whether each
-    tensor is all there, each element once, and each record is compared with its CRC-32 if torch has written one. Exits
-    with 1 if something is wrong, with 2 if there is nothing to look at.
+    A snapshot is received without storing it, and each chunk is compared with its digest. A file that ``fetch`` has
+    written is compared with its digests too, and so is each file of a checkpoint of ft_transport. Other safetensors
+    files have no digests: the command checks that the library can open them and that they match their index. In a DCP
+    checkpoint it checks that each element of each tensor is stored once, and compares each record with its CRC-32 if
+    torch has written one. Exits with 1 if a fault is found, with 2 if the target does not exist.
     """
     contents, notes, troubles = Contents(kind=""), list[str](), list[str]()
     try:
         if is_url(target):
             contents = _of_peer(target, timeout)
         else:
-            # A job may complete another checkpoint in the same directory meanwhile.
+            # Choose the checkpoint once: a job may complete a newer one in the directory during the check.
             path = checkpoint_at(Path(target))
             contents = open_source(str(path), with_places=True)
             troubles += _troubles(path, contents, notes)
@@ -113,8 +113,8 @@ def _troubles(path: Path, contents: Contents, notes: list[str]) -> Iterator[str]
     troubles += file_troubles(path, contents) if contents.form == "dcp" else ()
     if is_of_ranks:
         troubles.append(
-            f"{path.name}: expected {MANIFEST}, which ft_transport writes last; the save was not finished, or it "
-            "was lost, and nothing says what the bytes should be"
+            f"{path.name}: expected {MANIFEST}, which ft_transport writes last; the save was not finished, or the file "
+            "was lost; without it, the other files cannot be verified"
         )
     sums = RecordSums()
     if not troubles and contents.form == "dcp":
@@ -126,25 +126,25 @@ def _troubles(path: Path, contents: Contents, notes: list[str]) -> Iterator[str]
         except ManifestError as error:
             notes.append(f"its digests were not compared: {error.message}")
     elif not troubles:
-        notes.append(_looked_at(sums))
+        notes.append(_checks_made(sums))
 
 
-def _looked_at(sums: RecordSums) -> str:
+def _checks_made(sums: RecordSums) -> str:
     if not sums.num_compared:
-        return "its structure was checked; no digests are there to compare its bytes with"
+        return "only the structure was checked: the files have no digests to compare their bytes with"
     if not sums.num_without:
-        return "its structure was checked, and all of its bytes compared with the CRC-32s of torch.save"
+        return "the structure was checked, and all bytes were compared with the CRC-32s of torch.save"
     return (
-        f"its structure was checked; {sums.num_compared} of its parts were compared with the CRC-32s of torch.save, "
-        f"{sums.num_without} have none"
+        f"the structure was checked; {sums.num_compared} stored parts were compared with the CRC-32s of torch.save, "
+        f"{sums.num_without} parts have none"
     )
 
 
 def _of_peer(url: str, timeout_s: float) -> Contents:
-    """Receive all of a replica's newest snapshot without storing it.
+    """Receive a replica's newest snapshot without storing it, compare its digests, and return its tensors.
 
     Raises:
-        TransportError: It cannot be asked, or is not what its digests say.
+        TransportError: The replica is unreachable, or the data differs from its digests.
     """
     from ft_transport.cli.snapshot_files import settings_for_files
     from ft_transport.http.peer_address import PeerAddress
@@ -160,10 +160,14 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
 
 
 def _of_ours(path: Path, step: int | None) -> list[str]:
-    """Compare the files of a checkpoint of ours with its manifest, of any step without ``step``.
+    """Compare the files of a checkpoint of ft_transport with its manifest, and return the faults.
+
+    Args:
+        path: The directory of the checkpoint.
+        step: The step that the manifest must have; ``None`` for any.
 
     Raises:
-        NotFoundError: Another process deleted or replaced the checkpoint.
+        NotFoundError: Another process deleted or replaced the checkpoint during the comparison.
     """
     from ft_transport import StoreSettings
     from ft_transport.checkpoint.stored_files import (
@@ -184,12 +188,12 @@ def _of_ours(path: Path, step: int | None) -> list[str]:
     except (CheckpointDamagedError, OSError) as error:
         troubles = [f"{type(error).__name__}: {error}"]
     if troubles and not (path.exists() and os.path.samestat(begun, path.stat())):
-        raise NotFoundError(f"expected a checkpoint that stays while it is read, {path} was deleted or replaced")
+        raise NotFoundError(f"{path} was deleted or replaced while it was read; verify it again, or another checkpoint")
     return troubles
 
 
 def tensor_troubles(contents: Contents) -> Iterator[str]:
-    """Yield tensors with gaps or overlaps, and parts in a DCP checkpoint that are shorter than their elements."""
+    """Yield faults: tensors with gaps or overlaps, and parts in a DCP checkpoint that are too short."""
     for tensor in contents.tensors:
         name = escape(tensor.path)
         gap = find_gap(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
@@ -198,7 +202,7 @@ def tensor_troubles(contents: Contents) -> Iterator[str]:
         for piece in tensor.pieces if contents.form == "dcp" else ():
             num_bytes = math.prod(piece.sizes) * ITEM_BITS[tensor.dtype] // 8
             if num_bytes and piece.stored is None:
-                yield f"{name}: its part at {list(piece.offsets)} is nowhere stored"
+                yield f"{name}: its part at {list(piece.offsets)} is not stored"
             elif piece.stored is not None and not piece.stored.is_zstd and piece.stored.num_bytes < num_bytes:
                 yield (
                     f"{name}: {tensor.dtype} of {list(piece.sizes)} takes {num_bytes} bytes, {piece.stored.num_bytes} "
@@ -207,11 +211,11 @@ def tensor_troubles(contents: Contents) -> Iterator[str]:
 
 
 def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
-    """Yield parts of a DCP checkpoint that exceed their files or overlap, and files that are missing."""
+    """Yield faults of a DCP checkpoint: parts that exceed their files or overlap, and missing files."""
     parts = [piece.stored for tensor in contents.tensors for piece in tensor.pieces] + [*contents.values.values()]
     by_file: dict[str, set[tuple[int, int]]] = {}
     for part in filter(None, parts):
-        # Bytes that two names share are stored once.
+        # Two names may share the same bytes, which are no overlap.
         by_file.setdefault(part.file, set()).add((part.start, part.num_bytes))
     for name, places in by_file.items():
         shown = escape(name)
@@ -225,17 +229,17 @@ def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
         end = 0
         for start, length in sorted(places):
             if start < 0 or length < 0 or start + length > num_bytes:
-                yield f"{shown}: bytes [{start}, {start + length}) are not in its {num_bytes} bytes"
+                yield f"{shown}: a part is in bytes [{start}, {start + length}), but the file has {num_bytes} bytes"
             elif start < end and length:
-                yield f"{shown}: bytes [{start}, {start + length}) lie over others, which end at {end}"
+                yield f"{shown}: a part in bytes [{start}, {start + length}) overlaps another one, which ends at {end}"
             end = max(end, start + length)
 
 
 def digest_troubles(path: Path) -> Iterator[str]:
-    """Compare the chunks of a file that ``fetch`` has written with their digests.
+    """Yield the chunks of a file that differ from their digests.
 
     Raises:
-        ManifestError: They cannot be compared: the job token is missing, or it is no such file.
+        ManifestError: The job token is missing, or ``fetch`` has not written the file.
     """
     from ft_transport.http.client.manifests import find_damaged
     from ft_transport.runtime.regular_files import read_pieces
@@ -244,7 +248,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)
         if manifest.digests is None:
-            raise ManifestError("expected digests, they were to come later")
+            raise ManifestError("expected digests in the file, they were to arrive after the data")
 
         def views(start: int, end: int) -> Iterator[memoryview]:
             return read_pieces(file.descriptor, manifest.header_bytes + start, manifest.header_bytes + end)
@@ -258,7 +262,7 @@ def read_manifest(file: StoredFile) -> Manifest:
     """Return the manifest in a file that ``fetch`` has written.
 
     Raises:
-        ManifestError: There is none, or it has digests of a job token that this process does not have.
+        ManifestError: The file has no manifest, or its digests were made with a job token that this process lacks.
     """
     from ft_transport.settings import TransportSettings
     from ft_transport.wire.manifest import MAX_HEADER_BYTES, decode_header
@@ -269,7 +273,7 @@ def read_manifest(file: StoredFile) -> Manifest:
 
 
 class RecordSums:
-    """Compares the data files of a DCP checkpoint with the CRC-32s that ``torch.save`` writes for its records.
+    """Compares the stored parts of a DCP checkpoint with the CRC-32s that ``torch.save`` writes.
 
     Attributes:
         num_compared: Number of stored parts that were compared.
@@ -281,7 +285,7 @@ class RecordSums:
         self._is_stopped = False
 
     def damages(self, path: Path, contents: Contents) -> Iterator[str]:
-        """Yield broken envelopes, and records that differ from their sums, of a checkpoint's directory."""
+        """Yield the faults in a directory: damaged zip files, and records that differ from their CRC-32s."""
         with (
             StoredState(path, contents, takes_quantized=True) as state,
             SafeExecutor(2, "ft-transport-sum") as pool,
@@ -318,7 +322,7 @@ class RecordSums:
                 found.append(([error.message], None))
                 continue
             if part.is_zstd:
-                # Expands one part at a time.
+                # Compare at once, so that only one decompressed part needs space.
                 found.append(self._compare(state, name, file, at))
                 state.drop(part)
             else:
@@ -350,7 +354,7 @@ class RecordSums:
         while start < end and not self._is_stopped:
             num_bytes = os.preadv(file.descriptor, [buffer[: end - start]], start)
             if not num_bytes:
-                raise UnreadableError("expected a file that does not change meanwhile, it became shorter")
+                raise UnreadableError("expected a file that does not change while it is read, it became shorter")
             crc = zlib.crc32(buffer[:num_bytes], crc)
             start += num_bytes
         return crc

@@ -360,10 +360,10 @@ def test_steps_of_a_manager_without_a_quorum_do_not_mix_with_a_quorum(address: s
     alone = Manager(checkpoint_transport=HTTPTransport(SHORT, settings=settings))
     try:
         alone.start_step(5)
-        with pytest.raises(ManagerError, match="call start_step at each boundary"):
+        with pytest.raises(ManagerError, match="call start_step at each step boundary"):
             alone.start_quorum()
         alone.start_step(5)
-        with pytest.raises(ManagerError, match="expected start_step with a step from 5 on"):
+        with pytest.raises(ManagerError, match="expected start_step with a step of at least 5"):
             alone.start_step(3)
         alone.load_state_dict({"step": 2})
         alone.start_step(3)

@@ -93,7 +93,7 @@ def test_a_safetensors_file_that_was_cut_off(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size - 20)
     result = CliRunner().invoke(app, ["inspect", str(path)])
     assert result.exit_code == 1
-    assert "✗ the file was cut off: 20 bytes of that are not in it" in result.stdout
+    assert "✗ the file is truncated: 20 bytes of the tensors are missing" in result.stdout
     result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
     assert (result.exit_code, json.loads(result.stdout)["num_bytes_missing"]) == (1, 20)
 
@@ -309,7 +309,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     os.truncate(data, data.stat().st_size - 100)
     code, troubles = verified(tmp_path / "dcp")
     assert code == 1
-    assert all(data.name in trouble and "are not in its" in trouble for trouble in troubles)
+    assert all(data.name in trouble and "but the file has" in trouble for trouble in troubles)
     data.unlink()
     assert verified(tmp_path / "dcp") == (1, [f"{data.name}: expected a file at {data}: No such file or directory"])
     save_file(STATE["model"], tmp_path / "m")  # type: ignore[arg-type]
@@ -322,18 +322,18 @@ def test_tensors_that_lie_over_each_other_are_found(tmp_path: Path) -> None:
         {name: {"dtype": "U8", "shape": [6], "data_offsets": [at, at + 6]} for name, at in (("a", 0), ("b", 4))}
     )
     (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(10))
-    assert verified(tmp_path / "m") == (1, ["m: bytes [4, 10) lie over others, which end at 6"])
+    assert verified(tmp_path / "m") == (1, ["m: a tensor in bytes [4, 10) overlaps another one, which ends at 6"])
 
 
 @pytest.mark.parametrize(
     ("entries", "num_bytes", "said"),
     [
         ({"a": ("U8", [4], [0, 4]), "b": ("U8", [4], [6, 10])}, 10, "m: bytes [4, 6) belong to no tensor"),
-        ({"a": ("U8", [4], [0, 4])}, 7, "m: 3 bytes behind the last tensor belong to none"),
-        ({}, 7, "m: 7 bytes behind the last tensor belong to none"),
+        ({"a": ("U8", [4], [0, 4])}, 7, "m: 3 bytes after the last tensor belong to no tensor"),
+        ({}, 7, "m: 7 bytes after the last tensor belong to no tensor"),
         ({"a": ("F32", [4], [0, 12])}, 12, "a: float32 of [4] takes 16 bytes, 12 are stored"),
-        ({"a": ("F32", [1 << 62], [0, 12])}, 12, "a: its shape has a product above 64 bits"),
-        ({"a": ("X9", [1], [0, 4])}, 4, "a: its dtype X9 is not known"),
+        ({"a": ("F32", [1 << 62], [0, 12])}, 12, "a: its number of bits exceeds 64 bits"),
+        ({"a": ("X9", [1], [0, 4])}, 4, "a: its dtype X9 is unknown"),
         ({"a": ("F4", [3], [0, 1])}, 1, "a: F4 of [3] takes 1 bytes and 4 bits, 1 are stored"),
     ],
 )
@@ -382,14 +382,14 @@ def _point_outside(metadata: Any) -> None:
     ("change", "said"),
     [
         (_set_chunks("model.w", ((0, 0), (2, 4))), "model.w: its parts have 8 of 12 elements"),
-        (_set_chunks("model.w", ((0, 0), (3, 4)), ((2, 0), (1, 4))), "model.w: its parts at 0×0 and 2×0 lie over"),
+        (_set_chunks("model.w", ((0, 0), (3, 4)), ((2, 0), (1, 4))), "model.w: its parts at 0×0 and 2×0 overlap"),
         (_set_chunks("model.w", ((0, 0), (3, 5))), "model.w: a part of 3×5 at 0×0 lies outside of 3×4"),
         (_set_chunks("model.w", ((0,), (12,))), "model.w: a part has 1 dimensions, the tensor 2"),
         (_set_chunks("model.w"), "model.w: its parts have 0 of 12 elements"),
         (_set_chunks("model.w", *[((0, 0), (1 << 60, 1 << 60))] * 3), "lies outside of 3×4"),
-        (_forget_places, "model.w: its part at [0, 0] is nowhere stored"),
-        (_lie_about_places, "are not in its"),
-        (_point_outside, "lies outside of it"),
+        (_forget_places, "model.w: its part at [0, 0] is not stored"),
+        (_lie_about_places, "but the file has"),
+        (_point_outside, "is outside of its directory"),
     ],
 )
 def test_what_is_wrong_with_a_dcp_checkpoint_is_said(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_where_no_digests_are_it_is_said(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     save_file(STATE["model"], tmp_path / "m.safetensors")  # type: ignore[arg-type]
     for name in ("dcp", "m.safetensors"):
-        said = "no digests are there to compare its bytes with"
+        said = "the files have no digests to compare their bytes with"
         assert said in CliRunner().invoke(app, ["verify", str(tmp_path / name)]).stdout
         (note,) = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path / name), "--json"]).stdout)["notes"]
         assert said in note

@@ -62,7 +62,7 @@ def test_a_recovery_over_the_slow_interface_is_explained(tmp_path: Path) -> None
     assert time.monotonic() - began_s < 10
     assert result.exit_code == 0, result.output
     told = json.loads(result.output)
-    way = next(finding for finding in told["findings"] if "times as much" in finding["text"])
+    way = next(finding for finding in told["findings"] if "times as fast" in finding["text"])
     slow, fast = (
         each["num_bytes"] / each["length_s"]
         for each in (told["record"]["transfers"][0], json.loads(records.read_text().splitlines()[0])["transfers"][0])

@@ -196,7 +196,7 @@ def test_of_two_replicas_only_what_differs_is_fetched(
     assert (code, told["num_bytes_fetched"], told["identical"], told["steps_differ"]) == (1, 0, True, True)
     assert (told["a"]["step"], told["b"]["step"]) == (11, 9)
     text = CliRunner().invoke(app, ["diff", *urls]).stdout
-    assert text.startswith("✗ not of one step: A shows step 11, B step 9")
+    assert text.startswith("✗ different steps: A has step 11, B has step 9")
     result = CliRunner().invoke(app, ["diff", *urls, "--step", "7"])
     assert result.exit_code == 2
     assert "expected step 7, this replica serves" in result.output
@@ -307,7 +307,7 @@ def test_replicas_in_other_layouts_are_fetched_whole(replicas: list[HTTPTranspor
         "ft_transport.tree": "value",
     }
     text = CliRunner().invoke(app, ["diff", *(each.metadata() for each in replicas)]).stdout
-    assert "✗ what lies beside the tensors in a snapshot (names, order, numbers and texts of the state): ano" in text
+    assert "✗ the part of the state that is not tensors (names, order, numbers and texts): diff" in text
 
 
 def test_a_file_that_was_cut_off_is_named_with_its_directory(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_file_that_was_cut_off_is_named_with_its_directory(tmp_path: Path) -> 
         save_file({"x": torch.ones(4000)}, tmp_path / name / "m")
     os.truncate(tmp_path / "cut" / "m", 9000)
     result = CliRunner().invoke(app, ["diff", str(tmp_path / "whole" / "m"), str(tmp_path / "cut" / "m")])
-    assert f"in {tmp_path / 'cut' / 'm'}, it has 9000" in result.output
+    assert f"in {tmp_path / 'cut' / 'm'}, which has 9000" in result.output
 
 
 @pytest.mark.parametrize("options", [(), ("--digests",)])
@@ -366,8 +366,8 @@ def test_what_cannot_be_compared_is_said_to_be_so(tmp_path: Path) -> None:
     ("boxes", "said"),
     [
         ([(0, 0, 100, 30)], "its parts have 3000 of 4500 elements"),
-        ([(0, 0, 100, 30), (50, 0, 100, 30)], "lie over each other"),
-        ([(0, 0, 150, 30), (0, 0, 1, 1)], "lie over each other"),
+        ([(0, 0, 100, 30), (50, 0, 100, 30)], "overlap"),
+        ([(0, 0, 150, 30), (0, 0, 1, 1)], "overlap"),
     ],
 )
 def test_a_tensor_with_a_hole_or_twice_is_not_compared(boxes: Any, said: str, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_ctrl_c_keeps_what_has_come(tmp_path: Path) -> None:
         source.shutdown()
     assert running.returncode == 130
     assert "Traceback" not in errors
-    assert f"interrupted; what has come is in {path}.part" in errors
+    assert f"interrupted; the received data is in {path}.part" in errors
     assert not output
     again = serving()
     try:
@@ -203,7 +203,7 @@ def test_ctrl_c_before_anything_comes_is_one_line(tmp_path: Path) -> None:
     finally:
         running.kill()
         source.shutdown()
-    assert (running.returncode, output, errors) == (130, "", "interrupted; nothing had come\n")
+    assert (running.returncode, output, errors) == (130, "", "interrupted; no data was received\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -217,7 +217,7 @@ def test_the_rate_is_that_of_the_transfer(tmp_path: Path) -> None:
     lengths = done["seconds_by_phase"]
     assert sum(lengths.values()) == pytest.approx(done["seconds"], rel=0.02)
     assert 0 < done["sources"][0]["seconds"] <= lengths["transfer"] + 0.01
-    assert re.search(r"25\.2 MB in \d+\.\d\d s, .* MB/s; \d+\.\d\d s in all", text)
+    assert re.search(r"25\.2 MB in \d+\.\d\d s, .* MB/s; \d+\.\d\d s in total", text)
 
 
 def test_two_do_not_write_to_one_file(

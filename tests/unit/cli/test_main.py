@@ -67,7 +67,7 @@ def test_wrong_usage_and_nothing_of_the_name_is_exit_code_2(
 LIGHTHOUSE = b"<head>\n  <title>Lighthouse Dashboard - torchft</title>"
 
 
-@pytest.mark.parametrize(("page", "said"), [(LIGHTHOUSE, "this is a Lighthouse"), (b"<p>", "something else answers")])
+@pytest.mark.parametrize(("page", "said"), [(LIGHTHOUSE, "this is a Lighthouse"), (b"<p>", "another program answers")])
 @pytest.mark.parametrize("command", ["status", "inspect", "verify", "fetch", "diff"])
 def test_what_answers_instead_of_a_replica_is_named(
     command: str, page: bytes, said: str, run: Run, tmp_path: Path
@@ -97,7 +97,7 @@ def test_a_peer_that_is_not_there_is_said_with_what_to_look_at(run: Run) -> None
     code, output = run("status", "http://127.0.0.1:9")
     assert code == 1
     assert "Connection refused" in output
-    assert "→ is it running there? ft-transport doctor" in output
+    assert "→ is the replica running there? ft-transport doctor" in output
 
 
 def _silent(peer: Peer) -> None:
@@ -113,7 +113,7 @@ def test_a_peer_that_does_not_answer_is_said_with_what_to_look_at(command: str, 
         code, output = run(command, f"http://127.0.0.1:{port}", "--timeout", 0.5, *more)
     assert code == 1
     assert output.startswith("DeadlineExceededError: ")
-    assert "→ is its process stopped" in output
+    assert "→ is the replica's process stopped" in output
 
 
 def test_a_step_that_does_not_come_is_said_with_its_peer_once(run: Run, tmp_path: Path) -> None:
