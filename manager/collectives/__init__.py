@@ -1,4 +1,4 @@
-"""The collectives between replicas: process groups that are configured again when members change.
+"""Collectives between replicas: process groups, which each new quorum configures again, and checked reductions.
 
-``quorum`` and ``Manager`` import this package. It has no access to the state.
+``manager.quorum`` and ``manager.manager`` import this package. Modules here do not import ``manager.state``.
 """

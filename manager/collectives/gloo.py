@@ -1,16 +1,16 @@
-"""torch's gloo process group, which the manager configures again whenever the members change.
+"""A gloo process group that can be aborted, and that the manager configures again when the members change.
 
-gloo cannot abort a collective: ``ProcessGroupGloo.abort()`` of torch 2.13 does nothing, and the group's destructor
-waits for collectives that run. Other members would wait for this replica until the group's timeout. Shutting the
-sockets down ends every wait on both sides at once.
+gloo itself cannot abort a collective: ``ProcessGroupGloo.abort()`` of torch 2.13 does nothing, and the group's
+destructor waits for running collectives. The other members would wait for this replica until the group's timeout. So
+`GlooProcessGroup.abort` shuts gloo's sockets down, which ends every wait on both sides at once.
 
 gloo does not expose its sockets. Each rank publishes its address in the store (gloo/rendezvous/context.cc, ``Rank``:
-length and name of the host, then length and bytes of each address, which begin with a ``sockaddr``), and all its
-connections have that address at one end. `GlooSockets` searches the process's descriptors for sockets with one of these
-addresses. If an address cannot be read, no socket is found, and the group's timeout limits the waits.
+length and name of the host, then length and bytes of each address, which begin with a ``sockaddr``), and that address
+is one end of all the rank's connections. `GlooSockets` searches the process's descriptors for sockets with one of these
+addresses. If an address cannot be read, no socket is found, and only the group's timeout limits the waits.
 
-Children inherit the sockets of gloo, whether forked or started otherwise. A peer would not see the end of a killed
-replica while such a child lives, so the sockets are closed in children.
+Child processes, forked or not, inherit gloo's sockets. If a replica is killed while its child lives, the peers would
+not see the connection end. So the sockets are closed in children.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from ft_transport.runtime.signal_safe import SafeThread, ThreadRefusedError
 from manager.errors import quorum_errors
 
 _LOOK_AFTER_S: Final = 1.0
-"""gloo usually notices the end of a connection by itself within this time."""
+"""Length of a slice of a wait. gloo usually detects the end of a connection within this time."""
 _SPARE_DESCRIPTORS: Final = 8
-"""A member opens one for each other member and four more (torch 2.13), and some for connections to stores."""
+"""Descriptors needed besides one for each member: gloo opens four (torch 2.13), connections to stores need some."""
 _GLOO_CONTEXT: Final = 0
-"""The prefix of the ranks' keys in the store, for a process group's first (and only) gloo context."""
+"""Prefix of the ranks' keys in the store: the number of a process group's first, and only, gloo context."""
 
 
 class GlooProcessGroup:
-    """torch's gloo process group; each `configure` makes a new one.
+    """Runs collectives on torch's gloo process group, of which each `configure` makes a new one.
 
     Args:
-        timeout: Limits each collective.
-        connect_timeout: Limits each `configure`.
+        timeout: Longest wait for a collective.
+        connect_timeout: Longest wait for the other members in `configure`.
 
     Attributes:
-        connect_timeout: As given; the next `configure` reads it.
-        stores: Connections to the stores that members meet at.
+        connect_timeout: The same limit, for the next `configure`.
+        stores: Connections to the stores through which members meet.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GlooProcessGroup:
         self._timeout = timeout
         self.connect_timeout = connect_timeout
         self.stores = StoreConnections()
-        # Any: torch declares only some of its methods.
+        # ``Any``, because torch declares only some of the group's methods.
         self._group: Any = None
         self._sockets: GlooSockets | None = None
         self._mutex = threading.Lock()
@@ -73,24 +73,24 @@ class GlooProcessGroup:
     def configure(
         self, store_addr: str, replica_id: str, rank: int, world_size: int, *_others: Any, **_named: Any
     ) -> None:
-        """Meet the other members; a group of one member needs no store. torchft's other arguments are not used.
+        """Abort the present group, and connect to the members of the next one. torchft's other arguments are ignored.
 
         Args:
-            store_addr: ``host:port/prefix``; the prefix must not have been used before.
-            replica_id: Not used.
+            store_addr: ``host:port/prefix`` of the store, not used for a group of one member. The prefix must be new.
+            replica_id: Ignored.
             rank: Rank in the group.
             world_size: Number of members.
 
         Raises:
-            QuorumError: The store does not answer.
-            RuntimeError: The other members did not arrive in time.
+            QuorumError: The store does not respond.
+            RuntimeError: The other members did not connect in time.
         """
         del replica_id
         self.abort()
         self._world_size = world_size
         if world_size == 1:
             return
-        place, _, prefix = store_addr.partition("/")
+        address, _, prefix = store_addr.partition("/")
         timeout = self.connect_timeout
 
         def meet(store: Any) -> tuple[Any, list[bytes]]:
@@ -100,26 +100,26 @@ class GlooProcessGroup:
             return group, [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
 
         with quorum_errors():
-            channel = self.stores.at_address(place)
-            # This call replaces a connection that has broken since its last use.
+            channel = self.stores.at_address(address)
+            # If the connection has broken since its last use, this call replaces it.
             channel.missing([prefix], timeout)
-        # A child that forks before gloo's sockets are known would inherit them.
+        # A child that is forked before ``sockets`` exists would inherit gloo's sockets.
         with delaying_forks(), quorum_errors():
-            group, said = channel.call(meet, timeout, may_repeat=False)
-            own = said.pop(rank)
-            sockets = GlooSockets(own, said)
+            group, addresses = channel.call(meet, timeout, may_repeat=False)
+            own = addresses.pop(rank)
+            sockets = GlooSockets(own, addresses)
         with self._mutex:
             self._group, self._sockets = group, sockets
 
     @staticmethod
     def check_descriptors(world_size: int) -> None:
-        """Make sure that `configure` can open its descriptors: without them gloo ends the process.
+        """Make sure that `configure` can open enough file descriptors. If gloo cannot open one, it ends the process.
 
         Args:
             world_size: Number of members.
 
         Raises:
-            OSError: Too few are left.
+            OSError: Too few descriptors are left.
         """
         opened: list[int] = []
         try:
@@ -130,7 +130,7 @@ class GlooProcessGroup:
                 os.close(descriptor)
 
     def have_members_left(self) -> bool:
-        """Return whether a connection to another member has ended. Thread-safe."""
+        """Return whether the connection to any other member has ended. Thread-safe."""
         with self._mutex:
             sockets = self._sockets
         return sockets is not None and sockets.have_ended()
@@ -139,12 +139,12 @@ class GlooProcessGroup:
         """Begin an allreduce in place.
 
         Raises:
-            RuntimeError: The group was aborted, or gloo refuses.
+            RuntimeError: The group was aborted, or gloo refused the tensors.
         """
         return _Done(tensors) if self._world_size == 1 else self._begin("allreduce", tensors, opts)
 
     def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Begin to gather a tensor of each member; errors as for `allreduce`."""
+        """Begin to gather a tensor from each member. Raises the errors of `allreduce`."""
         return self._begin("allgather", output_tensors, input_tensors, opts)
 
     def _begin(self, collective: str, *arguments: Any) -> WatchedWork:
@@ -155,41 +155,41 @@ class GlooProcessGroup:
         return WatchedWork(getattr(group, collective)(*arguments), sockets, self._timeout)
 
     def abort(self) -> None:
-        """Close the connections to the other members, so that collectives fail on all of them."""
+        """Close the connections to the other members, so that running collectives fail on all members."""
         with self._mutex:
-            # In a list: the thread that clears the list then drops the last reference.
-            held, sockets = [self._group], self._sockets
+            # In a list, so that the thread that clears the list drops the last reference.
+            last_reference, sockets = [self._group], self._sockets
             self._group = self._sockets = None
         if sockets is not None:
             sockets.shut_down()
-        if held[0] is not None:
-            _let_go(held)
+        if last_reference[0] is not None:
+            _destroy_in_background(last_reference)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name under which torchft's ``ManagedProcessGroup`` registers a backend of its own."""
+        """Return the name under which torchft's ``ManagedProcessGroup`` registers this group as a backend."""
         return "ft-transport-gloo"
 
-    _get_backend_name = getBackendName  # the name in torchft-nightly, for a group that is not of torchft's class
+    _get_backend_name = getBackendName  # torchft-nightly calls this method of groups that are not of its own class
 
     def errored(self) -> Exception | None:
-        """Return ``None``: gloo raises its errors in the collectives' ``wait``."""
+        """Return ``None``, because gloo raises errors only in the ``wait`` of a collective."""
         return None
 
     def shutdown(self) -> None:
-        """Abort the group, and close the connections to stores."""
+        """Abort the group and close the connections to stores."""
         self.abort()
         self.stores.close()
 
 
 class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """A collective of gloo whose `wait` fails soon after a connection under it has ended.
+    """A gloo collective whose `wait` fails soon after a connection of its process group has ended.
 
-    gloo at times misses the end of a connection, and the collective would wait until the group's timeout.
+    gloo sometimes does not detect the end of a connection, and would wait until the group's timeout.
 
     Args:
-        work: The collective of gloo.
-        sockets: The connections of its process group.
-        timeout: The longest wait.
+        work: gloo's work for the collective.
+        sockets: The connections of the process group.
+        timeout: Default of the longest wait.
     """
 
     def __init__(self, work: Any, sockets: GlooSockets, timeout: timedelta) -> None:
@@ -202,8 +202,8 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         """Wait until the collective is done.
 
         Raises:
-            RuntimeError: The collective failed or was not done in time.
-            ConnectionError: A connection has ended, and gloo has not noticed.
+            RuntimeError: The collective failed, or was not done in time.
+            ConnectionError: A connection has ended, which gloo has not detected.
         """
         deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
         had_ended = False
@@ -212,15 +212,15 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
             try:
                 return bool(self._work.wait(timedelta(seconds=max(0.001, min(_LOOK_AFTER_S, left_s)))))
             except RuntimeError:
-                # A completed work raises its own failure; otherwise this slice of the wait was too short.
+                # If the work is completed, it failed. Otherwise only this slice of the wait is over.
                 if self._work.is_completed():
                     return bool(self._work.wait())
                 if left_s > _LOOK_AFTER_S and not had_ended:
-                    # gloo gets one more turn to notice.
+                    # After the end of a connection, wait one more slice for gloo to detect it.
                     had_ended = self._sockets.have_ended()
                     continue
-                held, self._work = [self._work], None
-                _let_go(held)
+                last_reference, self._work = [self._work], None
+                _destroy_in_background(last_reference)
                 if not had_ended:
                     raise
                 raise ConnectionError("expected the collective to end: a member has closed its connection") from None
@@ -230,19 +230,20 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         return self._work is None or bool(self._work.is_completed())
 
 
-def _let_go(held: list[Any]) -> None:
-    """Clear the list on a thread of its own: the destructors of gloo wait for collectives that run.
+def _destroy_in_background(last_reference: list[Any]) -> None:
+    """Clear the list on a thread of its own, because gloo's destructors wait for running collectives.
 
-    The interpreter joins that thread before it ends: a destructor that takes the GIL afterwards aborts the process.
+    The thread is no daemon, so the interpreter waits for it. A destructor that needs the GIL after the interpreter's
+    end would abort the process.
     """
     try:
-        SafeThread(target=held.clear, name="ft-transport-gloo-end", daemon=False).start()
-    except ThreadRefusedError:  # The interpreter ends, or no thread is left.
-        held.clear()
+        SafeThread(target=last_reference.clear, name="ft-transport-gloo-end", daemon=False).start()
+    except ThreadRefusedError:  # The interpreter is ending, or the system allows no more threads.
+        last_reference.clear()
 
 
 class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """A collective of one member."""
+    """A collective in a group of one member: the tensors are the result."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -260,22 +261,22 @@ class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no
 
 _OPEN_FILES: Final = Path("/proc/self/fd")
 _ESTABLISHED: Final = 1
-"""``tcpi_state`` (``TCP_ESTABLISHED`` in ``linux/tcp_states.h``), the first byte of ``struct tcp_info``."""
+"""``TCP_ESTABLISHED`` in ``linux/tcp_states.h``, a value of ``tcpi_state``, the first byte of ``struct tcp_info``."""
 _LENGTH: Final = struct.Struct("<Q")
 _IPV4_END: Final = 8
 _IPV6_START: Final = 8
 _IPV6_END: Final = 24
 
 Endpoint: TypeAlias = tuple[str, int]
-"""Address, IPv4 wherever it can be, and port."""
+"""IP address, as IPv4 if possible, and port."""
 
 
 class GlooSockets:
-    """The sockets of one process group, found right after its setup.
+    """Finds the sockets of a process group that has just been set up, and can shut them down.
 
     Args:
-        own: This rank's address, as in the store.
-        others: The other ranks' addresses.
+        own: This rank's address, encoded by gloo as in the store.
+        others: The other ranks' addresses, in the same encoding.
     """
 
     def __init__(self, own: bytes, others: Sequence[bytes]) -> None:
@@ -294,14 +295,14 @@ class GlooSockets:
             if inode is None:
                 continue
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-                if not self.is_mine(duplicate):
+                if not self.is_of_group(duplicate):
                     continue
                 fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.fcntl(descriptor, fcntl.F_GETFD) | fcntl.FD_CLOEXEC)
                 if _other_end_of(duplicate) is not None:
                     self._sockets.append((descriptor, inode))
 
-    def is_mine(self, candidate: socket.socket) -> bool:
-        """Return whether a socket is a connection of this group, or its listener."""
+    def is_of_group(self, candidate: socket.socket) -> bool:
+        """Return whether a socket is a connection or the listener of this process group."""
         if self._own is None or candidate.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return _endpoint(candidate.getsockname()) == self._own or _other_end_of(candidate) in self._others
@@ -311,15 +312,15 @@ class GlooSockets:
         return len(self._sockets)
 
     def have_ended(self) -> bool:
-        """Return whether either end of a connection has closed it. Thread-safe."""
+        """Return whether a connection of the group was closed, at this or the other end. Thread-safe."""
         return self._is_shut_down or any(not _is_established(*each) for each in self._sockets)
 
     def shut_down(self) -> None:
-        """End the connections: waits on them fail at once, here and at the other end."""
+        """End the connections, so that waits for their data fail at once, here and at the other end."""
         found, self._sockets = self._sockets, []
         self._is_shut_down = bool(found)
         for descriptor, inode in found:
-            # gloo may have closed the socket, and another file may have its number.
+            # Compares inodes: gloo may have closed the socket, and another file may have got its descriptor.
             if _inode_of(descriptor) == inode:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
                     duplicate.shutdown(socket.SHUT_RDWR)
@@ -340,7 +341,7 @@ def _endpoint_in(encoded: bytes) -> Endpoint:
     start = 2 * _LENGTH.size + name_bytes
     address = encoded[start : start + _IPV6_END]
     if len(address) < _IPV6_END:
-        raise ValueError("expected a sockaddr")
+        raise ValueError(f"expected a sockaddr of {_IPV6_END} bytes, got {len(address)}")
     family = int.from_bytes(address[:2], "little")
     port = int.from_bytes(address[2:4], "big")
     if family == socket.AF_INET:
@@ -359,7 +360,7 @@ def _normal(host: str) -> str:
 def _descriptors() -> list[int]:
     try:
         return [int(name) for name in os.listdir(_OPEN_FILES)]
-    except OSError:  # no Linux
+    except OSError:  # /proc exists only on Linux
         return []
 
 
@@ -378,5 +379,5 @@ def _endpoint(name: tuple[Any, ...]) -> Endpoint:
 def _other_end_of(connection: socket.socket) -> Endpoint | None:
     try:
         return _endpoint(connection.getpeername())
-    except OSError:  # a listener, or closed meanwhile
+    except OSError:  # a listener, or a connection that was closed meanwhile
         return None

@@ -1,8 +1,9 @@
-"""The process groups that a manager accepts: torchft's, and those with a ``reconfigure`` method.
+"""The two kinds of process groups that a manager accepts: torchft's, and groups with a ``reconfigure`` method.
 
-torch's own groups have it from 2.14 on, and torchft's since 2026. Each member has a handle; ``reconfigure`` takes the
-handles of all members in the order of their ranks (``ReconfigureOptions`` in torch/csrc/distributed/c10d;
-torchft/process_group.py, ``reconfigure_with_store``). Members exchange their handles through the quorum's store.
+torch's own groups have ``reconfigure`` from torch 2.14 on, and torchft's groups since 2026. Each member has a handle, a
+text that identifies it. ``reconfigure`` needs the handles of all members in the order of their ranks
+(``ReconfigureOptions`` in torch/csrc/distributed/c10d; torchft/process_group.py, ``reconfigure_with_store``). Members
+exchange their handles through the quorum's store.
 """
 
 from __future__ import annotations
@@ -31,35 +32,38 @@ class ReplicaProcessGroup(Protocol):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Leaves the current group and joins the next one at ``store_addr`` (``host:port/prefix``). Blocks."""
+        """Leaves the present group, and waits until all members of the next group have met at ``store_addr``.
+
+        ``store_addr`` is ``host:port/prefix``.
+        """
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begins an allreduce in place; returns a ``torch.distributed.Work``."""
 
     def abort(self) -> None:
-        """Ends the group at once; threads that wait in one of its collectives fail."""
+        """Ends the group at once. Threads that wait in one of its collectives get an error."""
 
     def errored(self) -> Exception | None:
-        """Returns an error that the group noticed by itself."""
+        """Returns an error that the group detected outside of a call, if any."""
 
     def shutdown(self) -> None:
         """Releases all resources."""
 
 
 class Reconfigurable(Protocol):
-    """The methods of such a process group; torchft's groups add ``set_rank_info`` and ``errored``."""
+    """A process group with ``reconfigure``. torchft's groups also have ``set_rank_info`` and ``errored``."""
 
     def get_reconfigure_handle(self) -> str:
-        """Returns this member's name until the next ``reconfigure``."""
+        """Returns this member's handle, valid until the next ``reconfigure``."""
 
     def reconfigure(self, opts: Any) -> Any:
-        """Begins to meet the members that the options name; returns a ``torch.distributed.Work``."""
+        """Begins to connect to the members in ``opts.handles``; returns a ``torch.distributed.Work``."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begins an allreduce in place."""
 
     def abort(self) -> None:
-        """Ends collectives that run."""
+        """Ends the running collectives."""
 
     def shutdown(self) -> None:
         """Releases all resources."""
@@ -67,7 +71,7 @@ class Reconfigurable(Protocol):
 
 @dataclass(slots=True)
 class _Options:
-    """Stands in for ``ReconfigureOptions`` in versions of torch that lack it."""
+    """Replaces ``ReconfigureOptions`` in versions of torch without that class."""
 
     uuid: int = 0
     handles: list[str] = field(default_factory=list)
@@ -76,15 +80,15 @@ class _Options:
 
 
 class ReconfigurableGroup:
-    """Adapts a `Reconfigurable` to the methods that the manager calls (`ReplicaProcessGroup`).
+    """Adapts a `Reconfigurable` group to the interface that the manager uses (`ReplicaProcessGroup`).
 
     Args:
-        group: The process group; each new quorum reconfigures it.
-        connect_timeout: Limits the exchange of handles, and ``reconfigure``.
+        group: The process group, which each new quorum reconfigures.
+        connect_timeout: Longest wait for the exchange of handles, and longest wait for ``reconfigure``.
 
     Attributes:
-        connect_timeout: As given; the next `configure` reads it.
-        stores: Connections to the stores that members meet at.
+        connect_timeout: The same limit, for the next `configure`.
+        stores: Connections to the stores through which members exchange handles.
     """
 
     def __init__(self, group: Reconfigurable, connect_timeout: timedelta) -> None:
@@ -106,7 +110,7 @@ class ReconfigurableGroup:
         """Exchange handles at ``store_addr`` (``host:port/prefix``) and reconfigure the group.
 
         Raises:
-            QuorumError: The other members did not arrive in time, or the store does not answer.
+            QuorumError: The other members' handles did not arrive in time, or the store does not respond.
         """
         del global_ranks
         set_rank_info = getattr(self._group, "set_rank_info", None)
@@ -123,11 +127,11 @@ class ReconfigurableGroup:
         return self._group.allreduce(tensors, opts)
 
     def abort(self) -> None:
-        """End collectives that run."""
+        """End the running collectives."""
         self._group.abort()
 
     def errored(self) -> Exception | None:
-        """Return an error that the group noticed by itself."""
+        """Return an error that the group detected outside of a call, if any."""
         errored = getattr(self._group, "errored", None)
         error = errored() if errored is not None else None
         return error if isinstance(error, Exception) else None
@@ -141,13 +145,16 @@ class ReconfigurableGroup:
         handle = self._group.get_reconfigure_handle()
         if world_size == 1:
             return [handle]
-        place, _, prefix = store_addr.partition("/")
+        address, _, prefix = store_addr.partition("/")
         timeout = self.connect_timeout
         keys = [f"{prefix}/handle/{member}" for member in range(world_size)]
         with quorum_errors():
-            channel = self.stores.at_address(place)
+            channel = self.stores.at_address(address)
             channel.set(keys[rank], handle, timeout)
             handles = channel.get(keys, timeout)
         if handles is None:
-            raise QuorumError(f"expected all of {keys} within {timeout.total_seconds():g} s")
+            raise QuorumError(
+                f"expected the handles of all {world_size} members in the store at {address} within "
+                f"{timeout.total_seconds():g} s"
+            )
         return [each.decode() for each in handles]

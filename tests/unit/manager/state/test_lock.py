@@ -131,9 +131,9 @@ def test_default_deadline_applies() -> None:
     lock = StateLock(timeout=_SOON)
     with lock.write("w"), pytest.raises(LockTimeoutError):
         _elsewhere(lambda: lock.acquire_read("x"))
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="at least 0"):
         StateLock(timeout=timedelta(seconds=-1))
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="at least 0"):
         lock.acquire_write("x", timedelta(seconds=-1))
 
 
