@@ -295,13 +295,13 @@ class GlooSockets:
             if inode is None:
                 continue
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-                if not self.is_of_group(duplicate):
+                if not self.is_mine(duplicate):
                     continue
                 fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.fcntl(descriptor, fcntl.F_GETFD) | fcntl.FD_CLOEXEC)
                 if _other_end_of(duplicate) is not None:
                     self._sockets.append((descriptor, inode))
 
-    def is_of_group(self, candidate: socket.socket) -> bool:
+    def is_mine(self, candidate: socket.socket) -> bool:
         """Return whether a socket is a connection or the listener of this process group."""
         if self._own is None or candidate.family not in (socket.AF_INET, socket.AF_INET6):
             return False

@@ -1,8 +1,8 @@
-"""Collectives that report errors instead of raising them; a step with an error is not committed.
+"""Collectives that report errors to the manager instead of raising them. The manager does not commit such a step.
 
-Nothing here forms a reference cycle. A `ManagedWork` and its futures refer to the collective; the collective refers to
-a future only weakly, and strongly to the future's result. So the last reference to a gradient frees it, even with the
-cyclic garbage collector off.
+No objects of this module form a reference cycle: a gradient is freed with its last reference, even if the garbage
+collector is off. A `ManagedWork` and its futures refer to the collective. The collective refers to a future only
+weakly, but to the future's result strongly.
 """
 
 from __future__ import annotations
@@ -27,64 +27,58 @@ _NO_DEADLINE: Final = Deadline()
 
 
 class ManagedFuture(torch.futures.Future[Any]):
-    """The result of a `ManagedWork`, or of a callback on it; callbacks run on the thread that waits for the work.
+    """The future result of a `ManagedWork` or of a callback. Callbacks run on the thread that waits for the work.
 
-    torchft's ``DistributedDataParallel`` hands ``_fut`` to torch's reducer after waiting for the work.
+    torchft's ``DistributedDataParallel`` waits for the work, and then passes the attribute ``_fut`` to torch's reducer.
     """
 
     def __init__(self, collective: _Collective, callback: Callable[[], Any]) -> None:
-        """Private to this module.
-
-        Args:
-            collective: The collective.
-            callback: Called when the collective is over; returns the result.
-        """
+        """Make a future whose result is that of ``callback``, which is called when the collective is over."""
         super().__init__()
         self._collective = collective
-        # torchft reads the result here; other callers read it from the future itself.
+        # torchft reads the result from this attribute. Other callers read it from the future itself.
         self._fut: torch.futures.Future[Any] = torch.futures.Future()
         collective.add(_Promise(self, callback))
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> ManagedFuture:
-        """Run ``callback`` with this future once the work is done; return a future of its result."""
+        """Call ``callback`` with this future when the work is done. Return a future of the callback's result."""
         result = self._fut
         return ManagedFuture(self._collective, lambda: callback(result))
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> None:
-        """Run ``callback`` with this future once the work is done."""
+        """Call ``callback`` with this future when the work is done."""
         self.then(callback)
 
     def wait(self) -> Any:
-        """Wait for the work, and return the value.
+        """Wait for the work, and return the result.
 
         Raises:
-            ManagerError: Its callback was interrupted.
+            ManagerError: An exception of a signal handler interrupted the callback that makes the result.
         """
         self._collective.wait()
         if not self._fut.done():
-            # An exception of a signal handler interrupted the callback.
-            raise ManagerError("expected the result of a collective, and finishing it was interrupted")
+            raise ManagerError("expected the result of a collective, but a signal handler's error interrupted it")
         return self._fut.wait()
 
     def value(self) -> Any:
-        """Return the value; the work has been waited for."""
+        """Return the result. Call this only after a wait for the work."""
         return self._fut.value()
 
     def done(self) -> bool:
-        """Whether the work has been waited for."""
+        """Return whether a wait for the work has finished."""
         return self._fut.done()
 
 
 class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """A collective that reports its errors instead of raising them; a step with an error is not committed.
+    """A collective that reports errors instead of raising them. The manager does not commit a step with an error.
 
-    `wait` finishes the collective: averaging and callbacks run on the waiting thread, on its stream. Any number of
-    waits are allowed, by one thread at a time. A wait that an exception such as ``KeyboardInterrupt`` interrupts raises
-    it, and the collective counts as failed.
+    `wait` finishes the collective: averaging and callbacks run on the waiting thread, on that thread's current stream.
+    Threads may call `wait` any number of times, one thread at a time. If an exception such as ``KeyboardInterrupt``
+    interrupts a wait, `wait` raises the exception, and the collective counts as failed.
 
     Args:
-        value: The tensor, reduced in place.
-        report_error: Called when the collective, averaging or a callback fails.
+        value: The tensor that is reduced in place.
+        report_error: Called with the error when the collective, averaging or a callback fails.
     """
 
     def __init__(self, value: torch.Tensor, report_error: Callable[[Exception], object]) -> None:
@@ -94,17 +88,17 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         self._future: ManagedFuture | None = None
 
     def begin(self, work: Any, finish: Callable[[], object] | None) -> None:
-        """Take over a collective that has begun. A work without a collective counts as failed.
+        """Set the process group's work for this collective. Without this call, the collective counts as failed.
 
         Args:
-            work: The collective.
-            finish: Called once after the collective succeeded, e.g. to average; ``None`` for nothing.
+            work: The work that the process group returned.
+            finish: Called once after the collective has succeeded, e.g. to divide the sum; ``None`` for nothing.
         """
         self._collective.begin(work, finish)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, reduced in place."""
+        """The tensor that is reduced in place."""
         return self._value
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -112,19 +106,19 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         return self._collective.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Return whether a wait has begun to finish it."""
+        """Return whether a wait has begun to finish the collective."""
         return self._collective.is_over
 
     def is_settled(self) -> bool:
-        """Return whether a wait has finished it."""
+        """Return whether a wait has finished the collective."""
         return self._collective.is_settled
 
     def block_current_stream(self, timeout: timedelta | None = None) -> None:
-        """Let the current stream wait, which `wait` does on the CPU and with torch's own works."""
+        """Let the current stream wait for the collective, by `wait`."""
         self.wait(timeout)
 
     def synchronize(self) -> None:
-        """Do the same as `wait`."""
+        """Finish the collective, as `wait` does."""
         self.wait()
 
     def get_future(self) -> ManagedFuture:
@@ -136,7 +130,7 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
 
 
 def wait_all(works: Sequence[ManagedWork], deadline: Deadline = _NO_DEADLINE) -> bool:
-    """Finish all works until the deadline; return whether every tensor is reduced."""
+    """Wait for all works, up to the deadline. Return whether every tensor is reduced."""
     is_good = True
     for work in works:
         is_good = work.wait(None if work.is_settled() else deadline.left()) and is_good
@@ -144,7 +138,10 @@ def wait_all(works: Sequence[ManagedWork], deadline: Deadline = _NO_DEADLINE) ->
 
 
 def forget_frames(error: BaseException) -> None:
-    """Remove an error's tracebacks: their frames refer to tensors, and often to the object that stores the error."""
+    """Remove the tracebacks of an error and its causes.
+
+    The frames of a traceback refer to tensors, and often to the object that stores the error.
+    """
     known: set[int] = set()
     chain: list[BaseException | None] = [error]
     while chain:
@@ -161,10 +158,10 @@ def never_failing(
     """Return a future with the result of ``future``, or with ``default`` if ``future`` fails or takes too long.
 
     Args:
-        future: Any future; its callbacks run on the thread that completes it.
-        default: The result after a failure.
-        timeout: The longest wait.
-        report_error: Called once if ``default`` is used.
+        future: Any future.
+        default: The result if ``future`` fails or is not done in time.
+        timeout: Longest time until ``future`` is done.
+        report_error: Called once with the error if ``default`` is used.
     """
     result: torch.futures.Future[T] = torch.futures.Future()
     stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
@@ -196,23 +193,19 @@ def never_failing(
 
 
 class _Promise:
-    """The pending result of a `ManagedFuture`; refers to the callback strongly and to the future weakly."""
+    """A callback whose result will be that of a `ManagedFuture`. Refers to the future only weakly."""
 
     def __init__(self, future: ManagedFuture, callback: Callable[[], Any]) -> None:
         self._result = future._fut
         self._future = weakref.ref(future)
         self._callback = callback
 
-    def keep(self) -> None:
-        """Run the callback and complete the future.
-
-        Raises:
-            BaseException: The callback failed.
-        """
+    def fulfil(self) -> None:
+        """Run the callback and complete the future. Raises the error of the callback."""
         try:
             result = self._callback()
         except BaseException as error:
-            # A thread that waits for the future must not wait for ever.
+            # Without this, a thread that waits for the future would wait for ever.
             self._fail(error if isinstance(error, Exception) else _interruption(error))
             raise
         self._result.set_result(result)
@@ -230,11 +223,11 @@ class _Promise:
 class _Collective:
     """The state that a `ManagedWork` and its futures share.
 
-    A step may have thousands of works at one time, so each has few objects for the garbage collector to track.
+    A step may have thousands of works at the same time. So each work has few objects that the garbage collector tracks.
 
     Attributes:
-        is_over: Whether a wait has begun to finish it.
-        is_settled: Whether a wait has finished it.
+        is_over: Whether a wait has begun to finish the collective.
+        is_settled: Whether a wait has finished the collective.
     """
 
     __slots__ = ("_finish", "_is_good", "_mutex", "_promises", "_report_error", "_work", "is_over", "is_settled")
@@ -250,18 +243,18 @@ class _Collective:
         self.is_settled = False
 
     def begin(self, work: Any, finish: Callable[[], object] | None) -> None:
-        # In this order: without a work the collective counts as failed, so an interruption between the lines is safe.
+        # In this order, an interruption between the lines is safe: without ``_work``, the collective counts as failed.
         self._finish = finish
         self._work = work
 
     def add(self, promise: _Promise) -> None:
-        """Run the promise's callback when the collective is over; at once if it is over already."""
+        """Run the promise's callback when the collective is over, or now if it is over already."""
         with self._mutex:
             if self._promises is None:
                 self._promises = []
             self._promises.append(promise)
             if self.is_over:
-                self._keep_promises()
+                self._fulfil_promises()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self.is_settled and not self._promises:
@@ -271,7 +264,7 @@ class _Collective:
                 self.is_over = True
                 self._reduce(timeout)
             if self._promises:
-                self._keep_promises()
+                self._fulfil_promises()
             self.is_settled = True
             return self._is_good
 
@@ -281,22 +274,21 @@ class _Collective:
                 self._work.wait(timeout) if timeout is not None else self._work.wait()
                 if self._finish is not None:
                     self._finish()
-                # Set here alone.
                 self._is_good = True
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            # Both refer to the process group, which holds the connections open.
+            # Both refer to the process group, and so would keep its connections open.
             self._work = self._finish = None
 
-    def _keep_promises(self) -> None:
+    def _fulfil_promises(self) -> None:
         while self._promises:
-            # Removed before it runs: a callback may add another promise, which runs at once.
+            # Removed before its callback runs: the callback may add another promise, which runs at once.
             promise = self._promises.pop(0)
             try:
-                promise.keep()
+                promise.fulfil()
             except BaseException as error:
                 self._fail(error)
                 if not isinstance(error, Exception):
@@ -308,9 +300,9 @@ class _Collective:
             self._report_error(error)
             forget_frames(error)
         else:
-            # The waiting thread raises the error itself, with its frames.
+            # The waiting thread raises the error itself, so the report is another error, without the frames.
             self._report_error(_interruption(error))
 
 
 def _interruption(error: BaseException) -> ManagerError:
-    return ManagerError(f"expected to finish a collective, got {type(error).__name__}")
+    return ManagerError(f"expected to finish a collective, but {type(error).__name__} interrupted the wait")

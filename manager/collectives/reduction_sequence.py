@@ -1,14 +1,14 @@
-"""Compares the members' reductions before any of their bytes are sent.
+"""Checks that all members of a process group reduce the same tensors, before the tensors are sent.
 
-Replicas that reduce different tensors would average unrelated values; with different sizes, gloo ends the process (an
-unexpected length fails a check on one of its threads). So no member sends bytes before all members have announced the
-same reductions.
+If replicas reduced different tensors, they would average unrelated values. If the sizes differed, gloo would end the
+process, because a check on one of gloo's threads fails. So no member sends a tensor before all members have announced
+the same reductions.
 
-Protocol, in rounds. Each member announces the number of reductions it has begun, their digest, and whether the step has
-ended. All members gather the announcements and run the reductions that all have begun. If the numbers differ, the
-members first compare digests of the shortest list. Every member sees the same announcements and so takes the same
-decision: reduce, compare, or search for the first reduction that differs and fail. A round costs one gather of a few
-bytes, whatever the number of reductions.
+The protocol has rounds. In a round, each member announces how many reductions it has begun, a digest of them, and
+whether its step has ended. All members gather the announcements. If the numbers differ, the members also gather digests
+of the shortest list of reductions. If the digests are equal, they run the reductions that all have begun; otherwise,
+they search for the first reduction that differs, and fail. All members have the same announcements, so all decide
+alike. A round costs one gather of a few bytes, or two, whatever the number of reductions.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from manager.collectives.reductions import (
 from manager.errors import ReductionMismatchError
 
 _DESCRIPTION_BYTES: Final = 256
+"""Maximum length of the description of a reduction in a `ReductionMismatchError`."""
 _LOOK_AFTER_S: Final = 0.05
-"""A signal handler may prevent a wake-up: waiting threads look again after this time."""
+"""Seconds after which a waiting thread checks its condition itself, because a signal handler may prevent a wake-up."""
 _NO_NAME: Final = -(1 << 31)
-"""Below the hash of every name, and below its negative."""
+"""Stands for a missing name; less than the hash of every name, and less than the negative of each hash."""
 
 
 class GatheringGroup(Protocol):
-    """The methods that a sequence calls; the groups of gloo and torchft have them."""
+    """The methods of a process group that a `ReductionSequence` calls. The groups of gloo and torchft have them."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begins an allreduce in place."""
@@ -57,12 +58,18 @@ class GatheringGroup(Protocol):
         """Begins to gather a tensor from each member."""
 
     def abort(self) -> None:
-        """Ends the group's collectives at once."""
+        """Ends the group's running collectives at once."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A reduction that has begun, and the number of log entries up to it."""
+    """A reduction that this member has begun.
+
+    Attributes:
+        tensor: The tensor to reduce; ``None`` after the process group has received it.
+        options: Options for the process group.
+        num_entries: Number of entries in the `ReductionLog` up to this reduction, inclusive.
+    """
 
     tensor: torch.Tensor | None
     options: AllreduceOptions
@@ -70,15 +77,15 @@ class _Pending:
 
 
 class ReductionSequence:
-    """The reductions of one step over one process group; the module describes the protocol.
+    """Runs the checked reductions of one step on one process group. The module's docstring describes the protocol.
 
-    The training thread calls the public methods. A job on ``executor`` gathers and reduces, and ends when it has
-    nothing left to do.
+    The training thread calls the public methods. A job on ``executor`` gathers announcements and reduces tensors, and
+    ends when no reduction is left.
 
     Args:
-        group: Runs the collectives; nothing else may use it during the step.
+        group: Runs the collectives. No other object may use the group during the step.
         members: The members' names, in the order of their ranks.
-        timeout: The longest wait for one collective.
+        timeout: Longest wait for one collective.
         executor: An executor with one thread.
     """
 
@@ -101,27 +108,27 @@ class ReductionSequence:
         _living.add(self)
 
     def add(self, reduction: Reduction, tensor: torch.Tensor) -> QueuedReduction:
-        """Begin a reduction in place; ``tensor`` must not change until a wait for the result."""
+        """Begin to reduce ``tensor`` in place. The tensor must not change before a wait for the result has returned."""
         try:
             with self._progress:
                 number = len(self._pending)
                 self._log.add(reduction, tensor)
                 self._pending.append(_Pending(tensor, reduction.options, len(self._log)))
         except BaseException:
-            # A handler may have raised between these lines: the log must announce pending reductions only.
-            self.fail(RuntimeError("expected to begin a reduction, and it was interrupted"))
+            # A signal handler may have raised between these lines, so that the log has a reduction that is not pending.
+            self.fail(RuntimeError("expected to begin a reduction, but an error interrupted that"))
             raise
         self._start()
         return QueuedReduction(self, number)
 
     def end(self) -> None:
-        """Announce the end of the step's reductions."""
+        """Announce that this member begins no further reductions in this step."""
         with self._progress:
             self._is_ended = True
         self._start()
 
     def wait_for_end(self, timeout: timedelta | None = None) -> None:
-        """After `end`: wait until all members have made the same reductions and ended the step.
+        """Wait until all members have made the same reductions and have ended the step. Call `end` first.
 
         Raises:
             ReductionMismatchError: The members' reductions differ.
@@ -130,11 +137,11 @@ class ReductionSequence:
         self._wait(lambda: self._is_over, "the other replicas to end their reductions", timeout)
 
     def wait_for(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait for the reduction ``number``; raises the same errors as `wait_for_end`."""
+        """Wait for the reduction with this number, from 0. Raises the errors of `wait_for_end`."""
         self._wait(lambda: self._num_done > number, f"reduction {number}", timeout)
 
     def fail(self, error: BaseException) -> None:
-        """Let all waits raise ``error``. Thread-safe; only the first call counts."""
+        """Make all waits raise ``error``. Only the first call has an effect. Thread-safe."""
         with self._progress:
             if self._error is None:
                 self._error = error
@@ -144,11 +151,11 @@ class ReductionSequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether the job runs at present."""
+        """Whether the job on the executor is running or submitted."""
         return self._is_started
 
     def abort(self) -> None:
-        """Abort the process group, and with it all waits. Thread-safe."""
+        """Abort the process group, so that all waits fail. Thread-safe."""
         self.fail(RuntimeError("expected a process group, and it has been aborted"))
         self._group.abort()
 
@@ -159,12 +166,12 @@ class ReductionSequence:
             self._is_started = True
             self._executor.submit(self._run)
         except BaseException:
-            # If this job was submitted after all, the next one finds nothing to do.
+            # If this job was submitted nevertheless, a second job only finds nothing to do.
             self._is_started = False
             raise
 
     def _wait(self, is_done: Callable[[], bool], what: str, timeout: timedelta | None) -> None:
-        # Twice the group's own timeout: for a gather, then a reduction.
+        # Twice the timeout of one collective: for a gather, and then a reduction.
         timeout_s = timeout.total_seconds() if timeout is not None else 2 * self._timeout_s
         end_s = time.monotonic() + timeout_s
         while True:
@@ -178,7 +185,7 @@ class ReductionSequence:
                     raise TimeoutError(f"expected {what} within {timeout_s:g} s")
                 if self._progress.wait(min(left_s, _LOOK_AFTER_S)):
                     continue
-            # A signal handler may have raised before `add` submitted the job.
+            # A signal handler may have raised before `add` or `end` submitted the job.
             self._start()
 
     # --------------------------------------------------------------------------------------- on the executor's thread
@@ -188,12 +195,12 @@ class ReductionSequence:
             while self._advance():
                 pass
         except BaseException as error:
-            # The error's frames refer to this object, and this object refers to the error.
+            # Breaks a reference cycle: the error's frames refer to this object, which stores the error.
             forget_frames(error)
             self.fail(error)
 
     def _advance(self) -> bool:
-        """Run one round; return whether it had anything to do."""
+        """Run one round of the protocol; return whether there was anything to announce."""
         with self._progress:
             num, is_last = len(self._log), self._is_ended
             if self._error is not None or self._is_over or (num == self._num_compared and not is_last):
@@ -227,7 +234,7 @@ class ReductionSequence:
         for pending in itertools.islice(self._pending, self._num_done, None):
             if pending.num_entries > num:
                 break
-            assert pending.tensor is not None, "it has not been reduced"
+            assert pending.tensor is not None, "only later code clears the tensor"
             begun.append(self._group.allreduce([pending.tensor], pending.options))
             pending.tensor = None
         self._num_compared = num
@@ -238,7 +245,7 @@ class ReductionSequence:
                 self._progress.notify_all()
 
     def _first_other_form(self, num: int) -> int:
-        """Return the first entry whose form differs; it lies between ``_num_compared`` and ``num``."""
+        """Return the first entry whose form differs between members, from ``_num_compared`` and before ``num``."""
         same, differing = self._num_compared, num
         while differing - same > 1:
             middle = (same + differing) // 2
@@ -249,7 +256,7 @@ class ReductionSequence:
         return same
 
     def _first_other_name(self, num: int) -> int | None:
-        """Return the first entry whose names differ; an entry without a name matches any name."""
+        """Return the first entry whose names differ between members, if any. No name matches any name."""
         if num == self._num_compared:
             return None
         own = self._log.names(self._num_compared, num)
@@ -264,7 +271,7 @@ class ReductionSequence:
     def _mismatch(self, index: int) -> ReductionMismatchError:
         own = self._log.describe(index).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0")
         described = [each.rstrip(b"\0").decode(errors="replace") for each in self._gather(own)]
-        # The fastest member ends the connections, so it first waits until all members have the descriptions.
+        # The first member that raises the error ends the connections. So all wait until all have the descriptions.
         with contextlib.suppress(Exception):
             self._gather(b"over")
         return ReductionMismatchError(position=index, reductions=tuple(zip(self._members, described, strict=True)))
@@ -277,7 +284,7 @@ class ReductionSequence:
 
 
 class QueuedReduction(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """One reduction of a `ReductionSequence`."""
+    """torch's handle for one reduction of a `ReductionSequence`."""
 
     def __init__(self, sequence: ReductionSequence, number: int) -> None:
         super().__init__()
@@ -285,7 +292,7 @@ class QueuedReduction(dist._Work):  # type: ignore[name-defined, misc] # torch d
         self._number = number
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result.
+        """Wait until the tensor is reduced.
 
         Raises:
             ReductionMismatchError: The members' reductions differ.
@@ -300,7 +307,7 @@ _living: Final[weakref.WeakSet[ReductionSequence]] = weakref.WeakSet()
 
 
 def _abort_living() -> None:
-    """Abort sequences that still run: the interpreter joins the executor's thread before it ends."""
+    """Abort the running sequences at the interpreter's end, which would otherwise wait for the executor's thread."""
     for sequence in list(_living):
         if sequence.is_running:
             sequence.abort()

@@ -1,9 +1,9 @@
-"""The reductions of one replica in a step: descriptions, which replicas compare, and averages of all gradients.
+"""Averages gradients over replicas, and describes reductions so that replicas can compare them.
 
-All replicas must reduce the same tensors, whichever parameters their batches touched. So in `average_gradients` every
-trained parameter takes part, with zeros if a replica has no gradient for it. Flags that are reduced beside the
-gradients show which parameters have a gradient on any replica. A parameter without one on every replica keeps ``None``,
-and its optimizer skips it.
+All replicas must reduce the same tensors, even if their batches used different parameters. So `average_gradients`
+reduces a tensor for every trained parameter: zeros, if this replica has no gradient for the parameter. It also reduces
+flags, which show whether any replica has a gradient for a parameter. If no replica has one, the gradient stays
+``None``, and the optimizer skips the parameter.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MAX_NAME: Final = (1 << 31) - 1
 _NOTHING: Final = "nothing further"
 _PART: Final = "in a bucket"
 _ADVICE: Final = (
-    " before its reduction had ended; allreduce only begins it: call .wait() on what it returns before you clip, "
-    "unscale or read gradients, or call manager.average_gradients(model), which waits"
+    " before its reduction had ended; allreduce only begins the reduction: call .wait() on the result of allreduce "
+    "before you clip, unscale or read gradients, or call manager.average_gradients(model), which waits"
 )
 
 _Entry: TypeAlias = "tuple[torch.dtype, torch.Size, str]"
@@ -41,12 +41,12 @@ _Entry: TypeAlias = "tuple[torch.dtype, torch.Size, str]"
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Describes one reduction, which all replicas must begin alike.
+    """Describes one reduction. The descriptions of all replicas must be equal.
 
     Attributes:
-        name: The parameter whose gradient is reduced, or the content of a bucket; empty for other tensors.
-        reduce_op: torch's operation.
-        parts: Name and shape of each gradient in a bucket.
+        name: Name of the parameter whose gradient is reduced, or a description of a bucket; empty for other tensors.
+        reduce_op: torch's operation, such as ``ReduceOp.AVG``.
+        parts: Name and shape of each gradient in a bucket; empty if the tensor is no bucket.
     """
 
     name: str
@@ -55,17 +55,17 @@ class Reduction:
 
     @property
     def is_average(self) -> bool:
-        """Whether the sum is divided by the number of participants afterwards; gloo has no average of its own."""
+        """Whether to divide the sum by the number of participants afterwards, because gloo cannot average."""
         return _operation(self.reduce_op).is_average
 
     @property
     def operation(self) -> str:
-        """The name of the operation, as messages have it."""
+        """Name of the operation, for messages."""
         return _operation(self.reduce_op).name
 
     @property
     def options(self) -> AllreduceOptions:
-        """The options for the process group."""
+        """Options for the process group's ``allreduce``."""
         return _operation(self.reduce_op).options
 
 
@@ -76,7 +76,7 @@ class _Operation(NamedTuple):
 
 
 def _operation(reduce_op: Any) -> _Operation:
-    # An instance of ReduceOp, as torch's functions make it, has no name, and a premultiplied sum a factor.
+    # Cached, except for instances of ``ReduceOp``: these may have a factor (premultiplied sum).
     return _named_operation(reduce_op) if type(reduce_op) is ReduceOp.RedOpType else _make_operation(reduce_op)
 
 
@@ -93,12 +93,12 @@ _named_operation: Final = functools.cache(_make_operation)
 
 
 class ReducedTensor:
-    """Detects a tensor that changes while its reduction runs.
+    """Detects that a tensor has changed while it was being reduced.
 
     Args:
-        tensor: The tensor; a DTensor itself, because its local part counts no changes.
-        local: Its local part.
-        parameter: The parameter whose gradient the tensor is; ``None`` for other tensors.
+        tensor: The tensor. Pass a DTensor itself, because its local shard's version does not change.
+        local: The tensor, or the local shard of a DTensor.
+        parameter: The parameter whose gradient ``tensor`` is; ``None`` for other tensors.
     """
 
     __slots__ = ("_address", "_local", "_parameter", "_tensor", "_version")
@@ -111,45 +111,44 @@ class ReducedTensor:
         self._version = _version_of(tensor)
 
     def check(self) -> None:
-        """Make sure that the tensor holds the result of the reduction.
+        """Make sure, after the reduction, that the tensor contains the result.
 
         Raises:
-            UnfinishedReductionError: The tensor was changed, freed or replaced.
+            UnfinishedReductionError: The tensor was changed, freed or replaced during the reduction.
         """
         if _version_of(self._tensor) != self._version:
-            raise UnfinishedReductionError(f"expected {self._name} to stay as it is, and it was changed{_ADVICE}")
+            raise UnfinishedReductionError(f"expected {self._name} to stay as it is, but it was changed{_ADVICE}")
         if self._parameter is not None and self._parameter.grad is not self._tensor:
-            raise UnfinishedReductionError(f"expected {self._name} to stay in .grad, and it was replaced{_ADVICE}")
+            raise UnfinishedReductionError(f"expected {self._name} to stay in .grad, but it was replaced{_ADVICE}")
         if self._local.data_ptr() != self._address:
-            raise UnfinishedReductionError(f"expected {self._name} to stay as it is, and it was freed{_ADVICE}")
+            raise UnfinishedReductionError(f"expected {self._name} to stay as it is, but it was freed{_ADVICE}")
 
     def divide(self, num_participants: int) -> None:
-        """Turn the sum into an average."""
+        """Divide the reduced sum by the number of participants, in place."""
         self._local.div_(num_participants)
 
     @property
     def _name(self) -> str:
         what = "a tensor" if self._parameter is None else "a gradient"
-        return f"{what} {list(self._tensor.shape)}"
+        return f"{what} of shape {list(self._tensor.shape)}"
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    # Inference tensors count no changes, and views count those of each other.
+    # Inference tensors have no version, and a view's version also counts changes of other views.
     return -1 if tensor.is_inference() or tensor._is_view() else tensor._version
 
 
 class ReductionLog:
-    """The reductions of one replica in a step, in order. One thread adds; one thread at a time reads.
+    """List of the reductions that this replica has begun in a step. One thread may add while another one reads.
 
-    The parts of a bucket have entries of their own before the bucket's, so that a mismatch names the first part that
+    Each part of a bucket has an entry, before the entry of the bucket. So an error can name the first part that
     differs.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._entries: list[_Entry] = []
         self._names: list[str] = []
-        # Made by the first digest: a replica without others never needs them.
+        # Made by the first digest, because a replica that trains alone needs none.
         self._hashes: tuple[hashlib.blake2b, hashlib.blake2b] | None = None
         self._num_hashed = 0
 
@@ -158,7 +157,7 @@ class ReductionLog:
         return len(self._entries)
 
     def add(self, reduction: Reduction, tensor: torch.Tensor) -> None:
-        """Append a reduction of ``tensor``, the local part of a DTensor."""
+        """Append a reduction of ``tensor``, which is the local shard if a DTensor is reduced."""
         dtype = tensor.dtype
         self._names += [name for name, _ in reduction.parts]
         self._names.append(reduction.name)
@@ -179,19 +178,19 @@ class ReductionLog:
         return Digest(forms.digest(), names.digest())
 
     def summary(self) -> tuple[str, str]:
-        """Return the kind of digest, and a digest of all entries. Digests of the same kind are comparable.
+        """Return the kind of digest, and a digest of all entries. Only digests of the same kind can be compared.
 
-        A reduction without a name matches any name: if the log has one, the digest leaves names out.
+        A reduction without a name matches any name. So a log with such a reduction has a digest without names.
         """
         digest = self.digest(len(self))
         return ("named", digest.encode().hex()) if all(self._names) else ("forms", digest.forms.hex())
 
     def names(self, start: int, end: int) -> list[int]:
-        """Return hashes of the names of the entries from ``start`` to ``end``: at least 1, or 0 without a name."""
+        """Return, for each entry from ``start`` to ``end``, a hash of its name (at least 1), or 0 without a name."""
         return [zlib.crc32(name.encode()) & _MAX_NAME | 1 if name else 0 for name in self._names[start:end]]
 
     def describe(self, index: int) -> str:
-        """Return a readable description of an entry."""
+        """Return a description of the entry at ``index``, for messages."""
         if index >= len(self._entries):
             return _NOTHING
         return f"{self._names[index]} {_form_of(self._entries[index])}".strip()
@@ -205,13 +204,18 @@ def _form_of(entry: _Entry) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of dtypes, shapes and operations, and one of names; 8 bytes each."""
+    """Digests of the entries of a `ReductionLog`.
+
+    Attributes:
+        forms: Digest of dtypes, shapes and operations, 8 bytes.
+        names: Digest of the names, 8 bytes.
+    """
 
     forms: bytes
     names: bytes
 
     def encode(self) -> bytes:
-        """Encode it."""
+        """Return both digests as 16 bytes."""
         return self.forms + self.names
 
     @classmethod
@@ -222,11 +226,11 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A member's progress in a step.
+    """A member's announcement of its reductions in a step.
 
     Attributes:
-        num: Number of entries in its `ReductionLog`.
-        is_last: Whether the step has no further reduction.
+        num: Number of entries in the member's `ReductionLog`.
+        is_last: Whether the member begins no further reduction in this step.
         digest: Digest of these entries.
     """
 
@@ -235,7 +239,7 @@ class Announcement:
     digest: Digest
 
     def encode(self) -> bytes:
-        """Encode it; all announcements have the same size."""
+        """Return the announcement as bytes. All announcements have the same size."""
         return _ANNOUNCEMENT.pack(self.num, self.is_last, self.digest.encode())
 
     @classmethod
@@ -246,13 +250,13 @@ class Announcement:
 
 
 def is_cut_short(announced: Sequence[Announcement]) -> bool:
-    """Return whether one member has ended its step and another has begun more reductions."""
+    """Return whether one member has ended its step with fewer reductions than another member has begun."""
     num = min(each.num for each in announced)
     return any(each.is_last and each.num == num for each in announced) and any(each.num > num for each in announced)
 
 
 _MIN_DIRECT_BYTES: Final = 1 << 20
-"""Gradients of this size are reduced in place: a copy into a bucket would cost more than another collective."""
+"""Size from which gradients are reduced one by one: a copy into a bucket would cost more than another collective."""
 _MAX_BUCKET_BYTES: Final = 32 << 20
 
 NamedParameters: TypeAlias = Sequence[tuple[str, torch.Tensor]]
@@ -261,10 +265,10 @@ Allreduce: TypeAlias = Callable[[torch.Tensor, Reduction], ManagedWork]
 
 
 def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) -> NamedParameters:
-    """Return the parameters of a model or an optimizer that get gradients, with names.
+    """Return names and parameters of those parameters that require gradients.
 
     Args:
-        trained: A module, an optimizer, or the parameters themselves, in an order that all replicas share.
+        trained: A module, an optimizer, or parameters in an order that is the same on all replicas.
 
     Raises:
         TypeError: ``trained`` is none of these.
@@ -280,24 +284,24 @@ def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) ->
     parameters = list(trained)
     for each in parameters:
         if not isinstance(each, torch.Tensor):
-            raise TypeError(f"expected parameters to average the gradients of, got {type(each).__name__} among them")
+            raise TypeError(f"expected parameters to average the gradients of, got one of type {type(each).__name__}")
     return [(f"parameter {index}", each) for index, each in enumerate(parameters) if each.requires_grad]
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[int, torch.Tensor]]:
-    """Map the ``id`` of each gradient to its parameter, with its number; valid until a gradient is replaced."""
+    """Map the ``id`` of each gradient to number and value of its parameter; valid until a gradient is replaced."""
     return {id(each.grad): (number, each) for number, each in enumerate(parameters) if each.grad is not None}
 
 
 @dataclass(slots=True)
 class _Gradient:
-    """One parameter's share of a reduction.
+    """The gradient of one parameter, as `average_gradients` reduces it.
 
     Attributes:
         name: The parameter's name.
         parameter: The parameter.
-        local: The tensor to reduce: dense and contiguous; the local part of a DTensor.
-        num_own: Number of dense and of sparse gradients on this replica: (1, 0), (0, 1) or (0, 0).
+        local: The dense, contiguous tensor to reduce; for a DTensor, the local shard.
+        num_own: Numbers of dense and of sparse gradients on this replica: (1, 0), (0, 1), or (0, 0) without a gradient.
     """
 
     name: str
@@ -318,7 +322,7 @@ class _Gradient:
         return cls(name, parameter, _local_of(gradient).contiguous(), (1, 0))
 
     def settle(self, num_dense: float, num_sparse: float) -> None:
-        """Store the average as the parameter's gradient, dense or sparse as it was on the replicas."""
+        """Store the average as the parameter's gradient: sparse if all gradients were sparse, ``None`` without any."""
         if num_dense == num_sparse == 0:
             self.parameter.grad = None
         elif num_dense == 0:
@@ -328,7 +332,7 @@ class _Gradient:
         elif self.parameter.grad is not None:
             own = _local_of(self.parameter.grad.detach())
             if own.data_ptr() != self.local.data_ptr():
-                # The strides differ. Which gradients share a bucket must not depend on strides.
+                # ``local`` is a contiguous copy, because buckets must not depend on the strides of gradients.
                 own.copy_(self.local)
 
 
@@ -336,7 +340,7 @@ def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool
     """Average the gradients of the same parameters on all replicas, and wait for the result.
 
     Returns:
-        Whether all gradients are averaged. If not, their values are undefined and an error has been reported.
+        Whether all gradients are averaged. If not, their values are undefined, and ``allreduce`` has reported an error.
     """
     gradients = [_Gradient.of(name, parameter) for name, parameter in parameters]
     if not gradients:
@@ -353,13 +357,12 @@ def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool
     for bucket, whole in zip(buckets, flat, strict=True):
         parts = tuple((each.name, each.local.shape) for each in bucket)
         works.append(allreduce(whole, Reduction(f"bucket of {len(bucket)}", ReduceOp.AVG, parts)))
-    # Last: if a replica lacks a parameter, the mismatch names that parameter before the number of flags differs.
+    # The flags come last: if a replica lacks a parameter, the error then names the parameter, and not the flags.
     flags = torch.tensor([each.num_own for each in gradients], dtype=torch.int32, device=gradients[0].local.device)
     works.append(allreduce(flags, Reduction("which gradients exist", ReduceOp.SUM)))
     if not wait_all(works):
         return False
-    # Without ``torch.no_grad``: a signal handler that raises inside it may leave gradients turned off. Nothing here
-    # requires them.
+    # Without ``torch.no_grad``, which would leave gradients off if a signal handler raised. All tensors are detached.
     for bucket, whole in zip(buckets, flat, strict=True):
         averaged = torch.split(whole, [each.local.numel() for each in bucket])
         torch._foreach_copy_(

@@ -182,7 +182,7 @@ def test_a_child_that_is_forked_while_members_meet_has_none_of_their_connections
         for thread in (*members, forking):
             thread.join(AT_ONCE_S)
     assert len(held) == 2
-    ours = sockets(lambda each: any(known.is_of_group(each) for known in held))
+    ours = sockets(lambda each: any(known.is_mine(each) for known in held))
     # Where each member listens, and both ends of the connection.
     assert len(ours) == 4
     assert ours.isdisjoint(json.loads((tmp_path / "sockets").read_text()))

@@ -97,13 +97,13 @@ def test_an_interruption_is_raised_and_the_collective_never_counts(
     following = future.then(interrupt if place == "callback" else lambda done: "after")
     with pytest.raises(interruption):
         work.wait()
-    assert f"got {interruption.__name__}" in str(reported[0])
+    assert f"{interruption.__name__} interrupted the wait" in str(reported[0])
     assert not work.wait()
     assert not wait_all([work])
     # Nobody waits for ever for what will not come.
     assert torch.equal(future.wait(), torch.ones(2))
     if place == "callback":
-        with pytest.raises(Exception, match=f"got {interruption.__name__}"):
+        with pytest.raises(Exception, match=f"{interruption.__name__} interrupted the wait"):
             following.wait()
     else:
         assert following.wait() == "after"

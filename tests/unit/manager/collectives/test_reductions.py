@@ -94,7 +94,7 @@ def test_a_sum_is_divided_unless_something_has_touched_the_tensor() -> None:
     assert tensor.tolist() == [2.0, 2.0]
     reduced = ReducedTensor(tensor, tensor, None)
     tensor.mul_(2)
-    with pytest.raises(UnfinishedReductionError, match=r"a tensor \[2\] to stay as it is, and it was changed"):
+    with pytest.raises(UnfinishedReductionError, match=r"a tensor of shape \[2\] to stay as it is, but it was changed"):
         reduced.check()
     reduced = ReducedTensor(tensor, tensor, None)
     tensor.untyped_storage().resize_(0)
