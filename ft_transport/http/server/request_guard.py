@@ -1,4 +1,4 @@
-"""Authenticates requests before the server's routes, queues unauthenticated ones, and answers refusals."""
+"""Middleware before the server's routes: authenticates requests, delays unauthenticated ones, and sends refusals."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ from ft_transport.wire.signing import (
 )
 
 _WATCH_SCHEME: Final = 'Basic realm="ft-transport: any user, and the watch token", charset="UTF-8"'
-REFUSAL: Final = "expected to be asked by an address, localhost or a name of this host"
-_LONGEST_CREDENTIALS: Final = 1024
+REFUSAL: Final = "expected an address, localhost or a name of this host in the Host header"
+_MAX_CREDENTIALS: Final = 1024
 _HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(:[0-9]*)?", re.ASCII)
 _NUMBER: Final = web.RequestKey("number", int)
 _CANCEL_AGAIN_S: Final = 0.1
@@ -65,16 +65,16 @@ _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RequestGuard:
-    """Middleware before the routes of one server. Used only on its event loop.
+    """The middlewares of one server. Used only on the server's event loop.
 
     Args:
-        cache: The served snapshots; a refusal names their steps.
-        keys: The job's keys, if it has any.
-        reached_at: ``host:port`` at which peers reach this server besides its own addresses.
-        is_encrypted: Whether peers need a certificate to connect.
-        names: Allowed values of the ``Host`` header; ``None`` for any.
+        cache: The cache of served snapshots; refusals list their steps.
+        keys: The job's keys; ``None`` if the server does not require a proof of the job token.
+        reached_at: Each ``host:port`` at which peers reach this server through address translation.
+        is_encrypted: Whether the server uses TLS, so that peers need a certificate to connect.
+        names: Checks the ``Host`` header of requests; ``None`` to allow any.
         slots: The connection slots.
-        peer_log: Logs refusals.
+        peer_log: Logs refused requests.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class RequestGuard:
 
     def middlewares(self) -> list[Middleware]:
         """Return the middlewares of every route, outermost first."""
-        return [self._keep_place, self._guard]
+        return [self._serve_in_slot, self._guard]
 
     def add_to(self, app: web.Application) -> None:
-        """Add the route at which the server authenticates itself, and the proof of each response."""
+        """Add the route for challenges, and the proof of the job token to each response."""
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
         app.on_response_prepare.append(self._prove)
 
     def claims(self, address: str, sent: bytes) -> bool:
-        """Whether a connection has sent a key id of the job, or comes from a member's address."""
+        """Whether a new connection may be a member's: by a key id in its first bytes, or with TLS by its address."""
         if self._is_encrypted:
             return self._slots.limits.is_known(address)
         if self._keys is None:
@@ -117,7 +117,7 @@ class RequestGuard:
         return any(key.key_id.encode() in line for key in self._keys.current())
 
     async def cancel_handlers(self) -> None:
-        """Cancel the requests in progress."""
+        """Cancel the requests in progress, and wait until they have ended."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + _CANCEL_TIMEOUT_S
         while self._handlers and loop.time() < give_up_s:
@@ -127,13 +127,13 @@ class RequestGuard:
             await asyncio.wait(tuple(self._handlers), timeout=_CANCEL_AGAIN_S)
 
     @web.middleware
-    async def _keep_place(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _serve_in_slot(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         with self._slots.serving(slot_of(request)):
             return await handler(request)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Require a proof of the job token, and turn errors into responses that say what was expected."""
+        """Require a proof of the job token, and turn errors into responses with the error's message."""
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
@@ -147,9 +147,9 @@ class RequestGuard:
             is_watching, belongs = request.path in WATCH_ROUTES, self._is_guarded
             if request.path != CHALLENGE_ROUTE:
                 if is_watching:
-                    if _is_asked_by_another_site(request.headers):
-                        raise web.HTTPForbidden(text="expected to be asked by a page of this server")
-                    # A certificate proves as much as a session; a watch token proves less.
+                    if _is_cross_site(request.headers):
+                        raise web.HTTPForbidden(text="expected a request by a page of this server, got one by another")
+                    # A certificate proves membership of the job, as a session does; a watch token does not.
                     belongs = self._admit_watcher(request) or (self._is_guarded and self._keys is None)
                 elif self._sessions is not None:
                     self._sessions.admit(request)
@@ -160,7 +160,7 @@ class RequestGuard:
                 return await handler(request)
             return await self._in_turn(slot, request, handler, is_watching=is_watching)
         except TransportError as error:
-            # The response says more: the content of the request stays out of this log.
+            # The log names only the type: the message, which the response contains, may quote the request.
             refusal = f"a request was refused: {type(error).__name__}"
             self._peer_log.note(logging.INFO, slot.address, refusal)
             headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
@@ -185,24 +185,27 @@ class RequestGuard:
     async def _in_turn(
         self, slot: Slot, request: web.Request, handler: _Handler, *, is_watching: bool
     ) -> web.StreamResponse:
-        """Rate-limit a request to a server that authenticates nobody, or for its state."""
+        """Process a request of an unauthenticated client or of a watcher when the rate limit allows it."""
         limits = self._slots.limits
         after_s = limits.turn_after_s(slot)
         if after_s > 0:
             with self._slots.waiting(slot):
                 await asyncio.sleep(after_s)
         response = await handler(request)
-        # The cost of a monitoring request does not depend on the length of its response.
+        # No refund for a watcher: a request for the process's state is costly whatever the length of its response.
         if not is_watching and request.method != "HEAD":
             limits.refund_transfer(slot, response.content_length or 0)
         return response
 
     def _admit_watcher(self, request: web.Request) -> bool:
-        """Accept a request for the page, ``/state`` or ``/metrics``; return whether its peer proved the job token.
+        """Accept a request for the page, ``/state`` or ``/metrics``.
 
-        Browsers and Prometheus cannot answer a challenge. They send the watch token (`Keys.watch_tokens`) as it is, as
-        the password of any user (RFC 7617) or as a bearer token (RFC 6750); it opens nothing else. An eavesdropper gets
-        the token, so a network with eavesdroppers needs TLS.
+        Browsers and Prometheus cannot prove the job token. They send the watch token (`Keys.watch_tokens`) in plain
+        text, as the password of any user (RFC 7617) or as a bearer token (RFC 6750). The watch token gives access to
+        these routes alone. An eavesdropper can read it, so networks with eavesdroppers need TLS.
+
+        Returns:
+            Whether the client has proved the job token itself.
 
         Raises:
             PeerAuthenticationError: The request has neither the watch token nor a session.
@@ -213,7 +216,7 @@ class RequestGuard:
         if scheme == SCHEME and self._sessions is not None:
             self._sessions.admit(request)
             return True
-        shown = _shown_token(scheme, credentials)
+        shown = _sent_token(scheme, credentials)
         if not any(is_equal(shown, token) for token in self._keys.watch_tokens()):
             raise PeerAuthenticationError(
                 "expected the watch token, as the password of any user or as a bearer token; "
@@ -223,33 +226,30 @@ class RequestGuard:
 
     async def _prove(self, request: web.Request, response: web.StreamResponse) -> None:
         if self._sessions is None or not self._sessions.prove(request, response):
-            _say_what_was_understood(request, response)
+            read = RequestRead(request.method, request.raw_path, request.headers, request.get(BODY))
+            response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
 
     async def _challenge(self, request: web.Request) -> web.StreamResponse:
         if self._sessions is None:
-            raise PeerAuthenticationError("this server has no job token, and can prove nothing")
+            raise PeerAuthenticationError("expected a server with a job token, this server has none")
         slot = slot_of(request)
         slot.num_requests += 1
         if slot.num_requests > 1:
-            raise PeerAuthenticationError("expected one challenge on a connection, and then a proof")
+            raise PeerAuthenticationError("expected one challenge on a connection, got a second one")
         return self._sessions.challenge(request)
 
 
-def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
-    read = RequestRead(request.method, request.raw_path, request.headers, request.get(BODY))
-    response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
-
-
 class ServerSessions:
-    """The session of each authenticated connection. Used only on the event loop.
+    """The sessions of authenticated connections. Used only on the event loop.
 
-    A session includes the address at which the client has reached the server. A server that forwards the challenge to
-    another server gains nothing from the response, because that server was reached at another address.
+    A client begins a session with a challenge, which contains the address at which it has reached the server. The
+    server refuses a challenge with an address that is not its own. So an impostor cannot forward a client's challenge
+    to a genuine server: it contains the impostor's address.
 
     Args:
         keys: The job's keys.
-        reached_at: ``host:port`` at which peers reach this server besides the addresses of its own sockets, such as a
-            forwarded port.
+        reached_at: Each ``host:port`` at which peers reach this server through address translation, such as a forwarded
+            port.
     """
 
     def __init__(self, keys: Keys, *, reached_at: Sequence[str]) -> None:
@@ -258,38 +258,39 @@ class ServerSessions:
         self._sessions: weakref.WeakKeyDictionary[Any, _ServerSession] = weakref.WeakKeyDictionary()
 
     def challenge(self, request: web.Request) -> web.Response:
-        """Answer a challenge, and begin the session of the request's connection.
+        """Return the response to a challenge, and begin the session of its connection.
 
         Raises:
-            PeerAuthenticationError: The challenge names no key of this job, or another address.
+            PeerAuthenticationError: The challenge is malformed, names no key of this job, or names the address of
+                another server.
         """
         challenge = Challenge.parse(request.query)
         transport = request.transport
         if challenge is None or transport is None:
-            raise PeerAuthenticationError(f"expected the ids of keys and a nonce, as {SCHEME} has them")
+            raise PeerAuthenticationError(f"expected key ids, a nonce and an address, as in {SCHEME}")
         own = socket_address(transport.get_extra_info("sockname"))
         if challenge.address != own and challenge.address not in self._reached_at:
             raise PeerAuthenticationError(
-                f"expected to be reached at {own}; where an address is translated on the way, name it in "
-                "TransportSettings.reached_at"
+                f"expected to be reached at {own}; if the network translates this address, name the address that "
+                "peers use in TransportSettings.reached_at"
             )
         answered = answer_challenge(self._keys.current(), challenge, secrets.token_hex(NONCE_BYTES))
         if answered is None:
-            raise PeerAuthenticationError("expected the key of this job's token, the peer has another one")
+            raise PeerAuthenticationError("expected the id of a key of this job, the peer has another job token")
         answer, session = answered
         self._sessions[transport] = _ServerSession(session)
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     def admit(self, request: web.Request) -> None:
-        """Accept a request that belongs to a session.
+        """Check that a request belongs to the session of its connection.
 
         Raises:
-            PeerAuthenticationError: The request has no session, was repeated, or was changed on the way.
+            PeerAuthenticationError: The connection has no session, or the request was repeated or changed on the way.
         """
         found = self._session_of(request)
         if found is None:
             raise PeerAuthenticationError(
-                f"expected a session by {SCHEME}: every request to this server proves that it knows the job token"
+                f"expected a session by {SCHEME}: every request to this server has to prove the job token"
             )
         credentials = request.headers.get("Authorization")
         request[_NUMBER] = _claimed_number(credentials)
@@ -297,11 +298,11 @@ class ServerSessions:
             credentials, request.method, request.raw_path, request.headers, after=found.last_number
         )
         if number is None:
-            raise PeerAuthenticationError("expected a request as it was made, once; it was changed or repeated")
+            raise PeerAuthenticationError("expected a new and unchanged request, this one was repeated or changed")
         found.last_number = number
 
     def prove(self, request: web.Request, response: web.StreamResponse) -> bool:
-        """Add the proof to a response whose headers are complete, if its request has a session.
+        """Add the proof of the job token to a response with complete headers, if its request belongs to a session.
 
         Returns:
             Whether the proof was added.
@@ -331,29 +332,29 @@ class _ServerSession:
 
 
 def _claimed_number(credentials: str | None) -> int:
-    """Return the number of the client's request; 0 if it cannot be parsed."""
+    """Return the number that the client gave its request; 0 if it is malformed."""
     _, _, rest = (credentials or "").partition(f"{SCHEME} number=")
     digits = rest.partition(",")[0][:18]
     return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 
-def _is_asked_by_another_site(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that a page of another site makes the request, other than by a link to this page.
+def _is_cross_site(headers: Mapping[str, str]) -> bool:
+    """Whether, according to the browser, a page of another site makes the request; links to this server do not count.
 
-    Such a page could not read the answer. But with the password that the browser has stored, or where none is needed,
-    each ``<img>`` on it would cost this process an answer. Browsers send these headers to servers on the loopback and
-    over TLS (https://www.w3.org/TR/fetch-metadata/).
+    Such a page cannot read the response. But each ``<img>`` on it would make this process collect its state, with the
+    watch token that the browser has stored. Browsers send these headers to servers on the loopback, and over TLS
+    (https://www.w3.org/TR/fetch-metadata/).
     """
     if headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
         return False
     return (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) != ("navigate", "document")
 
 
-def _shown_token(scheme: str, credentials: str) -> str:
+def _sent_token(scheme: str, credentials: str) -> str:
     match scheme.lower():
         case "bearer":
             return credentials.strip()
-        case "basic" if len(credentials) <= _LONGEST_CREDENTIALS:
+        case "basic" if len(credentials) <= _MAX_CREDENTIALS:
             try:
                 decoded = base64.b64decode(credentials, validate=True).decode()
             except (binascii.Error, UnicodeDecodeError, ValueError):
@@ -364,20 +365,21 @@ def _shown_token(scheme: str, credentials: str) -> str:
 
 
 class HostCheck:
-    """The hosts that the ``Host`` header of a request may name, on a server on the loopback.
+    """Checks the ``Host`` header of requests to a server on the loopback, to prevent DNS rebinding.
 
-    A browser lets a page read responses from the page's own host name. The owner of that name can make it resolve to
-    127.0.0.1 from one moment to the next (DNS rebinding), but the browser still sends the name in ``Host``.
+    A browser lets a page read responses from the page's own host name. An attacker can make that name resolve to
+    127.0.0.1 after the browser has loaded the page. But the browser still sends the attacker's name in ``Host``.
 
     Args:
-        names: Hosts besides ``localhost``, this host's name and every address, each with or without a port.
+        names: Hosts that a request may name besides ``localhost``, this host's name and any IP address; each with or
+            without a port.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = {_host_of(each) for each in ("localhost", socket.gethostname(), *names)}
 
     def has(self, header: str | None) -> bool:
-        """Whether a request with this ``Host`` header, if any, is for this server. Browsers always send one."""
+        """Whether the header names a host of this server. Also true without the header, which browsers always send."""
         if header is None:
             return True
         host = _host_of(header)
@@ -391,6 +393,6 @@ class HostCheck:
 
 
 def _host_of(header: str) -> str:
-    """Return the normalized host without its port; empty if ``header`` is malformed."""
+    """Return the normalized host of the header without its port; empty if the header is malformed."""
     found = _HOST.fullmatch(header.strip())
     return found[1].strip("[]").removesuffix(".").lower() if found is not None else ""

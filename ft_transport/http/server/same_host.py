@@ -1,12 +1,13 @@
-"""The socket that gives receivers on the same host descriptors of the memory of snapshots.
+"""Lends the memory of snapshots to receivers on the same host, by passing file descriptors over a unix socket.
 
-Other users get none: the kernel reports the user at the other end (``SO_PEERCRED``), and any other user is refused
-unread. Receivers show a ticket, which the HTTP server gives to clients that may fetch (``wire.routes``). The memory
-is sealed, so that receivers cannot change it, and its descriptor is opened again, read-only.
+Only processes of the same user can borrow: the kernel reports the user of a connection (``SO_PEERCRED``), and the
+server closes connections of other users. A receiver sends a ticket, which it has received over HTTP (``wire.routes``).
+Receivers cannot change the memory, because it is sealed and the lent descriptor is read-only.
 
-A receiver with a descriptor is a reader like any other: the cache keeps its snapshot while its connection is open, but
-no longer than a slow receiver may take, and cuts the receiver off when a newer snapshot needs the memory. It can still
-read the memory then, with any content; so a receiver trusts digests, or the source's word at the end.
+The cache keeps a snapshot while a connection that borrows it is open, but no longer than a slow transfer over HTTP may
+take. If a newer snapshot needs the memory, the cache cuts the receiver off. The receiver's descriptor then still works,
+but the content of the memory changes. So a receiver verifies digests, or asks the source at the end whether the memory
+was unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NO_DESCRIPTOR_PAUSE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """The snapshot that a ticket stands for."""
+    """The snapshot for which a ticket is valid."""
 
     step: int
     snapshot_id: SnapshotId
@@ -52,12 +53,12 @@ class SameHostServer:
     """Lends the memory of snapshots to receivers on this host. Used only on the server's event loop.
 
     Args:
-        cache: The served snapshots.
-        name: The socket's random name, which receivers get over HTTP.
-        stall_timeout_s: How long a receiver may take for 4 MiB, in seconds.
+        cache: The cache of served snapshots.
+        name: The random name of the socket, which receivers learn over HTTP.
+        stall_timeout_s: How long a receiver may take to read 4 MiB, in seconds.
 
     Attributes:
-        name: The socket's name.
+        name: The name of the socket.
 
     Raises:
         OSError: This system has no abstract unix sockets.
@@ -85,16 +86,16 @@ class SameHostServer:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.children``. Accepted sockets have the address of the listener."""
+        """Whether ``candidate`` is this listener or a socket that it accepted; forked children close these sockets."""
         return candidate.family == socket.AF_UNIX and candidate.getsockname() == self._address
 
     def start(self) -> None:
-        """Start to accept connections. On the event loop."""
+        """Start to accept connections. Called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._resume()
 
     def stop(self) -> None:
-        """Reclaim lent memory, and accept no further connection. On the event loop."""
+        """Close all connections, and accept no further ones. Called on the event loop."""
         if self._resuming is not None:
             self._resuming.cancel()
         self._loop.remove_reader(self._listening.fileno())
@@ -103,7 +104,7 @@ class SameHostServer:
         self.close()
 
     def close(self) -> None:
-        """Close a listener that never started, or has stopped."""
+        """Close the listener. Called alone if `start` was never called."""
         self._listening.close()
 
     def can_lend(self, snapshot: Snapshot) -> bool:
@@ -111,9 +112,9 @@ class SameHostServer:
         return isinstance(snapshot.memory, MemoryFile) and is_sealed(snapshot.memory.descriptor)
 
     def ticket_for(self, snapshot: Snapshot) -> MemoryTicket | None:
-        """Return a ticket for a snapshot's memory; ``None`` if it cannot be lent."""
+        """Return a ticket for a snapshot's memory; ``None`` if the memory cannot be lent."""
         memory = snapshot.memory
-        if not isinstance(memory, MemoryFile) or not is_sealed(memory.descriptor):
+        if not isinstance(memory, MemoryFile) or not self.can_lend(snapshot):
             return None
         now_s = time.monotonic()
         for known, promise in tuple(self._promises.items()):
@@ -124,14 +125,14 @@ class SameHostServer:
         return MemoryTicket(ticket, memory.data_start, snapshot.total_bytes - len(snapshot.header))
 
     def redeem(self, ticket: str, reader: Reader) -> Reading | None:
-        """Redeem a ticket once; return ``None`` if it is invalid or its snapshot is no longer served."""
+        """Begin to read the snapshot of a ticket, which becomes invalid; ``None`` if the ticket or snapshot expired."""
         promise = self._promises.pop(ticket, None)
         if promise is None or promise.until_s <= time.monotonic():
             return None
         return self._cache.read(promise.step, snapshot_id=promise.snapshot_id, reader=reader)
 
     def patience_s(self, num_bytes: int) -> float:
-        """Return how long a receiver may hold ``num_bytes``: as long as a slow transfer over HTTP."""
+        """Return for how many seconds a receiver may borrow ``num_bytes``: as long as a slow transfer over HTTP."""
         return self._stall_timeout_s * (1 + num_bytes / CHUNK_BYTES)
 
     def _resume(self) -> None:
@@ -143,7 +144,7 @@ class SameHostServer:
             accepted, _ = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError:  # No descriptor is left: receivers fetch over HTTP.
+        except OSError:  # The process has no free file descriptor. Meanwhile receivers fetch over HTTP.
             self._loop.remove_reader(self._listening.fileno())
             self._resuming = self._loop.call_later(_NO_DESCRIPTOR_PAUSE_S, self._resume)
             return
@@ -154,7 +155,7 @@ class SameHostServer:
 
 
 class _Lending:
-    """One connection: it gets a ticket, sends a descriptor, and keeps the snapshot until the end."""
+    """One connection: receives a ticket, sends the descriptor, and keeps the snapshot until the connection closes."""
 
     def __init__(
         self,
@@ -175,13 +176,13 @@ class _Lending:
         self._overdue = loop.call_later(_TICKET_S, self.close)
 
     def close(self) -> None:
-        """End the connection, and release the snapshot."""
+        """Close the connection, and release the snapshot."""
         if self._is_closed:
             return
         self._is_closed = True
         self._overdue.cancel()
         self._loop.remove_reader(self._connected.fileno())
-        with contextlib.suppress(OSError):  # Ends it even if a child that was just forked has a copy.
+        with contextlib.suppress(OSError):  # Shuts down, because a forked child may still have a copy of the socket.
             self._connected.shutdown(socket.SHUT_RDWR)
         self._connected.close()
         self._end_reading()
@@ -209,7 +210,7 @@ class _Lending:
                 self._lend(self._received.decode("ascii", "replace"))
 
     def _confirm(self, received: bytes) -> None:
-        """Confirm that the snapshot was kept until the receiver had copied everything."""
+        """Confirm to the receiver, which has copied everything, that the memory was unchanged until now."""
         self._end_reading()
         with contextlib.suppress(OSError):
             self._connected.send(HELD if received == DONE else GONE)
@@ -225,7 +226,7 @@ class _Lending:
         reading.is_leasing = False
         self._reading = reading
         memory = reading.snapshot.memory
-        assert isinstance(memory, MemoryFile), "tickets are for nothing else"
+        assert isinstance(memory, MemoryFile), "there are tickets only for memory files"
         try:
             lent = os.open(f"/proc/self/fd/{memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -239,7 +240,7 @@ class _Lending:
         self._overdue = self._loop.call_later(self._server.patience_s(reading.snapshot.total_bytes), self.close)
 
     def _cut_off(self, ended: Callable[[], None]) -> None:
-        """See ``snapshot_cache.Reader``. On any thread."""
+        """Close the connection soon, and then call ``ended``. Called on any thread."""
 
         def close() -> None:
             self.close()

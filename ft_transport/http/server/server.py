@@ -1,8 +1,7 @@
-"""The HTTP server: aiohttp on its own thread and event loop.
+"""The HTTP server of a transport: aiohttp on its own thread and event loop.
 
-Bodies go from the memory file to the socket with ``sendfile``, or from shared memory, so neither Python nor the
-training thread touches them. Nothing here waits for a lock of the trainer or copies device memory. Only shared memory
-is digested here, on the threads that send it.
+The kernel sends bodies directly from a memory file (``sendfile``) or from shared memory, without work of the training
+thread. The server never waits for a lock of the trainer, and never copies device memory.
 """
 
 from __future__ import annotations
@@ -42,25 +41,28 @@ from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S: Final = 75.0
-"""How long a member's connection may be idle; aiohttp's own default is an hour."""
+"""How long an authenticated connection may be idle, in seconds; aiohttp's default is an hour."""
 
 
 class SnapshotServer:
     """Serves the snapshots of a cache until ``close``.
 
     Args:
-        cache: The served snapshots.
-        settings: Where to listen, and the limits of what is sent.
-        keys: The job's keys, if it has any; then every route requires a proof of them.
-        certificates: This side's certificates, if it has any; then the server speaks only TLS, with peers that show
-            theirs.
-        max_wait_s: Longest time that a request waits for its step, in seconds.
+        cache: The cache of snapshots to serve.
+        settings: The address on which to listen, and limits on what the server sends.
+        keys: The job's keys, which clients of every route have to prove; ``None`` without a job token.
+        certificates: The certificates of this process. With them, the server uses only TLS, and requires a certificate
+            from its peers.
+        max_wait_s: Longest time for which a request waits for its step, in seconds.
         process_status: Status and metrics of this process.
 
     Attributes:
+        server_id: Random id of this server, by which peers recognize it.
+        port: The port on which the server listens.
+        address: The URL that the server advertises, without a path.
         requests: Finds the snapshots of requests; its ``fresh_snapshot`` may be replaced at any time.
-        deltas: The served deltas. Thread-safe.
-        relays: Data that is passed on while it is being received.
+        deltas: The cache of served deltas. Thread-safe.
+        relays: The relays of data that this process is receiving.
     """
 
     def __init__(
@@ -81,9 +83,9 @@ class SnapshotServer:
         self._socket = listen(host, settings.port)
         self._same_host: SameHostServer | None = None
         try:
-            # Copying out of its memory would take a share of its bandwidth that no limit bounds.
+            # With a rate limit, no memory is lent, because receivers would read lent memory without that limit.
             if settings.same_host and settings.limits.max_send_bytes_per_s is None:
-                with contextlib.suppress(OSError):  # The system lacks such sockets, or has no free descriptor.
+                with contextlib.suppress(OSError):  # The system has no abstract unix sockets, or no free descriptor.
                     self._same_host = SameHostServer(cache, name=self.server_id, stall_timeout_s=stall_timeout_s)
             self.port: int = self._socket.getsockname()[1]
             self.address = advertised_url(
@@ -94,7 +96,7 @@ class SnapshotServer:
                 is_encrypted=certificates is not None,
                 reached_at=settings.reached_at,
             )
-            # On other addresses, clients may use names that are unknown here.
+            # Checks the Host header only on the loopback: elsewhere, clients may use names that this host cannot know.
             local = host if host is not None and not is_guarded and is_loopback(host) else None
             names = (
                 HostCheck([local, urlsplit(self.address).netloc, *settings.reached_at]) if local is not None else None
@@ -163,16 +165,19 @@ class SnapshotServer:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``runtime.children``. Accepted sockets have the listener's port until the listener closes."""
+        """Whether ``candidate`` is a socket of this server; forked children close these sockets (``runtime.children``).
+
+        Sockets that the server has accepted have the port of its listener.
+        """
         if self._server.loop.is_closed() or candidate.family == socket.AF_UNIX:
             return False
         return bool(candidate.getsockname()[1] == self.port)
 
     def close(self, *, wait: bool) -> None:
-        """Stop serving and cut off running transfers. May be called again, to wait after all.
+        """Stop the server, and cut off running transfers. May be called again.
 
         Args:
-            wait: Whether to return only when the thread has ended.
+            wait: Whether to return only after the server's thread has ended.
         """
         self.relays.close_all()
         self._server.stop()

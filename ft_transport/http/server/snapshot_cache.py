@@ -1,18 +1,17 @@
-"""The served snapshots and their readers.
+"""The cache of served snapshots, and their readers.
 
-A new snapshot evicts an old one. A snapshot with readers keeps its memory until the last reader is done. A fetch
-consists of several requests, so each request also keeps its snapshot in the cache for a moment after its end (the
-lease), while its connection is open; otherwise a trainer that publishes every step would replace a snapshot between two
-requests of the same fetch. A reader that waits for a future step has that lease from the moment that the snapshot is
-put here, and not only from when the reader finds it: meanwhile a busy machine may publish further snapshots, which
-would replace it, and the reader would get the error that the step is past.
+A new snapshot evicts an old one, but never a snapshot with readers or leases.
 
-The lease also guards bytes in flight: ``sendfile`` gives the kernel the pages of the memory file and no copy of them,
-so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
+Leases: A fetch consists of several requests. After each request, a lease keeps the snapshot in the cache for a moment,
+while the connection is open. Otherwise a trainer that publishes every step would replace the snapshot between two
+requests of a fetch. A reader that waits for a future step gets its lease when the snapshot of that step arrives.
+Otherwise a busy machine might publish further snapshots, and evict that one, before the reader finds it. A lease also
+protects bytes in flight: with ``sendfile`` the kernel sends the pages of the memory file itself, and a new snapshot in
+the same memory would change bytes that the receiver has not read yet.
 
-No reader blocks a newer snapshot for ever. When a new snapshot is first refused a slot, the oldest snapshot in its way
-gets ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``; then its receivers are cut off, and
-start again with a newer one. While no newer snapshot needs the memory, a receiver may be slower.
+Cut-off: No reader blocks a newer snapshot for ever. When the cache first has to refuse a new snapshot, the receivers of
+the oldest snapshot get ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``. Then the cache cuts
+them off, and they start again with a newer snapshot. While no newer snapshot needs the memory, receivers may be slower.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _Entry:
         return sum(lease.num_readings for lease in self.leases.values())
 
     def is_held(self, now_s: float) -> bool:
-        """Whether a reader reads the snapshot or has a lease; drops expired leases."""
+        """Whether any reader reads the snapshot or has a lease. Removes expired leases."""
         self.leases = {name: lease for name, lease in self.leases.items() if not lease.is_over(now_s)}
         return bool(self.leases)
 
@@ -61,9 +60,9 @@ class Reading:
 
     Attributes:
         snapshot: The snapshot.
-        manifest_digest: Digest of its JSON header.
-        unread_s: How long after the end bytes may still be in flight to the receiver, in seconds.
-        is_leasing: Whether further requests may follow, so that the snapshot gets a lease.
+        manifest_digest: Digest of the snapshot's JSON header.
+        unread_s: How long after the request bytes may still be in flight to the receiver, in seconds.
+        is_leasing: Whether the reader gets a lease after the request, because further requests may follow.
     """
 
     snapshot: Snapshot
@@ -83,13 +82,13 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class SnapshotCache:
-    """Holds at most ``max_snapshots``, including reserved slots. Thread-safe.
+    """The served snapshots, and slots for snapshots that are being taken. Thread-safe.
 
     Attributes:
-        max_snapshots: Maximum number of snapshots alive at once.
-        lease_s: How long after its last request a snapshot counts as still being fetched, in seconds.
-        contended_bytes_per_s: Minimum throughput of a snapshot's receivers while a newer one needs its memory.
-        clock: Monotonic seconds.
+        max_snapshots: Maximum number of snapshots and reserved slots together.
+        lease_s: Length of a lease after a request, in seconds.
+        contended_bytes_per_s: Minimum rate of a snapshot's receivers while a newer snapshot needs the memory.
+        clock: Returns monotonic seconds.
     """
 
     max_snapshots: int
@@ -109,20 +108,20 @@ class SnapshotCache:
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Call ``on_change`` after every arrival and final failure, on that event's thread. Set up early."""
+        """Call ``on_change`` after each new snapshot and final failure, on that event's thread. Not thread-safe."""
         self._listeners.append(on_change)
 
     def reserve(self) -> Place:
-        """Reserve a slot for one more snapshot, evicting the oldest one without readers if needed.
+        """Reserve a slot for a new snapshot, and evict the oldest snapshot without readers if necessary.
 
-        The receivers of a snapshot that has been in the way for too long are cut off. That takes a moment, so it makes
-        room only for the next call.
+        Cuts off the receivers of a snapshot that has occupied a needed slot for too long. That takes a moment, so the
+        slot is free only at a later call.
 
         Returns:
-            The slot of that snapshot, for `put`, or to be returned.
+            The reserved slot; the caller passes it to `put` or gives it back.
 
         Raises:
-            SnapshotLimitError: All slots are taken by snapshots with readers.
+            SnapshotLimitError: All snapshots have readers or leases.
             SnapshotError: The cache was cleared.
         """
         to_close: list[_Entry] = []
@@ -131,7 +130,7 @@ class SnapshotCache:
         place: Place | None = None
         with self._lock:
             if self._closed:
-                raise SnapshotError("expected a transport that serves, and this one was shut down")
+                raise SnapshotError("expected a running transport, this transport was shut down")
             alive = len(self._entries) + len(self._leaving) + self._reserved.num_taken()
             if alive >= self.max_snapshots:
                 idle = [entry for entry in self._entries if not entry.is_held(self.clock())]
@@ -141,7 +140,7 @@ class SnapshotCache:
                     refused = SnapshotLimitError(
                         f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of "
                         f"steps {[entry.snapshot.step for entry in (*self._entries, *self._leaving)]} are still being "
-                        f"fetched ({readers} requests under way); it passes when they end, or raise max_snapshots"
+                        f"fetched ({readers} requests in progress); wait until they end, or raise max_snapshots"
                     )
                 else:
                     self._entries.remove(idle[0])
@@ -158,9 +157,9 @@ class SnapshotCache:
         return place
 
     def put(self, snapshot: Snapshot, place: Place) -> None:
-        """Put a snapshot into a reserved slot and notify the listeners. The cache owns it from now on.
+        """Put a snapshot into a reserved slot, and notify the listeners. From now on the cache owns the snapshot.
 
-        After ``clear``, the snapshot is freed at once: a shutdown may overtake a snapshot that is still being copied.
+        After `clear`, frees the snapshot at once: a shutdown may happen while a snapshot is being copied.
         """
         manifest_digest = digest(memoryview(snapshot.header)[8:])
         with self._lock:
@@ -179,9 +178,10 @@ class SnapshotCache:
 
     @contextmanager
     def waiting(self, step: int, reader: Reader) -> Iterator[None]:
-        """Keep a snapshot of this step for a reader if it arrives inside, until the lease after the end.
+        """Give the reader a lease if a snapshot of this step arrives during the block, or within a lease after it.
 
-        A snapshot that arrives after the end but within the reader's lease is kept for a lease, too: receivers retry.
+        The lease begins at the end of the block, or when the snapshot arrives, if that is later. A lease after the
+        block is useful because receivers retry.
         """
         with self._lock:
             wait = self._waiters.begin(step, reader, now_s=self.clock())
@@ -196,7 +196,7 @@ class SnapshotCache:
                         lease.until_s = wait.until_s
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Record why no snapshot came, until one does. A final failure notifies the listeners."""
+        """Record why a snapshot could not be taken, until one arrives; notify the listeners if the failure is final."""
         with self._lock:
             self._failure = reason
             if is_final:
@@ -207,22 +207,22 @@ class SnapshotCache:
                 listener()
 
     def num_final_failures(self) -> int:
-        """Return the number of attempts at a snapshot that failed for a permanent reason."""
+        """Return the number of final failures so far."""
         with self._lock:
             return self._num_final_failures
 
     def has_failed_finally(self, within_s: float) -> bool:
-        """Whether the last attempt failed for a permanent reason within the last ``within_s``."""
+        """Whether a final failure occurred within the last ``within_s`` seconds, and no snapshot arrived since."""
         with self._lock:
             return self._final_failure_s is not None and self.clock() - self._final_failure_s < within_s
 
     def failure(self) -> str | None:
-        """Return why the last attempt at a snapshot failed; ``None`` if it did not."""
+        """Return why the last attempt to take a snapshot failed; ``None`` if it did not fail."""
         with self._lock:
             return self._failure
 
     def newest_sequence(self) -> int:
-        """Return the number of the newest snapshot ever put here, 0 before the first; numbers ascend."""
+        """Return the sequence number of the newest snapshot so far; 0 before the first snapshot."""
         with self._lock:
             return self._sequence
 
@@ -245,17 +245,17 @@ class SnapshotCache:
             ]
 
     def num_readers(self) -> int:
-        """Return the number of requests in progress."""
+        """Return the number of requests that are reading a snapshot."""
         with self._lock:
             return sum(entry.num_readers for entry in (*self._entries, *self._leaving))
 
     def num_alive(self) -> int:
-        """Return the number of snapshots in memory, including those being made or only read."""
+        """Return the number of snapshots in memory, including evicted ones with readers and those being taken."""
         with self._lock:
             return len(self._entries) + len(self._leaving) + self._reserved.num_taken()
 
     def newest(self) -> Snapshot | None:
-        """Return the newest snapshot without starting a reading."""
+        """Return the newest snapshot, without protection from eviction; ``None`` without one."""
         with self._lock:
             return self._entries[-1].snapshot if self._entries else None
 
@@ -267,13 +267,13 @@ class SnapshotCache:
         after_sequence: int = 0,
         reader: Reader | None = None,
     ) -> Reading | None:
-        """Begin to read the newest snapshot that fits; return ``None`` if none does.
+        """Begin to read the newest snapshot that meets all conditions; return ``None`` if there is none.
 
         Args:
-            step: A step, or ``latest``.
-            snapshot_id: Only this snapshot.
-            after_sequence: Only snapshots newer than this number.
-            reader: The reader; by default a reader of this process.
+            step: The snapshot's step, or ``latest`` for any step.
+            snapshot_id: The snapshot's id; ``None`` for any.
+            after_sequence: The snapshot's sequence number must be higher than this.
+            reader: The reader; by default a new reader within this process.
         """
         with self._lock:
             entry = self._newest(step, snapshot_id, after_sequence)
@@ -297,11 +297,11 @@ class SnapshotCache:
         return None
 
     def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
-        """Evict a snapshot and older ones of the same step; each is freed after its last reader.
+        """Evict a snapshot, and older snapshots of the same step; free each of them after its last reader.
 
         Args:
-            snapshot_id: The snapshot; nothing happens if it is not here.
-            even_if_needed: Evict it even if it has readers or leases, or has not been read yet.
+            snapshot_id: Id of the snapshot. An unknown id has no effect.
+            even_if_needed: Whether to evict the snapshot even if it has readers or leases, or was never read.
         """
         with self._lock:
             entry = next((entry for entry in self._entries if entry.snapshot.snapshot_id == snapshot_id), None)
@@ -310,7 +310,7 @@ class SnapshotCache:
             is_needed = not entry.was_read or entry.is_held(self.clock())
             if is_needed and not even_if_needed:
                 return
-            # An older snapshot of this step is of another attempt at the step, and must not be served again.
+            # Older snapshots of this step are from discarded attempts at the step, and must not be served again.
             leaving = [
                 each
                 for each in self._entries
@@ -325,12 +325,12 @@ class SnapshotCache:
             each.snapshot.close()
 
     def holds_newer(self, sequence: int) -> bool:
-        """Whether a snapshot with a higher number is here."""
+        """Whether the cache has a snapshot with a higher sequence number."""
         with self._lock:
             return bool(self._entries) and self._entries[-1].sequence > sequence
 
     def clear(self) -> None:
-        """Evict everything for good; each snapshot is freed when its readers are done."""
+        """Evict all snapshots, and accept no more; free each snapshot after its last reader."""
         with self._lock:
             self._closed = True
             entries, self._entries = self._entries, []
@@ -343,11 +343,11 @@ class SnapshotCache:
                 entry.snapshot.close()
 
     def _hold_s(self, entry: _Entry) -> float:
-        """Return how long receivers may keep a snapshot whose memory is needed."""
+        """Return for how many seconds receivers may still read a snapshot whose memory is needed."""
         return self.lease_s + entry.snapshot.total_bytes / self.contended_bytes_per_s
 
     def _want_oldest(self) -> list[Callable[[], None]]:
-        """Note that the oldest snapshot is in the way; return the calls that cut off its overdue receivers."""
+        """Record that the memory of the oldest snapshot is needed; return calls that cut off its overdue receivers."""
         now_s = self.clock()
         alive = sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
         if any(entry.cut_off for entry in alive):
@@ -371,15 +371,15 @@ class SnapshotCache:
             self._leaving.append(entry)
         cut_offs: list[Callable[[], None]] = []
         for lease in entry.leases.values():
-            # Sent bytes may still be in flight: the reader counts until they cannot reach it any more.
+            # The reader still counts until no more bytes can reach it, because sent bytes may be in flight.
             lease.num_readings += 1
-            assert lease.reader.cut_off is not None, "a reader of this process is never cut off"
+            assert lease.reader.cut_off is not None, "a reader within this process is never cut off"
             ended = functools.partial(self._end_reading, entry, lease, None)
             cut_offs.append(functools.partial(lease.reader.cut_off, ended))
         return cut_offs
 
     def _forget_past_want(self, entry: _Entry) -> None:
-        """Restart the time limit of a snapshot that has been unused and not in the way for a while."""
+        """Reset the time limit of a snapshot without readers whose memory has not been needed for a while."""
         if entry.wanted_since_s is None or entry.is_held(self.clock()):
             return
         if self.clock() - entry.wanted_at_s > self._hold_s(entry):

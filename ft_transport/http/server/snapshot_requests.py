@@ -1,4 +1,4 @@
-"""Finds the snapshot or the delta of a request, and waits for a snapshot that does not exist yet."""
+"""Finds the snapshot or the delta that a request names, and waits for a snapshot that does not exist yet."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from ft_transport.wire.routes import (
 _TICK_S: Final = 0.1
 _RECENT_FAILURE_S: Final = 10.0
 _RETRY_S: Final = 1.0
-"""How long a request waits for another attempt if the last one just failed for a permanent reason."""
+"""How long a request waits for another attempt to take a snapshot, if the last attempt has just failed for good."""
 
 _NUM_DELTAS: Final = 4
-"""For a receiver that missed more versions, chunks are hardly larger than deltas."""
+"""Number of cached deltas. A receiver that has missed more versions fetches chunks, which are hardly larger."""
 
 FreshSnapshot = Callable[[int | None], int | None]
-"""Requests a snapshot of the present state, or of the given step, from the state's owner without waiting for it.
-Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if the step is
-past and no snapshot of it is being taken. A request that waits for a step calls this repeatedly, also while that
-snapshot is being taken: until the snapshot is published, the step is still to come. Thread-safe; called on the event
-loop.
+"""Requests a snapshot of the given step, or of the current state, from the owner of the state. Returns at once.
+
+Returns a sequence number (``SnapshotCache.newest_sequence``): any snapshot with a higher number is new enough. Returns
+``None`` if the step is past and no snapshot of it is being taken. Called on the event loop, and repeatedly while a
+request waits for a step, until the snapshot of that step is published.
 """
 
 
@@ -58,11 +58,11 @@ class SnapshotRequests:
     """Finds the snapshots that requests name. Used only on the server's event loop.
 
     Args:
-        cache: The served snapshots.
-        max_wait_s: Longest time that a request waits for its step, in seconds.
+        cache: The cache of served snapshots.
+        max_wait_s: Longest time for which a request waits for its step, in seconds.
 
     Attributes:
-        fresh_snapshot: Requests a new snapshot from the state's owner; ``None`` without an owner that can take one.
+        fresh_snapshot: Requests a new snapshot from the owner of the state; ``None`` without such an owner.
     """
 
     def __init__(self, cache: SnapshotCache, *, max_wait_s: float) -> None:
@@ -72,12 +72,19 @@ class SnapshotRequests:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Make every waiting request check the cache again."""
+        """Let all waiting requests check the cache again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def read(self, request: web.Request) -> Reading:
-        """Begin to read the snapshot that a request names; wait for it if it may still come."""
+        """Begin to read the snapshot that a request names; if it does not exist yet, wait for it.
+
+        Raises:
+            StepNotServedError: The step is past or malformed, or no snapshot of it arrived in time.
+            SnapshotReplacedError: The request names a snapshot that is no longer served.
+            PeerNotReadyError: No new snapshot arrived in time.
+            StateNotServedError: The state cannot be captured.
+        """
         step = parse_step(request.match_info["step"])
         if step is None:
             raise StepNotServedError(
@@ -94,7 +101,7 @@ class SnapshotRequests:
             return reading
         num_failures = self._cache.num_final_failures()
         after = self._after(request) if step == LATEST else 0
-        wait_s = asked_wait_s(request, self._max_wait_s)
+        wait_s = requested_wait_s(request, self._max_wait_s)
         reading = self._cache.read(step, after_sequence=after, reader=reader)
         if reading is not None:
             return reading
@@ -112,29 +119,29 @@ class SnapshotRequests:
             if reading is not None:
                 return reading
             has_failed = self._cache.has_failed_finally(_RECENT_FAILURE_S)
-            # The attempt may have failed just before this request, and the owner may make no further attempt.
+            # If the last attempt failed before this request, the owner may make no further attempt.
             is_given_up = has_failed and time.monotonic() >= began_s + _RETRY_S
             if is_given_up or self._cache.num_final_failures() > num_failures:
                 raise StateNotServedError(
-                    f"expected a snapshot, and none can be taken: {self._cache.failure()}", step=step
+                    f"expected a snapshot, the state cannot be captured: {self._cache.failure()}", step=step
                 )
             remaining_s = deadline_s - time.monotonic()
             if step != LATEST and self._is_past(step):
                 served = self._cache.steps()
                 raise StepNotServedError(
-                    f"expected a step to come, or one of {list(served)}; this replica is past step {step}",
+                    f"expected a future step, or one of {list(served)}; this replica is past step {step}",
                     served=served,
                     is_past=True,
                 )
             if remaining_s <= 0 or not self._may_come(step):
                 return self._read_or_refuse(step, after, reader)
             with contextlib.suppress(asyncio.TimeoutError):
-                # No event reports a step that its owner passes without a snapshot.
+                # Checks often while waiting for a step: no event reports that the trainer has passed the step.
                 is_awaiting_news = step == LATEST and not has_failed
                 await asyncio.wait_for(changed.wait(), remaining_s if is_awaiting_news else min(remaining_s, _TICK_S))
 
     def _after(self, request: web.Request) -> int:
-        """Return the number after which a snapshot is new enough for this request, or an earlier one like it."""
+        """Return the sequence number above which a snapshot is new enough for this request or its first attempt."""
         fresh_snapshot = self.fresh_snapshot
         if fresh_snapshot is None:
             return 0
@@ -142,15 +149,15 @@ class SnapshotRequests:
         if earlier is not None and self._cache.holds_newer(earlier):
             return earlier
         fresh = fresh_snapshot(None)
-        assert fresh is not None, "the present state is never past"
+        assert fresh is not None, "the current state is never past"
         return fresh if earlier is None else min(earlier, fresh)
 
     def _is_past(self, step: int) -> bool:
-        """Request a future step's snapshot from the owner; return whether there will be none."""
+        """Request a snapshot of a step from the owner; return whether the step is past, so that none will arrive."""
         ask = self.fresh_snapshot
         if ask is None or step in self._cache.steps() or ask(step) is not None:
             return False
-        # The snapshot may have been put there at this very moment.
+        # Checks again, because the snapshot may have arrived meanwhile.
         return step not in self._cache.steps()
 
     def _may_come(self, step: StepSelector) -> bool:
@@ -158,7 +165,7 @@ class SnapshotRequests:
         return step == LATEST or newest_step is None or step > newest_step
 
     def _read_or_refuse(self, step: StepSelector, after: int, reader: Reader) -> Reading:
-        """Return a snapshot that came at the last moment, or raise the reason why none came."""
+        """Return a snapshot that has just arrived, or raise an error with the reason why none arrived."""
         reading = self._cache.read(step, after_sequence=after, reader=reader)
         if reading is not None:
             return reading
@@ -166,13 +173,11 @@ class SnapshotRequests:
         failure = self._cache.failure()
         attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
         if not served:
-            raise PeerNotReadyError(
-                f"expected a snapshot, and none has been taken yet{attempt}", after=after, step=step
-            )
+            raise PeerNotReadyError(f"expected a snapshot, none has been taken yet{attempt}", after=after, step=step)
         if step == LATEST:
             raise PeerNotReadyError(
-                f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
-                f"the trainer has reached no step boundary since, or every snapshot is still being fetched{attempt}",
+                f"expected a snapshot of the current state, the newest one is older (step {served[-1]}): the trainer "
+                f"has not reached the next step boundary, or every snapshot is still being fetched{attempt}",
                 after=after,
                 step=step,
             )
@@ -180,14 +185,14 @@ class SnapshotRequests:
 
 
 class DeltaCache:
-    """The latest few deltas, by the step to which they apply. Thread-safe."""
+    """Caches the latest few deltas, by the step to which they apply. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._by_base: OrderedDict[int, bytes] = OrderedDict()
 
     def keep(self, base: int, delta: bytes) -> None:
-        """Cache a delta and evict the oldest."""
+        """Cache a delta that applies to the step ``base``, and evict the oldest delta."""
         with self._mutex:
             self._by_base.pop(base, None)
             self._by_base[base] = delta
@@ -195,38 +200,38 @@ class DeltaCache:
                 self._by_base.popitem(last=False)
 
     def leading_from(self, step: str) -> memoryview:
-        """Return the delta from a step to a later one.
+        """Return the delta that applies to a step.
 
         Raises:
-            StepNotServedError: No delta from this step is cached.
+            StepNotServedError: No delta that applies to this step is cached.
         """
         base = parse_step(step)
         with self._mutex:
             delta = self._by_base.get(base) if isinstance(base, int) else None
         if delta is None:
-            raise StepNotServedError(f"expected a step that a delta is kept for, got {step[:64]!r}")
+            raise StepNotServedError(f"expected a step to which a cached delta applies, got {step[:64]!r}")
         return memoryview(delta)
 
 
-def asked_wait_s(request: web.Request, longest_s: float) -> float:
-    """Return the requested wait in seconds: ``longest_s`` at most, and by default.
+def requested_wait_s(request: web.Request, longest_s: float) -> float:
+    """Return for how many seconds the request may wait: the requested time, but at most ``longest_s``, the default.
 
     Raises:
-        ConfigurationError: The value is malformed.
+        ConfigurationError: The requested time is malformed.
     """
-    return min(longest_s, _asked_s(request, WAIT_PARAMETER, longest_s))
+    return min(longest_s, _requested_s(request, WAIT_PARAMETER, longest_s))
 
 
-def asked_follow_s(request: web.Request, longest_s: float) -> float:
-    """Return the requested pause for each further chunk in seconds, ``longest_s`` at most; 0 by default.
+def requested_pause_s(request: web.Request, longest_s: float) -> float:
+    """Return for how many seconds the response may wait for each further chunk: at most ``longest_s``; 0 by default.
 
     Raises:
-        ConfigurationError: The value is malformed.
+        ConfigurationError: The requested time is malformed.
     """
-    return min(longest_s, _asked_s(request, FOLLOW_PARAMETER, 0.0))
+    return min(longest_s, _requested_s(request, FOLLOW_PARAMETER, 0.0))
 
 
-def asked_ranges(request: web.Request) -> Sequence[tuple[int, int]]:
+def requested_ranges(request: web.Request) -> Sequence[tuple[int, int]]:
     """Return the half-open byte ranges of a request for relayed chunks.
 
     Raises:
@@ -235,12 +240,12 @@ def asked_ranges(request: web.Request) -> Sequence[tuple[int, int]]:
     ranges = parse_ranges(request.query.get(RANGES_PARAMETER, ""))
     if ranges is None:
         raise ConfigurationError(
-            f"expected at most {MAX_RANGES} ranges, none empty and no byte twice, as in {RANGES_PARAMETER}=0-10"
+            f"expected at most {MAX_RANGES} ranges, not empty and without overlap, such as {RANGES_PARAMETER}=0-10"
         )
     return ranges
 
 
-def _asked_s(request: web.Request, parameter: str, default_s: float) -> float:
+def _requested_s(request: web.Request, parameter: str, default_s: float) -> float:
     text = request.query.get(parameter)
     if text is None:
         return default_s
@@ -254,7 +259,7 @@ def _asked_s(request: web.Request, parameter: str, default_s: float) -> float:
 
 
 def _reader_of(request: web.Request) -> Reader:
-    """Return the reader of a request's response."""
+    """Return the reader for the connection of a request."""
     transport = request.transport
     if transport is None:
         return Reader(lambda: True, lambda ended: ended())
@@ -266,11 +271,11 @@ def _reader_of(request: web.Request) -> Reader:
         except RuntimeError:  # The loop was closed, after every connection.
             ended()
 
-    # If the server itself closes after the response, a closed connection does not show that the receiver is done.
+    # If the server closes the connection after the response, the receiver may still read on a closed connection.
     return Reader(transport.is_closing if request.keep_alive else lambda: False, cut_off)
 
 
 def _cut_off(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, ended: Callable[[], None]) -> None:
     drop_connection(transport)
-    # After the callback that closes the socket.
+    # Runs after the callback by which asyncio closes the socket.
     loop.call_soon(ended)

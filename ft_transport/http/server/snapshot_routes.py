@@ -1,4 +1,4 @@
-"""The server's routes for snapshots; see ``wire.routes``."""
+"""The server's routes for snapshots, slices, deltas, relayed chunks and ``/status`` (``wire.routes``)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.server.snapshot_requests import (
     DeltaCache,
     SnapshotRequests,
-    asked_follow_s,
-    asked_ranges,
-    asked_wait_s,
+    requested_pause_s,
+    requested_ranges,
+    requested_wait_s,
 )
 from ft_transport.keys import Keys
 from ft_transport.wire.manifest import parse_content_id
@@ -54,30 +54,30 @@ from ft_transport.wire.slices import decode_request
 from ft_transport.wire.snapshot import MemoryFile
 
 BODY: Final = web.RequestKey("body", bytes)
-"""Key under which a request keeps its body."""
+"""Key under which a request stores its body."""
 _MAX_REPLICA_CHARACTERS: Final = 65
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_RELAY_PAUSE_S: Final = 3.0
-"""A paused response occupies a thread, and counts as busy, not as waiting."""
+"""Longest wait for the next chunk within a response. Meanwhile the response occupies a thread and a slot."""
 
 
 class SnapshotRoutes:
-    """Answers requests. Used only on the server's event loop.
+    """The handlers of the routes for snapshots. Used only on the server's event loop.
 
     Args:
-        cache: The served snapshots.
-        requests: Finds the snapshots of requests.
-        deltas: The served deltas.
-        relays: Data that is passed on while it is being received.
+        cache: The cache of served snapshots.
+        requests: Finds the snapshot that a request names.
+        deltas: The cache of served deltas.
+        relays: The relays of data that this process is receiving.
         slots: The connection slots.
         uploads: The log of sent data.
-        keys: The job's keys, if it has any: then data without digests by chunk is signed.
+        keys: The job's keys, with which the server signs manifests; ``None`` without a job token.
         names: Names of the replica and the server for ``/status``.
-        is_on_all_addresses: Whether the server listens on all addresses of the host; then ``/status`` lists them.
-        stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
+        is_on_all_addresses: Whether the server listens on all addresses of the host, so that ``/status`` lists them.
+        stall_timeout_s: How long a receiver may take to read 4 MiB before the server cuts it off, in seconds.
         same_host: Lends memory to receivers on this host; ``None`` if disabled.
-        limiter: Throughput limit of all bodies together; ``None`` for none.
-        clients: Limit of the receivers that are sent data.
+        limiter: Rate limit of all bodies together; ``None`` for no limit.
+        clients: Limits the number of receivers to which the server sends data.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class SnapshotRoutes:
                 "Accept-Ranges": "bytes",
                 "ETag": etag,
             }
-            asked = _asked_range(request, total, etag)
+            asked = _requested_range(request, total, etag)
             if asked is None:
                 return await self._send_data(request, reading, headers, FileRange(snapshot.memory, 0, total))
             start, end = asked
@@ -178,8 +178,8 @@ class SnapshotRoutes:
         with reading as snapshot:
             memory = snapshot.memory
             if isinstance(memory, MemoryFile):
-                raise StepNotServedError("expected a snapshot whose digests come later; they are in the metadata")
-            # The digests exist already if all of the data was sent.
+                raise StepNotServedError("expected a snapshot without digests in its manifest, this manifest has them")
+            # On a thread, because the digests of data that was not sent yet have to be computed.
             computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
             return web.Response(text=await computing)
 
@@ -188,21 +188,23 @@ class SnapshotRoutes:
         with reading as snapshot:
             ticket = self._same_host.ticket_for(snapshot) if self._same_host is not None else None
             if ticket is None:
-                raise StepNotServedError("expected a snapshot in memory that is lent to receivers on this host")
+                raise StepNotServedError("expected a snapshot in memory that can be lent, this memory cannot be")
             key = _key_of(request, snapshot.step, snapshot.snapshot_id)
             self._uploads.lent(slot_of(request), key, route=_route_name(request), num_bytes=ticket.data_bytes)
             return web.Response(body=encode_ticket(ticket), content_type="application/json")
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
-        # First, because a body that never comes must not keep a snapshot.
+        # Reads the body before it finds the snapshot, so that a client without a body keeps no snapshot in memory.
         try:
             with self._slots.waiting(slot_of(request)):
                 body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
         except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
-            raise web.HTTPRequestTimeout(text="the body did not come", headers={"Connection": "close"}) from None
+            raise web.HTTPRequestTimeout(
+                text=f"expected the body within {self._stall_timeout_s:g} s", headers={"Connection": "close"}
+            ) from None
         request[BODY] = body
         if self._keys is not None and request.headers.get(CONTENT_DIGEST_HEADER) != await _digested(body):
-            raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
+            raise PeerAuthenticationError("expected a body with the digest in its request, the body was changed")
         reading = await self._requests.read(request)
         with reading as snapshot:
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
@@ -214,18 +216,18 @@ class SnapshotRoutes:
         headers = {"Content-Type": "application/octet-stream"}
         if self._keys is not None:
             headers[CONTENT_DIGEST_HEADER] = await _digested(delta)
-        # A delta has no snapshot; the step is the one to which the delta applies.
+        # A delta belongs to no snapshot; in the log, its step is the step to which the delta applies.
         return await self._send(request, _key_of(request, int(request.match_info["step"]), "-"), headers, Buffer(delta))
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         content_id = parse_content_id(request.match_info["content"])
         if content_id is None:
             raise ConfigurationError("expected a content id of 32 hexadecimal digits in the path")
-        ranges = asked_ranges(request)
-        pause_s = asked_follow_s(request, _LONGEST_RELAY_PAUSE_S)
+        ranges = requested_ranges(request)
+        pause_s = requested_pause_s(request, _LONGEST_RELAY_PAUSE_S)
         with self._slots.waiting(slot_of(request)):
             follower = await self._relays.follow(
-                content_id, ranges, wait_s=asked_wait_s(request, _LONGEST_RELAY_WAIT_S)
+                content_id, ranges, wait_s=requested_wait_s(request, _LONGEST_RELAY_WAIT_S)
             )
         with contextlib.closing(follower):
             headers = {"Content-Type": "application/octet-stream"}
@@ -235,10 +237,10 @@ class SnapshotRoutes:
     async def _send_data(
         self, request: web.Request, reading: Reading, headers: dict[str, str], body: Body, *, status: int = 200
     ) -> web.StreamResponse:
-        """Send data of a snapshot, if the receiver gets a slot among the receivers."""
+        """Send data of a snapshot if the limit on the number of receivers allows it."""
         if request.method == "HEAD":
             return await self._send_part(request, reading, headers, body, status=status)
-        # A refused receiver keeps no snapshot by its request.
+        # If `serving` refuses the receiver, the receiver gets no lease.
         reading.is_leasing = False
         with self._clients.serving((slot_of(request).address, _replica_of(request))):
             return await self._send_part(request, reading, headers, body, status=status)
@@ -246,9 +248,8 @@ class SnapshotRoutes:
     async def _send_part(
         self, request: web.Request, reading: Reading, headers: dict[str, str], body: Body, *, status: int = 200
     ) -> web.StreamResponse:
-        # A request for the head alone keeps no snapshot.
         reading.is_leasing = request.method != "HEAD"
-        # The kernel holds pages of a memory file until the receiver has read them.
+        # After sendfile, the kernel uses the pages of the memory file until the receiver has read them.
         reading.unread_s = self._stall_timeout_s
         key = _key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id)
         return await self._send(request, key, headers, body, status=status)
@@ -274,7 +275,7 @@ def _key_of(request: web.Request, step: int, snapshot: str) -> FetchKey:
 
 
 def _own_interfaces() -> list[dict[str, str]]:
-    """Return the server's further addresses, so that peers can find the fastest one."""
+    """Return this host's addresses and network interfaces, so that peers can choose the fastest one."""
     return [
         {"interface": name, "address": str(address)}
         for address, name in interfaces().items()
@@ -283,34 +284,34 @@ def _own_interfaces() -> list[dict[str, str]]:
 
 
 def _replica_of(request: web.Request) -> str:
-    """Return the receiver's name for itself."""
-    # Not every byte of a header is text; a lone surrogate (PEP 383) has no place in JSON.
+    """Return the replica name that the receiver has sent."""
+    # Replaces undecodable bytes of the header (PEP 383), which JSON cannot contain.
     return request.headers.get(REPLICA_HEADER, "")[:_MAX_REPLICA_CHARACTERS].encode(errors="replace").decode()
 
 
 def _route_name(request: web.Request) -> str:
-    """Return the last word of a path that names a part of a snapshot, or the first of any other."""
+    """Return the name of the route for logs and metrics: the last word of a path to a snapshot, else the first word."""
     words = request.path.split("/")
     return words[-1] if words[1] == "checkpoint" else words[1]
 
 
 async def _digested(body: Bytes) -> str:
-    """Compute the digest of a body on a thread beside the event loop."""
+    """Compute the digest of a body on another thread than the event loop's."""
     return await asyncio.get_running_loop().run_in_executor(None, content_digest, body)
 
 
-def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:
-    """Return the requested half-open range, empty if it lies outside; ``None`` for the whole file."""
+def _requested_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:
+    """Return the requested half-open byte range, empty if it is outside the file; ``None`` for the whole file."""
     # RFC 9110: a range is defined for GET alone (14.2), and If-Range makes it conditional (13.1.5).
     if request.method != "GET" or request.headers.get("If-Range", etag) != etag:
         return None
     try:
         asked = request.http_range
     except ValueError:
-        return None  # Several ranges, or another unit, which a server may ignore (14.2).
+        return None  # A server may ignore several ranges, and other units than bytes (14.2).
     if asked.start is None and asked.stop is None:
         return None
     if asked.start == 0 and asked.stop is None and "=-" in request.headers.get("Range", ""):
-        return total, total  # The last zero bytes.
+        return total, total  # The header requests the last 0 bytes.
     start, end, _ = asked.indices(total)
     return start, end

@@ -1,4 +1,4 @@
-"""The routes that show a process to people and to Prometheus: a page, ``/state`` and ``/metrics``."""
+"""The routes for monitoring a process: a page for browsers, ``/state``, and ``/metrics`` for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ft_transport.wire.routes import METRICS_ROUTE, PAGE_ROUTE, STATE_ROUTE
 _JSON: Final = "application/json"
 _PAGE: Final = "page.html"
 _TIMEOUT_S: Final = 5.0
-"""Reading a metric waits for nothing; Prometheus gives up after 10 s by default."""
+"""Longest time to collect the state or the metrics. Usually it takes milliseconds; Prometheus gives up after 10 s."""
 _WRITE_S: Final = 5.0
-"""How long a client may take for the part of a response that exceeds the buffers of its connection."""
+"""How long a client may take to read a response, apart from what fits into the buffers of its connection."""
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -33,14 +33,14 @@ _HEADERS: Final = {
 }
 
 Scrape = tuple[bytes, str]
-"""A body and its content type."""
+"""The body of a response and its content type."""
 
 
 class WatchRoutes:
-    """Answers these requests. Runs on the server's event loop.
+    """The handlers of the monitoring routes. Used only on the server's event loop.
 
     Args:
-        process_status: Status and metrics of the process.
+        process_status: Status and metrics of this process.
     """
 
     def __init__(self, process_status: ProcessStatus) -> None:
@@ -65,12 +65,13 @@ class WatchRoutes:
 
 
 class Coalescer:
-    """Coalesces concurrent requests: at most one collection runs at a time, on a thread beside the event loop.
+    """Lets concurrent requests share a result, which is collected on another thread than the event loop's.
 
-    A request that arrives while a collection runs waits for the next one and shares it: a crowd costs two collections.
+    Only one collection runs at a time. Requests that arrive meanwhile share the next collection, so that any number of
+    concurrent requests costs two collections.
 
     Args:
-        produce: Collects the state in the given form; runs on that thread.
+        produce: Collects a result in the given form. Called on another thread.
         timeout_s: Longest wait of a request, in seconds.
     """
 
@@ -82,13 +83,14 @@ class Coalescer:
         self._last: dict[str, tuple[float, Scrape]] = {}
 
     async def scrape(self, form: str) -> Scrape:
-        """Return a collection that began at this call or later.
+        """Return a result whose collection began during this call.
 
         Args:
-            form: One of a small number of forms.
+            form: The form of the result, such as a content type. There must be few forms, because the last result of
+                each form stays in memory.
 
         Raises:
-            asyncio.TimeoutError: The collection takes too long.
+            asyncio.TimeoutError: The collection took too long.
         """
         return await asyncio.wait_for(self._scrape(form, time.monotonic()), self._timeout_s)
 
@@ -98,7 +100,7 @@ class Coalescer:
             if last is not None and began_s >= asked_s:
                 return last
             if self._running is not None:
-                # A request gave this collection up. A second thread would wait for the same thing.
+                # The request that started this collection has timed out. Waits for its end before the next one starts.
                 await asyncio.wait({self._running})
                 self._running.exception()
             began_s = time.monotonic()
@@ -114,12 +116,12 @@ async def _answer(request: web.Request, scraping: Coalescer, form: str) -> web.S
     try:
         body, content_type = await scraping.scrape(form)
     except asyncio.TimeoutError:
-        raise web.HTTPServiceUnavailable(text="the process could not collect its state in time") from None
+        raise web.HTTPServiceUnavailable(text="expected the process to collect its state in time, it did not") from None
     response = web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
     try:
         await response.prepare(request)
         await asyncio.wait_for(response.write_eof(), _WRITE_S)
-    except (OSError, asyncio.TimeoutError):  # The client left, or does not read.
+    except (OSError, asyncio.TimeoutError):  # The client has disconnected, or does not read.
         if request.transport is not None:
             request.transport.abort()
     return response
@@ -127,7 +129,7 @@ async def _answer(request: web.Request, scraping: Coalescer, form: str) -> web.S
 
 @functools.cache
 def load_page() -> tuple[bytes, dict[str, str]]:
-    """Read the page once per process: HTML, and headers that let a browser run only the page's own script."""
+    """Return the HTML page and its headers, which let a browser run only the page's own script."""
     body = resources.files(__package__).joinpath(_PAGE).read_bytes()
     policy = "; ".join(
         [
@@ -154,6 +156,6 @@ def load_page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(element: str, body: bytes) -> str:
-    """Return the hash of the page's one such element for a policy (Content Security Policy 3, section 2.3.1)."""
+    """Return the hash of the page's only ``<element>`` for the policy (Content Security Policy 3, section 2.3.1)."""
     (content,) = re.findall(rf"<{element}>(.*?)</{element}>".encode(), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -61,7 +61,7 @@ def test_it_is_told_once_and_without_the_name(caplog: pytest.LogCaptureFixture) 
         for _ in range(3):
             ask(served.server.port, "rebound.example")
     assert [each.getMessage() for each in caplog.records if "refused" in each.getMessage()] == [
-        "127.0.0.1: a request was refused: expected to be asked by an address, localhost or a name of this host"
+        "127.0.0.1: a request was refused: expected an address, localhost or a name of this host in the Host header"
     ]
 
 

@@ -84,7 +84,7 @@ def test_both_need_the_token(
             receiver.fetch(source.metadata(), 1)
         assert not caught.value.retryable
         assert ("this process has no token" in str(caught.value)) == (here is None)
-        assert ("the peer has another one" in str(caught.value)) == (here is not None and there is not None)
+        assert ("the peer has another job token" in str(caught.value)) == (here is not None and there is not None)
     for secret in (SECRET, "another-one"):
         assert secret not in f"{caught.value} {caplog.text}"
 

@@ -265,7 +265,7 @@ def test_latest_waits_for_a_snapshot_that_is_new_enough() -> None:
         served.server.requests.fresh_snapshot = lambda _step: 2
         late = served.ask("/checkpoint/latest/full?wait=0")
         assert late.status == 503
-        assert b"one of an earlier state (step 2)" in late.body
+        assert b"the newest one is older (step 2)" in late.body
         # Asked again, with the state changed once more meanwhile: what was new enough at first still is.
         after = late.headers["FT-After"]
         third = served.put(3, b"third")
