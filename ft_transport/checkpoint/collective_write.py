@@ -31,7 +31,7 @@ from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visi
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import compare_settings
 from ft_transport.coordination.agreement import Agreement
-from ft_transport.coordination.ranks import from_msgpack
+from ft_transport.coordination.ranks import decode_message
 from ft_transport.runtime.regular_files import create_file
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class CollectiveWrite:
         if plans is not None:
             is_compared = any(plan.compared for plan in plans)
             assigned = [msgspec.msgpack.encode(_Assigned(plan, is_compared)) for plan in plans]
-        self._assigned = from_msgpack(agreement.scatter("divide the work", assigned), _assigned_decoder)
+        self._assigned = decode_message(agreement.scatter("divide the work", assigned), _assigned_decoder)
         self._plan_key = key
 
 

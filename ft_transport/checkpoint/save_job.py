@@ -26,7 +26,7 @@ from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.writer_process import WriterAnswer, WriterProcess, WriterRequest
 from ft_transport.coordination.agreement import Agreement
-from ft_transport.coordination.ranks import from_msgpack
+from ft_transport.coordination.ranks import decode_message
 from ft_transport.errors import CheckpointError, CheckpointExistsError, SnapshotError, TransportError, WriterFailedError
 from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.settings import default_num_threads
@@ -315,7 +315,7 @@ class SaveJob:
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """Let the first rank's writer process divide the work among the ranks."""
-        by_rank = tuple(from_msgpack(each, _header_decoder) for each in headers)
+        by_rank = tuple(decode_message(each, _header_decoder) for each in headers)
         return self._ask(messages.Plan(by_rank, self._means.consolidate), messages.RankPlans).plans
 
     def digest(self, plan: RankPlan) -> bytes:

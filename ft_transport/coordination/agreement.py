@@ -1,8 +1,8 @@
-"""Phases that all ranks of a group run together: each ends in a vote, on success too, and in one outcome for all.
+"""Runs phases on all ranks of a group. Each phase ends in a vote, which gives it one outcome on all ranks.
 
-Votes go through the key-value store of ``torch.distributed`` (``ranks``), not through a collective: an error can then
-name a missing rank, the other ranks learn of the failure, and no connection breaks. gloo closes all connections of a
-group when one of its operations times out. Data goes through a gloo group (``exchange``).
+Votes travel through the key-value store of ``torch.distributed`` (``ranks``), not through a collective. So an error can
+name a missing rank, all other ranks learn of the failure, and no connection breaks: gloo would close all connections of
+a group after one timeout. Bulk data travels over a gloo group (``gloo_exchange``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from ft_transport.coordination.gloo_exchange import GlooExchange
-from ft_transport.coordination.ranks import RankGroup, RankMessages, from_msgpack
+from ft_transport.coordination.ranks import RankGroup, RankMessages, decode_message
 from ft_transport.coordination.store import AT_ONCE
 from ft_transport.coordination.votes import (
     AbandonedError,
@@ -40,31 +40,31 @@ from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 T = TypeVar("T")
 
 _FIRST_PATIENCE: Final = 10
-"""Number of timeouts that the first rank may take, for example to delete old files; it shows heartbeats meanwhile."""
+"""Number of timeouts that an action of rank 0 may take, for example to delete old files, while heartbeats continue."""
 
 _MAX_VERDICTS: Final = 16
-"""Several, because an interrupted rank has not read the latest verdicts."""
+"""Number of verdicts that are remembered; several, because an interrupted rank has not read the latest ones."""
 _VERDICT_DIGITS: Final = 16
 
 
 class Agreement:
-    """Runs phases on all ranks, each with one outcome for all. One thread at a time, the same calls on every rank.
+    """Runs phases on all ranks, each with one outcome on all ranks. One thread at a time; the same calls on every rank.
 
-    A data exchange is a phase of its own, and starts only after all ranks have reached it: so no rank waits in gloo for
-    a rank that failed before.
+    An exchange of bulk data is a phase of its own. It starts only after all ranks have ended the phase before, so that
+    no rank waits in gloo for a rank that has failed.
 
     Args:
         group: The ranks.
         channel: Distinguishes several agreements of one group.
-        timeout: How long a rank may go without a heartbeat before the others give it up.
+        timeout: If a rank shows no heartbeat for this time, the other ranks stop waiting for it.
 
     Attributes:
-        rank: This rank's place in the group.
+        rank: This rank within the group.
         size: Number of ranks.
-        exchange: Carries data between the ranks.
+        exchange: Exchanges bulk data between the ranks.
         step: The current step, for errors.
-        about: Suffix of the name of each phase, in errors.
-        may_try_again: Whether a retry of the latest failure may succeed; the same on all ranks.
+        about: A suffix of the names of phases, for errors.
+        may_try_again: Whether the last phase failed in a way that a retry may cure; the same on all ranks.
         sequence: Number of phases so far; the same on all ranks.
     """
 
@@ -72,7 +72,8 @@ class Agreement:
         self.rank, self.size = group.rank, group.size
         self.exchange: Final = GlooExchange(group, channel, timeout)
         self._messages = group.messages(channel, timeout)
-        # In the form of `Vote.heard`, the latest last. They contain nonces of this run, so no other run has them.
+        # Digests of verdicts, as in `Vote.last_verdict`; the newest last. A verdict contains nonces of this run, so no
+        # other run has the same digests.
         self._verdicts: deque[str] = deque(maxlen=_MAX_VERDICTS)
         self._timeout = timeout
         self.sequence = 0
@@ -82,18 +83,18 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank decides for the group."""
+        """Whether this is rank 0, which decides for the group."""
         return self.rank == 0
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], bytes | None]) -> tuple[bytes, ...]:
-        """Run ``action`` on every rank, and return the results of all ranks, by rank.
+        """Run a phase: call ``action`` on every rank, and return the results of all ranks, by rank.
 
         Args:
             phase: Name of the phase, for errors; the same on all ranks.
-            action: This rank's part. Its result is small.
+            action: This rank's part. Its result must be small.
 
         Raises:
-            TransportError: A rank failed or died: the same error on all. `may_try_again` says whether all may retry.
+            TransportError: A rank failed or died. All ranks raise the same error, and `may_try_again` is the same too.
         """
         outcome = self._outcome(phase + self.about, action)
         self.may_try_again = isinstance(outcome, TryAgain)
@@ -104,55 +105,66 @@ class Agreement:
                 raise error
 
     def run(self, phase: str, action: Callable[[], T]) -> T:
-        """Run ``action`` as `run_on_all_ranks` does, and return its result on this rank."""
+        """Run a phase as `run_on_all_ranks` does. Return the result of this rank's ``action``, of any type."""
         results: list[T] = []
         self.run_on_all_ranks(phase, lambda: results.append(action()))
         return results[0]
 
     def on_first(self, phase: str, action: Callable[[], T]) -> T | None:
-        """Run ``action`` on the first rank only. Return its result there, and ``None`` on the other ranks.
+        """Run a phase with ``action`` on rank 0 only. Return its result on rank 0, and ``None`` on the other ranks.
 
         Raises:
-            TransportError: ``action`` failed; the same error on all ranks.
+            TransportError: ``action`` failed. All ranks raise the same error.
         """
         return self.run(phase, lambda: self._by_first(action))
 
     def gather(self, phase: str, data: bytes) -> list[bytes]:
-        """Send the data of every rank to the first rank, which gets it by rank; the others get an empty list."""
+        """Send the data of every rank to rank 0. Return it there, by rank, and an empty list on the other ranks."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.gather(data))) or []
 
     def scatter(self, phase: str, data: Sequence[bytes] | None) -> bytes:
-        """Send each rank its part of the first rank's data."""
+        """Send to each rank its part of the data of rank 0, and return this rank's part.
+
+        Args:
+            phase: Name of the phase, for errors; the same on all ranks.
+            data: On rank 0, the parts by rank; ``None`` on the other ranks.
+        """
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.scatter(data)))
 
     def broadcast(self, phase: str, data: bytes | None) -> bytes:
-        """Send the first rank's data to all ranks."""
+        """Send the data of rank 0 to all ranks, and return it. The other ranks pass ``None``."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.broadcast(data)))
 
     def value_of_first(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> T:
-        """Run ``action`` as `on_first` does, and return its result on all ranks: a value that msgpack can encode."""
+        """Run ``action`` on rank 0, as `on_first` does, and return its result on all ranks.
+
+        Args:
+            phase: Name of the phase, for errors; the same on all ranks.
+            action: Returns a value that msgpack can encode.
+            decoder: Decodes that value.
+        """
         encoded = self.run_on_all_ranks(phase, lambda: self._by_first(lambda: msgspec.msgpack.encode(action())))
-        return from_msgpack(encoded[0], decoder)
+        return decode_message(encoded[0], decoder)
 
     def values_of_all(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
-        """Run ``action`` as `run_on_all_ranks` does, with values that msgpack can encode in place of bytes."""
+        """Run ``action`` on every rank, as `run_on_all_ranks` does, with a result that msgpack can encode."""
         encoded = self.run_on_all_ranks(phase, lambda: msgspec.msgpack.encode(action()))
-        return [from_msgpack(each, decoder) for each in encoded]
+        return [decode_message(each, decoder) for each in encoded]
 
     def _by_first(self, action: Callable[[], T]) -> T | None:
         patience_s = _FIRST_PATIENCE * self._timeout.total_seconds()
         return self.showing_life(action, patience_s) if self.is_first else None
 
     def reconnect(self) -> None:
-        """Drop the data connections; called on all ranks, after a phase that failed on all."""
+        """Make the next exchange of data connect again. All ranks call this after the same failed phase."""
         self.exchange.reset(self.sequence)
 
     def close(self) -> None:
-        """Close the data connections."""
+        """Close the connections for data."""
         self.exchange.close()
 
     def check_others(self) -> None:
-        """Show a heartbeat, and abort this rank's part if another rank has failed; called during long parts.
+        """Show a heartbeat, and raise an error if another rank has failed. Called repeatedly during a long action.
 
         Raises:
             AbandonedError: Another rank has failed in this phase.
@@ -163,7 +175,7 @@ class Agreement:
                 raise AbandonedError("gave up because another rank has failed")
 
     def showing_life(self, action: Callable[[], T], timeout_s: float) -> T:
-        """Run ``action``, and show heartbeats to the other ranks meanwhile, for at most ``timeout_s``."""
+        """Run ``action``, and show heartbeats to the other ranks meanwhile, for at most ``timeout_s`` seconds."""
         messages = self._messages
         if messages is None:
             return action()
@@ -190,14 +202,15 @@ class Agreement:
             messages.beat()
         try:
             payload = action() or b""
-            heard = self._verdicts[-1] if self._verdicts else ""
-            vote = Vote(phase=phase, payload=payload, nonce=messages.nonce if messages is not None else "", heard=heard)
+            last_verdict = self._verdicts[-1] if self._verdicts else ""
+            nonce = messages.nonce if messages is not None else ""
+            vote = Vote(phase=phase, payload=payload, nonce=nonce, last_verdict=last_verdict)
         except BaseException as error:
             vote = Vote(phase=phase, failure=describe(error))
             if messages is not None:
                 messages.channel.post(f"failed/{self.sequence}", "1", self._timeout)
             if not isinstance(error, Exception):
-                # The other ranks learn of the failure, and this rank does as the signal says.
+                # A signal handler has raised: report the failure to the other ranks, and let the exception pass.
                 if messages is not None:
                     self._cast(messages, vote)
                 raise
@@ -205,10 +218,10 @@ class Agreement:
             return tally([vote], step=self.step)
         try:
             votes = self._vote(messages, vote)
-            # If all ranks succeeded, this rank's entry must be its own vote, and not one of an earlier run.
+            # A success counts only if the verdict contains this rank's vote, and not a vote of an earlier run.
             if all(each is not None and each.failure is None for each in votes) and votes[self.rank] != vote:
                 raise PeerProtocolError(
-                    f"expected the verdict of {phase!r} to have this rank's own vote, it has another"
+                    f"expected the verdict on {phase!r} to contain this rank's own vote, got one with another vote"
                 )
         except TransportError as error:
             error.step = self.step
@@ -217,8 +230,8 @@ class Agreement:
 
     def _cast(self, messages: RankMessages, vote: Vote) -> None:
         if self.is_first:
-            # Rank 0 does not wait for the other ranks, which may go on at once.
-            others = Vote(phase=vote.phase, failure=describe(AbandonedError("gave up because rank 0 has")))
+            # The phase has failed. Rank 0 ends it without the other ranks' votes, so that they do not wait.
+            others = Vote(phase=vote.phase, failure=describe(AbandonedError("gave up because rank 0 has failed")))
             self._settle(messages, [vote, *[others] * (self.size - 1)])
         else:
             messages.post(f"vote/{self.sequence}/{self.rank}", encode(vote))
@@ -230,23 +243,24 @@ class Agreement:
             key = f"verdict/{number}"
             (verdict,) = messages.wait({0: key})
             if verdict is not None:
-                return self._heard(messages.opened(key, verdict))
+                return self._read(messages.opened(key, verdict))
             return self._settle(messages, [None, *[vote] * (self.size - 1)])
         found = messages.wait({rank: f"vote/{number}/{rank}" for rank in range(1, self.size)})
         votes = [vote, *(self._vote_of(messages, rank, each, vote) for rank, each in enumerate(found, start=1))]
         if None in votes or any(each is not None and _may_be_forged(each) for each in votes):
             return self._settle(messages, votes)
-        # All ranks have read the verdict before the last one.
+        # Every rank has voted in this phase, so it has read the verdict of the phase before, which may be removed.
         old = [f"vote/{number - 1}/{rank}" for rank in range(1, self.size)]
         return self._settle(messages, votes, remove=[f"verdict/{number - 1}", f"failed/{number - 1}", *old])
 
     def _settle(
         self, messages: RankMessages, votes: Sequence[Vote | None], *, remove: Sequence[str] = ()
     ) -> list[Vote | None]:
-        """Make ``votes`` the verdict, unless one exists already. Return the verdict for all ranks."""
-        return self._heard(messages.settle(f"verdict/{self.sequence}", encode_all(votes), remove=remove))
+        """Publish ``votes`` as the verdict, unless this phase has one. Return the verdict that all ranks read."""
+        return self._read(messages.settle(f"verdict/{self.sequence}", encode_all(votes), remove=remove))
 
-    def _heard(self, verdict: bytes) -> list[Vote | None]:
+    def _read(self, verdict: bytes) -> list[Vote | None]:
+        """Decode a verdict, and remember its digest."""
         votes = decode_all(verdict, self.size)
         if self._messages is not None and self._messages.is_signed:
             self._verdicts.append(hashlib.sha256(verdict).hexdigest()[:_VERDICT_DIGITS])
@@ -257,12 +271,11 @@ class Agreement:
             return None
         try:
             vote = decode(messages.opened(f"vote/{self.sequence}/{rank}", signed))
-            # A vote without ``heard`` comes from a rank that was interrupted in the first phase, or this is the first
-            # phase.
-            if vote.failure is None and vote.heard and vote.heard not in self._verdicts:
+            # A vote without a last verdict is one of the first phase, or of a rank that was interrupted in it.
+            if vote.failure is None and vote.last_verdict and vote.last_verdict not in self._verdicts:
                 raise PeerProtocolError(
-                    f"expected rank {rank} to follow a verdict of this run; its vote is of an earlier run, or it has "
-                    "missed this rank in the last phase"
+                    f"expected a vote of rank {rank} that follows a verdict of this run; it is of an earlier run, or "
+                    "that rank ended the last phase without this one"
                 )
             return vote
         except PeerProtocolError as error:
@@ -270,5 +283,8 @@ class Agreement:
 
 
 def _may_be_forged(vote: Vote) -> bool:
-    """Return whether a vote replaces an unverified one: that rank may not have read the last verdict yet."""
+    """Return whether the vote of a rank was replaced because it failed the check of its signature or its run.
+
+    Such a rank may not have read the last verdict, which therefore must not be removed yet.
+    """
     return vote.failure is not None and vote.failure.kind == PeerProtocolError.__name__

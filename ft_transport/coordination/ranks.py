@@ -1,10 +1,11 @@
 """The ranks of a group, and the signed messages with which they agree through a key-value store.
 
-All agreement between ranks uses this core. A rank puts messages under its own keys, and an answer for all is set once.
-Each message is signed for its key, because any process that reaches the store can write to it. A nonce distinguishes
-this process's messages from those of an earlier run. A wait ends at a deadline, or when a rank shows no heartbeat.
+All agreement between ranks uses this module. Each rank posts messages under its own keys. An answer to all ranks is set
+once and never changes. A message is signed together with its key, because any process that reaches the store can write
+to it. A nonce distinguishes the messages of this process from those of an earlier run. A wait ends at a deadline, or
+when the missing ranks show no heartbeat any more.
 
-`rendezvous` makes sure that all members are present before a wait that cannot be interrupted.
+`rendezvous` makes sure that all members are present before they begin a wait that cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -32,24 +33,29 @@ from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.runtime.deadline import Backoff, Deadline
 from ft_transport.runtime.decoding import DECODE_ERRORS
 
-_PURPOSE: Final = "told among ranks"
+T = TypeVar("T")
+
+_PURPOSE: Final = "message between ranks"
 _END: Final = b" "
 _LONGEST_BEAT_S: Final = 1.0
-"""How often a rank shows a heartbeat, and checks the heartbeats of the others."""
+"""The longest pause after which a rank shows a heartbeat, and checks the heartbeats of the other ranks."""
+_MAX_SHOWN: Final = 100
+_PROBE_AFTER: Final = timedelta(milliseconds=200)
+_PROBE_TIMEOUT: Final = timedelta(seconds=1)
 
 _num_groups: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Ranks that include this one, and a part of their key-value store that nothing else uses.
+    """A group of ranks that includes this one, and a part of its key-value store that nothing else uses.
 
     Attributes:
-        rank: This rank's place in the group.
+        rank: This rank within the group.
         size: Number of ranks.
-        global_ranks: The ranks' numbers in all of ``torch.distributed``.
-        shared: The part of the store; ``None`` for a single rank.
-        keys: Keys of the job token; they sign all messages of an agreement.
+        global_ranks: The numbers of the ranks in ``torch.distributed``, by rank in the group.
+        shared: The part of the key-value store; ``None`` for a single rank.
+        keys: Keys of the job token, which sign all messages; ``None`` without a token.
     """
 
     rank: int = 0
@@ -60,15 +66,17 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, *, keys: Keys | None = None) -> RankGroup:
-        """Return the ranks of a process group. Called on all of them, in the same order as for others of that group.
+        """Return the ranks of a process group. This runs no collective.
+
+        All ranks must call it equally often for the same process group, because the calls are numbered.
 
         Args:
-            process_group: ``None`` stands for all of ``torch.distributed``, or for this process alone where that is not
-                initialised. No collective of the group runs.
-            keys: Keys of the job token; ``None`` for the environment's.
+            process_group: The process group. ``None``: all ranks of ``torch.distributed``, or only this process if
+                ``torch.distributed`` is not initialised.
+            keys: Keys of the job token; ``None``: those of the token in the environment, if it has one.
 
         Raises:
-            ConfigurationError: This rank is no member of the group, or the environment names no job token.
+            ConfigurationError: This rank is no member of the group, or the token in the environment is invalid.
         """
         if process_group is None and not dist.is_initialized():
             return cls()
@@ -80,7 +88,7 @@ class RankGroup:
         global_ranks = tuple(dist.get_process_group_ranks(group))
         name = group.group_name if group is not None else ""
         number = _num_groups[name] = _num_groups.get(name, 0) + 1
-        # The group's own store is not public. The default group's store is not public either, but libraries use it.
+        # torch has no public access to a group's store; other libraries use this function for the default group's.
         default: Any = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, global_ranks)) if size <= 64 else name
         shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
@@ -88,15 +96,15 @@ class RankGroup:
         return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=keys)
 
     def store(self, prefix: str) -> Any:
-        """Return a part of the store, for one purpose; ``None`` for a single rank."""
+        """Return the part of the key-value store with this prefix; ``None`` for a single rank."""
         return PrefixStore(prefix, self.shared) if self.shared is not None else None
 
     def messages(self, purpose: str, timeout: timedelta) -> RankMessages | None:
-        """Return the messages between these ranks, for one purpose; ``None`` for a single rank.
+        """Return an object that sends messages between these ranks; ``None`` for a single rank.
 
         Args:
-            purpose: Distinguishes the messages of one group.
-            timeout: How long a rank may go without a heartbeat before the others give it up.
+            purpose: Distinguishes these messages from others of the same group.
+            timeout: If a rank shows no heartbeat for this time, the other ranks stop waiting for it.
         """
         if self.size == 1:
             return None
@@ -105,22 +113,22 @@ class RankGroup:
 
 
 class RankMessages:
-    """Signed messages and heartbeats of one rank. Any thread may call it. Without keys nothing is signed.
+    """Sends the messages and heartbeats of one rank, and reads those of the other ranks. Any thread may call it.
 
-    All methods raise `RankGoneError` if the store does not answer.
+    All methods raise `RankGoneError` if the key-value store does not answer.
 
     Args:
-        channel: Reaches a part of the store that nothing else uses.
-        keys: Keys of the job token, if there is one.
-        context: Subject of all messages, part of every signature; the same on all ranks.
+        channel: Reaches a part of the key-value store that nothing else uses.
+        keys: Keys of the job token, which sign the messages; ``None`` without a token.
+        context: Texts that every signature covers, such as the purpose of the messages; the same on all ranks.
         rank: This rank.
-        timeout: How long a rank may go without a heartbeat before a wait gives it up.
+        timeout: `wait` stops waiting for a rank that has shown no heartbeat for this time.
 
     Attributes:
-        channel: As the argument.
+        channel: The part of the key-value store.
         is_signed: Whether messages are signed.
         beat_s: The pause between two heartbeats, in seconds.
-        nonce: Identifies this process: no message of another run has it.
+        nonce: Random text that identifies this process. No message of another run contains it.
     """
 
     def __init__(self, channel: StoreChannel, keys: Keys | None, *context: str, rank: int, timeout: timedelta) -> None:
@@ -136,16 +144,20 @@ class RankMessages:
         self._beaten_s = 0.0
 
     def signed(self, key: str, message: bytes) -> bytes:
-        """Return the message with its signature for this key; it is not valid under another key."""
+        """Return the message with a signature, which is valid under this key only; without a token, the message."""
         if self._keys is None:
             return message
         return self._keys.sign(_PURPOSE, *self._context, key.encode(), message).encode() + _END + message
 
     def opened(self, key: str, signed: bytes) -> bytes:
-        """Verify a signed message, and return the message.
+        """Verify the signature of a message, and return the message without it.
+
+        Args:
+            key: The key under which the message was found.
+            signed: The result of `signed`.
 
         Raises:
-            PeerProtocolError: No rank of this job has put this message under this key.
+            PeerProtocolError: The signature is not that of a rank of this job for this key.
         """
         if self._keys is None:
             return signed
@@ -153,26 +165,31 @@ class RankMessages:
         parts = (*self._context, key.encode(), message)
         if not end or not self._keys.verifies(signature.decode("ascii", "replace"), _PURPOSE, *parts):
             raise PeerProtocolError(
-                f"expected {key} to be signed with the job token ({TOKEN_VARIABLE}): another one is used, "
-                "or somebody else writes to the store"
+                f"expected {key} to be signed with the job token ({TOKEN_VARIABLE}), it is not: a rank has another "
+                "token, or another process writes to the store"
             )
         return message
 
     def post(self, key: str, message: bytes) -> None:
-        """Put a message under a key of this rank."""
+        """Sign a message, and store it under a key of this rank."""
         self.channel.post(key, self.signed(key, message), self._timeout)
 
     def settle(self, key: str, answer: bytes, *, remove: Sequence[str] = ()) -> bytes:
-        """Make ``answer`` the answer for all ranks, unless one exists already. Return the answer that counts.
+        """Store an answer to all ranks, unless the key has one already. Return the answer that is stored.
+
+        Args:
+            key: The key of the answer.
+            answer: The answer, without a signature.
+            remove: Keys to delete afterwards.
 
         Raises:
-            PeerProtocolError: See `opened`.
+            PeerProtocolError: The stored answer has no valid signature.
         """
         proposed = self.signed(key, answer).decode()
         return self.opened(key, self.channel.set_once(key, proposed, self._timeout, remove=remove))
 
     def beat(self) -> None:
-        """Show that this rank is alive. A heartbeat too soon after the last one is skipped."""
+        """Show a heartbeat of this rank, unless it has shown one less than ``beat_s`` ago."""
         now_s = time.monotonic()
         if now_s > self._beaten_s + self.beat_s:
             self._beaten_s = now_s
@@ -182,15 +199,17 @@ class RankMessages:
     def wait(
         self, keys: Mapping[int, str], *, deadline_s: float = math.inf, backoff: Backoff | None = None
     ) -> list[bytes | None]:
-        """Wait for a key of each rank, as long as these ranks show heartbeats; this rank shows its own meanwhile.
+        """Wait for messages of several ranks, as long as one of the missing ranks shows heartbeats.
+
+        This rank shows its own heartbeats meanwhile.
 
         Args:
-            keys: By rank.
+            keys: The key of the awaited message, by rank.
             deadline_s: When the wait ends, by the monotonic clock.
-            backoff: How often the wait polls.
+            backoff: The pauses between polls.
 
         Returns:
-            The signed messages; ``None`` for a rank that has put no message there.
+            The signed messages, in the order of ``keys``; ``None`` for each message that did not arrive.
         """
         backoff = backoff if backoff is not None else Backoff()
         wanted = list(keys.values())
@@ -219,26 +238,16 @@ class RankMessages:
         return found[0] if found is not None else None
 
 
-T = TypeVar("T")
+def decode_message(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]) -> T:
+    """Decode a message of another rank.
 
-_MAX_SHOWN = 100
-
-
-def from_json(encoded: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return a value of the decoder's kind.
+    Args:
+        encoded: The message, without a signature.
+        decoder: Decodes values of the expected type.
 
     Raises:
-        PeerProtocolError: The text is no such value.
+        PeerProtocolError: The message contains no value of that type.
     """
-    return _decoded(encoded, decoder)
-
-
-def from_msgpack(encoded: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Return a value of the decoder's kind, from msgpack; raises as `from_json`."""
-    return _decoded(encoded, decoder)
-
-
-def _decoded(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]) -> T:
     try:
         return decoder.decode(encoded)
     except DECODE_ERRORS as error:
@@ -246,10 +255,6 @@ def _decoded(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.
         raise PeerProtocolError(
             f"expected a {getattr(kind, '__name__', kind)} of another rank, got {encoded[:_MAX_SHOWN]!r}: {error}"
         ) from error
-
-
-_PROBE_AFTER: Final = timedelta(milliseconds=200)
-_PROBE_TIMEOUT: Final = timedelta(seconds=1)
 
 
 def rendezvous(
@@ -261,30 +266,29 @@ def rendezvous(
     addresses: Sequence[str],
     timeout: timedelta,
 ) -> None:
-    """Wait until all members have called this.
+    """Wait until all members of a process group have called this function.
 
-    The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and
-    its last heartbeat is fresh. Configuring a process group with it waits for the whole timeout. So the members
-    announce themselves in the store first, and each probes the address at which a missing member serves its state. If
-    no process listens there any more, the replica is dead. A member that gives up before it arrives says so
-    (`decline`), which ends the wait.
+    A quorum may include a replica that was killed a moment ago, because its last request and heartbeat are recent. To
+    set up a process group with it would take the whole timeout. So each member first announces itself in the store, and
+    probes the addresses at which missing members serve their state. A missing member is dead if no process listens at
+    its address. A member that will not arrive calls `decline`, which ends the wait of the other members.
 
     Args:
-        store: Holds the keys of the members.
-        prefix: Prefix of the keys; never used before.
+        store: The key-value store that all members use.
+        prefix: Prefix of the keys; no earlier rendezvous may have used it.
         rank: This member's rank.
-        names: The members, by rank; for messages.
-        addresses: Where each serves its state.
-        timeout: For the whole call.
+        names: The names of the members by rank, for messages.
+        addresses: The addresses at which the members serve their state, by rank.
+        timeout: Limit of the whole call.
 
     Raises:
-        RankGoneError: A member is dead or has given up, or the store does not answer.
+        RankGoneError: A member is dead or has declined, or the store does not answer.
         DeadlineExceededError: A member did not arrive in time, or the store did not answer in time.
     """
     deadline = Deadline.after(timeout)
     keys = {other: f"{prefix}/{other}" for other in range(len(names)) if other != rank}
     missing = list(keys)
-    # A missing member may host the store.
+    # Probe before the first call of the store, because a dead member may have hosted it.
     _refuse_dead(missing, names, addresses, deadline)
     store.set(f"{prefix}/{rank}", names[rank], deadline.cap(timeout))
     given_up = _given_up_key(prefix)
@@ -302,7 +306,8 @@ def rendezvous(
         _refuse_dead(missing, names, addresses, deadline)
         if missing and deadline.is_over():
             raise DeadlineExceededError(
-                f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
+                f"expected {[names[other] for other in missing]} to set up the process group within "
+                f"{timeout.total_seconds():g} s"
             )
 
 
@@ -310,17 +315,17 @@ def decline(*, store: StoreChannel, prefix: str, name: str, reason: str, timeout
     """End the rendezvous of the other members, because this member will not arrive.
 
     Args:
-        store: See `rendezvous`.
-        prefix: See `rendezvous`.
-        name: This member's name.
-        reason: Why it does not arrive.
-        timeout: For the store to answer.
+        store: The key-value store of the rendezvous.
+        prefix: Prefix of its keys.
+        name: The name of this member.
+        reason: Why this member does not arrive, for messages of the other members.
+        timeout: Limit of the call of the store.
 
     Raises:
         RankGoneError: The store does not answer.
         DeadlineExceededError: The store did not answer in time.
     """
-    store.set(_given_up_key(prefix), f"{name} has given up before the members met: {reason}", timeout)
+    store.set(_given_up_key(prefix), f"{name} does not set up the process group: {reason}", timeout)
 
 
 def _given_up_key(prefix: str) -> str:

@@ -1,13 +1,13 @@
-"""Keys of a store of ``torch.distributed``: set, set once, wait; every wait polls until a deadline.
+"""Access to a key-value store of ``torch.distributed``. Every call has a timeout, and every wait polls.
 
-A wait in the store itself can be neither interrupted nor abandoned, and blocks its connection for other threads. A
-`StoreChannel` calls a store that ``torch.distributed`` has connected to directly (`DirectStore`), and any other on the
-thread of a cached connection (`StoreConnection`).
+A wait within torch's store can be neither interrupted nor abandoned, and blocks the connection for other threads. So a
+`StoreChannel` waits by polling. It reaches the store in one of two ways:
 
-A client of a ``TCPStore`` looks up its host's name in its constructor, which takes seconds where the resolver is slow;
-so process groups reuse connections. Calls of the client have no deadline: a call to a stopped process returns when that
-process goes on. So a thread of the connection makes the calls, and the caller waits for the thread no longer than its
-timeout.
+- `DirectStore` calls the store to which ``torch.distributed`` has connected, on the caller's thread.
+- `StoreConnection` connects to any ``TCPStore``, and calls it on a thread of its own. A call of torch's client has no
+  deadline: a call to a stopped process returns only after that process continues. So the caller waits for the thread,
+  at most until its timeout. Process groups reuse connections, because torch's client resolves the host's name when it
+  connects, which may take seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined] # exported, undeclared
     DistError,
@@ -37,64 +37,67 @@ from ft_transport.runtime.signal_safe import SafeFuture, SafeThread
 T = TypeVar("T")
 
 AT_ONCE: Final = timedelta(0)
-"""The timeout of a wait that polls once."""
+"""Timeout of a wait that polls only once."""
 
 
 class DirectStore:
-    """Calls the store of ``torch.distributed`` on the caller's own thread, which saves a switch between threads.
+    """Calls a store on the caller's thread, for the store that ``torch.distributed`` has connected to.
 
-    Timeouts do not apply: the trainer's own collectives need the store's process too.
+    Timeouts are ignored: if that store does not answer, the trainer's own collectives hang as well.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """Call ``function``; see `StoreChannel.call`."""
+        """Call a function with the store; see `StoreChannel.call`."""
         del timeout, may_repeat
         try:
             return function(self._store)
-        except RuntimeError as error:  # DistError and its like
+        except RuntimeError as error:  # the base class of torch's DistError
             raise RankGoneError(f"expected the key-value store of torch.distributed to answer: {error}") from error
 
 
 class StoreChannel:
-    """The keys of one store. Any thread may call it, one after the other. All methods raise as `call`."""
+    """Reads and writes the keys of one store. Several threads may use it, one at a time.
+
+    All methods raise the errors of `call`.
+    """
 
     def __init__(self, caller: DirectStore | StoreConnection) -> None:
         self._caller = caller
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """Call ``function`` with the store.
+        """Call a function with the store, and return its result.
 
         Args:
-            function: Receives the store.
-            timeout: For the store to answer.
-            may_repeat: Whether ``function`` may run a second time if the connection turns out to be broken.
+            function: The function; its argument is the store.
+            timeout: Limit of the call.
+            may_repeat: Whether the function may run twice, which happens if the connection turns out to be broken.
 
         Raises:
             DeadlineExceededError: The store did not answer in time.
-            RankGoneError: The store does not answer.
-            Exception: Any error of ``function``.
+            RankGoneError: The connection to the store is broken or cannot be made.
+            Exception: Any error of the function.
         """
         return self._caller.call(function, timeout, may_repeat=may_repeat)
 
     def set(self, key: str, value: str | bytes, timeout: timedelta) -> None:
-        """Set a key, and make sure that the store still answers."""
+        """Set a key, and wait until the store has confirmed it."""
 
         def set_and_see(store: Any) -> None:
             store.set(key, value)
-            # A store does not answer to `set`; only this call shows that it is still there.
+            # torch's store does not answer a `set`; this call shows that the store still runs.
             store.check([key])
 
         self.call(set_and_see, timeout)
 
     def post(self, key: str, value: str | bytes, timeout: timedelta) -> None:
-        """Set a key without waiting; if the store died, only the next call notices."""
+        """Set a key without waiting for the store. If the store has died, only the next call raises an error."""
         self.call(lambda store: store.set(key, value), timeout)
 
     def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> bytes:
-        """Set a key unless it is set already, and remove others. Return the value of the key."""
+        """Set a key, unless it is set already, and delete the keys ``remove``. Return the value of the key."""
 
         def set_and_remove(store: Any) -> bytes:
             stored = bytes(store.compare_set(key, "", value))
@@ -105,11 +108,11 @@ class StoreChannel:
         return self.call(set_and_remove, timeout)
 
     def replace(self, key: str, old: str, new: str, timeout: timedelta) -> None:
-        """Set a key if it has the old value."""
+        """Set a key to ``new``, if its value is ``old``."""
         self.call(lambda store: store.compare_set(key, old, new), timeout)
 
     def add(self, key: str, number: int, timeout: timedelta) -> int:
-        """Add to a counter, and return its new value."""
+        """Add a number to the counter under a key, and return its new value."""
         return int(self.call(lambda store: store.add(key, number), timeout, may_repeat=False))
 
     def remove(self, key: str, timeout: timedelta) -> None:
@@ -117,7 +120,7 @@ class StoreChannel:
         self.call(lambda store: store.delete_key(key), timeout)
 
     def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
-        """Return the keys that are not set."""
+        """Return those of the keys that are not set."""
         return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
 
     def get(
@@ -128,14 +131,15 @@ class StoreChannel:
         unless: Sequence[str] = (),
         answer_timeout: timedelta = timedelta(0),
     ) -> list[bytes] | None:
-        """Wait until all keys are set. Return their values, or ``None`` if they are not.
+        """Wait until all keys are set, and return their values; ``None`` if the wait ends before.
 
         Args:
             keys: The keys to wait for; at least one.
-            timeout: For the keys to be set; `AT_ONCE` to poll once.
-            unless: If one of these is set, the wait ends. Keys that were set before it are still found.
-            answer_timeout: For the store to answer, if that is longer: a busy machine may need more than a short
-                timeout.
+            timeout: Limit of the wait; `AT_ONCE` to poll once.
+            unless: Keys that end the wait if one of them is set. If all ``keys`` were set before that key, the values
+                are still returned.
+            answer_timeout: Limit of each call of the store, if it is longer than ``timeout``. A busy machine may not
+                answer within a short timeout.
         """
         deadline = Deadline.after(timeout)
         backoff = Backoff()
@@ -146,7 +150,7 @@ class StoreChannel:
         def look(store: Any) -> list[bytes] | None:
             found = values(store)
             if found is None and any(store.check([key]) for key in unless):
-                # Since the first poll, the keys may have been set, and then one that ends the wait.
+                # Poll again: after the first poll, the keys may have been set, and then the key that ends the wait.
                 found = values(store) or []
             return found
 
@@ -157,22 +161,21 @@ class StoreChannel:
             backoff.pause(deadline.cap(timeout).total_seconds())
 
 
-_Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
-
 _MAX_OTHERS: Final = 2
-"""For stores outside the own group. A group meets in the store of one member; a second store is read where states
-differ."""
+"""Number of cached connections to stores of other replicas. A process group is set up through one of them, and a second
+one is read if the replicas' states differ."""
 _GRACE_S: Final = 0.25
-"""Time for the answer to come back, since the store counts the timeout itself."""
+"""Additional time for an answer that the store sends right at the timeout."""
 _PROBE_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 1.0
-"""A resolver may take longer than one caller's timeout; the next caller then finds the connection made."""
+"""Shortest timeout of an attempt to connect. The attempt continues after its caller has timed out, so that a later call
+succeeds even if resolving the name takes longer than one caller's timeout."""
 
 
 class StoreConnections:
-    """One connection to each store; closes those used least recently, because restarted replicas bring new stores.
+    """Caches one connection to each store. Any thread may call it.
 
-    Any thread may call it.
+    The connection that was used least recently is closed, since every restarted replica has a new store.
     """
 
     def __init__(self) -> None:
@@ -181,20 +184,21 @@ class StoreConnections:
         self._others: dict[tuple[str, int], StoreConnection] = {}
         self._is_closed = False
 
-    def at(self, host: str, port: int) -> StoreChannel:
-        """Return the channel to this store, which connects with the first call of one of its methods.
+    def at(self, address: str) -> StoreChannel:
+        """Return a channel to the store at ``host:port``, which connects in the first call of one of its methods.
 
         Raises:
             RankGoneError: The connections have been closed.
         """
-        place, oldest = (host, port), None
+        host, _, number = address.rpartition(":")
+        key, oldest = (host.strip("[]"), int(number)), None
         with self._mutex:
             if self._is_closed:
-                raise RankGoneError(f"expected no more need of the store at {host}:{port}: has been shut down")
-            if place in self._own:
-                return StoreChannel(self._own[place])
-            connection = self._others.pop(place, None) or StoreConnection(host, port, is_patient=False)
-            self._others[place] = connection
+                raise RankGoneError(f"expected an open connection to the store at {address}, it has been shut down")
+            if key in self._own:
+                return StoreChannel(self._own[key])
+            connection = self._others.pop(key, None) or StoreConnection(*key, is_patient=False)
+            self._others[key] = connection
             if len(self._others) > _MAX_OTHERS:
                 oldest = self._others.pop(next(iter(self._others)))
         if oldest is not None:
@@ -202,21 +206,16 @@ class StoreConnections:
         return StoreChannel(connection)
 
     def own(self, host: str, port: int, store: TCPStore | None = None) -> StoreChannel:
-        """Return the channel to a store of this process's own group, whose connection is never evicted; raises as `at`.
+        """Return a channel to the store of this process's own replica, whose connection stays open.
 
         Args:
             host: The store's host.
             port: The store's port.
-            store: The store, if this process hosts it: a second connection to it may take seconds, too.
+            store: The store, if this process hosts it; another connection to it might take seconds.
         """
         with self._mutex:
             connection = self._own[host, port] = StoreConnection(host, port, store)
             return StoreChannel(connection)
-
-    def at_address(self, address: str) -> StoreChannel:
-        """Return the channel to the store at ``host:port``; see `at`."""
-        host, _, port = address.rpartition(":")
-        return self.at(host.strip("[]"), int(port))
 
     def close(self) -> None:
         """Close every connection."""
@@ -229,14 +228,14 @@ class StoreConnections:
 
 
 class StoreConnection:
-    """A connection to one store; each call reconnects a broken one once. Any thread may call it, one after the other.
+    """A connection to one store. If it is broken, a call connects again once. Threads may use it one at a time.
 
     Args:
         host: The store's host.
         port: The store's port.
-        store: A connected store to start with; ``None`` to connect with the first call.
-        is_patient: Whether to wait for a store whose port refuses connections. Another replica's store listens for as
-            long as that replica lives.
+        store: A store that is connected already; ``None`` to connect in the first call.
+        is_patient: Whether to wait if the port refuses connections. If not, the replica that hosted the store is
+            assumed to be dead.
     """
 
     def __init__(self, host: str, port: int, store: TCPStore | None = None, *, is_patient: bool = True) -> None:
@@ -249,7 +248,7 @@ class StoreConnection:
         self._is_closed = False
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """Call ``function`` on the thread of the connection; see `StoreChannel.call`."""
+        """Call a function with the store on the thread of the connection; see `StoreChannel.call`."""
         deadline_s = time.monotonic() + timeout.total_seconds() + _GRACE_S
         while True:
             worker = self._running_worker(timeout)
@@ -258,10 +257,10 @@ class StoreConnection:
             try:
                 return future.result(max(0.0, deadline_s - time.monotonic()))
             except CancelledError:
-                # The connection was closed before this call could begin: for good, or because another call broke it.
+                # The connection was closed before this call began, by `close` or after another call failed.
                 continue
             except TimeoutError as error:
-                # If the call only waits for its turn, or for the connection, the thread goes on.
+                # A call that was still waiting, for its turn or for the connection, does not mean that the store hangs.
                 if not future.cancel() and worker.is_connected:
                     self._drop(worker)
                 raise DeadlineExceededError(self._unanswered(f"no answer in {timeout.total_seconds():g} s")) from error
@@ -272,11 +271,11 @@ class StoreConnection:
             except DistError as error:
                 raise RankGoneError(self._unanswered(str(error))) from error
             finally:
-                # The future refers to the error, and the error to this frame.
+                # The future refers to the error, and the error to this frame: break the cycle.
                 del future
 
     def close(self) -> None:
-        """Close the connection; calls that wait for it raise."""
+        """Close the connection. Calls that wait for an answer raise `RankGoneError`."""
         with self._mutex:
             self._is_closed = True
             worker, self._worker, self._first = self._worker, None, None
@@ -306,13 +305,13 @@ class StoreConnection:
 
 
 class _Worker:
-    """The thread of one connection: it connects, and then runs one job after the other."""
+    """The thread of one connection. It connects, unless ``store`` is connected already, and then runs jobs in turn."""
 
     def __init__(self, connect: Callable[[], TCPStore], store: TCPStore | None) -> None:
         self.is_connected = store is not None
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = SimpleQueue()
         self._current: Future[Any] | None = None
-        # A daemon, because a call to a store whose process is stopped does not return.
+        # A daemon thread, because a call does not return while the process of the store is stopped.
         self._thread = SafeThread(target=self._run, args=(connect, [store]), name="ft-transport-store", daemon=True)
         self._thread.start()
 
@@ -322,7 +321,7 @@ class _Worker:
         return future
 
     def end(self) -> None:
-        """End all waits; the thread ends when its current call does."""
+        """End the waits for all jobs. The thread ends after its current job."""
         self._jobs.put(None)
         current = self._current
         if current is not None and not current.cancel():
@@ -333,7 +332,7 @@ class _Worker:
         self._thread.join(timeout_s)
 
     def _run(self, connect: Callable[[], TCPStore], first: list[TCPStore | None]) -> None:
-        # Taken out of the list, which the thread object keeps: nothing else refers to the store when this ends.
+        # Take the store out of the list, which the thread object keeps, so that nothing refers to the store at the end.
         store: Any = first.pop()
         while (job := self._jobs.get()) is not None:
             self._current, function = job
@@ -348,7 +347,7 @@ class _Worker:
                 if current.running() or (not current.done() and current.set_running_or_notify_cancel()):
                     _finish(current, error)
                 del current
-            # While the thread waits for the next job, it refers to nothing of the last one.
+            # While the thread waits for the next job, it must not refer to the last one.
             self._current = None
             del job, function
         while not self._jobs.empty():
@@ -357,10 +356,10 @@ class _Worker:
 
 
 def _connect(host: str, port: int, timeout_s: float, *, is_patient: bool) -> TCPStore:
-    # A client of the store retries a refused port until its timeout is over.
+    # torch's client retries a port that refuses connections until the timeout, so probe the port first.
     named = f"[{host}]" if ":" in host else host
     if not is_patient and nobody_listens(f"http://{named}:{port}", _PROBE_S):
-        raise DistNetworkError("nobody listens there: the replica that had it is dead")
+        raise DistNetworkError("no process listens there: the replica that hosted the store is dead")
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -374,7 +373,12 @@ def _finish(future: Future[Any], outcome: Any) -> None:
 
 
 def nobody_listens(address: str, timeout_s: float) -> bool:
-    """Return whether a host refuses connections at an address; not if it is invalid, or does not answer in time."""
+    """Return whether a host refuses connections at an address. False if the host does not answer in time.
+
+    Args:
+        address: A URL with host and port.
+        timeout_s: Limit of the probe, in seconds.
+    """
     give_up_s = time.monotonic() + timeout_s
     try:
         found = look_up(PeerAddress.from_url(address), timeout_s=timeout_s, is_given_up=lambda: False)
@@ -385,12 +389,9 @@ def nobody_listens(address: str, timeout_s: float) -> bool:
 
 def _is_refused(found: AddressInfo, give_up_s: float) -> bool:
     family, kind, protocol, _, address = found
-    remaining_s = give_up_s - time.monotonic()
-    if remaining_s <= 0:
-        return False
     try:
         with socket.socket(family, kind, protocol) as connection:
-            connection.settimeout(remaining_s)
+            connection.settimeout(max(1e-3, give_up_s - time.monotonic()))
             connection.connect(address)
             return False
     except ConnectionRefusedError:

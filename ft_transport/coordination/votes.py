@@ -1,7 +1,7 @@
-"""The votes by which ranks report a failure to each other, and the verdict that all derive from them; pure.
+"""The votes with which ranks report success or failure to each other, and the verdict that `tally` derives from them.
 
-Ranks may see the same trouble differently: a directory that is missing on one host, a disk that is full on another. So
-each rank reports its own failure, in plain values, and all ranks apply the same rule to all reports.
+Ranks may fail in different ways: a directory is missing on one host, a disk is full on another. So each rank reports
+its own failure as plain values, and all ranks derive the same verdict from all votes. The module is pure.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ RETRYABLE_ERRNOS: Final = frozenset(
         errno.ENETUNREACH, errno.ENETRESET, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EREMOTEIO,
     }
 )  # fmt: skip
-"""Errors of a shared file system or a disk that a retry may cure; all others, such as a refused permission or a full
-disk, are the same a moment later."""
+"""Error numbers of a file system or a disk that a retry may cure. Others, such as those of a refused permission or a
+full disk, would occur again."""
 
 Plain: TypeAlias = bool | int | float | str | tuple[int | str, ...] | None
-"""The values of an error's fields that a vote carries."""
+"""The types of an error's fields that a vote can contain."""
 
 _NOT_SENT: Final = frozenset({"message", "failures", "destination_touched"})
-"""Fields that travel otherwise, or that describe tensors of one rank and would not be true of another's."""
+"""Fields that a vote leaves out: `Failure` has others for the first two; the third is about this rank's own tensors."""
 
 _MAX_MESSAGE_CHARACTERS: Final = 2000
 _MAX_VOTE_BYTES: Final = 1 << 24
-"""A vote is small; a larger message is not decoded."""
+"""A larger message is not decoded, because votes are small."""
 _MAX_SHOWN: Final = 8
 _SAME_EVERYWHERE: Final = (
     errors.CheckpointNotFoundError,
@@ -56,21 +56,21 @@ _SAME_EVERYWHERE: Final = (
     errors.CheckpointUntrustedError,
     errors.ReplicasDivergedError,
 )
-"""Errors about resources that all ranks share; which rank has found one does not matter."""
+"""Errors about resources that all ranks share. Their message does not say which rank has found the error."""
 
 
 class Failure(Struct, frozen=True, array_like=True, kw_only=True):
-    """The failure of one rank.
+    """The failure of one rank, from which another rank can rebuild the exception.
 
     Attributes:
         kind: Name of the exception's class.
         message: The exception's message.
-        errno: Its number, if it is an ``OSError``.
-        filename: The file that it names, if it names one.
-        fields: Fields of an error of ours: peer, step, path, damaged files.
-        failures: The failures that it sums up, as ``FetchFailedError`` does.
+        errno: The error number of an ``OSError``; ``None`` for other exceptions.
+        filename: The file name of an ``OSError``; ``None`` without one.
+        fields: The fields of a ``TransportError`` by name, such as peer, step, path and damaged files.
+        failures: The single failures that a ``FetchFailedError`` summarises.
         is_retryable: Whether a retry a moment later may succeed.
-        is_consequence: Whether this rank only gave up because another had failed.
+        is_consequence: Whether the rank only stopped because another rank had failed.
     """
 
     kind: str
@@ -84,21 +84,21 @@ class Failure(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Vote(Struct, frozen=True, array_like=True, kw_only=True):
-    """The report of one rank after a phase.
+    """The report of one rank after its part of a phase.
 
     Attributes:
-        phase: The rank's phase; ranks in different phases are out of step.
-        failure: The rank's failure, ``None`` on success.
-        payload: Data for the other ranks.
-        nonce: Drawn at random by the voter, so that no earlier verdict can stand for this one.
-        heard: The last verdict that the voter has read, so that no vote of an earlier run can stand for this one.
+        phase: Name of the phase. Ranks with different names are out of step.
+        failure: The rank's failure; ``None`` after a success.
+        payload: The result of the rank's part, for the other ranks.
+        nonce: Random text of the rank's process, so that a verdict of another run is recognised.
+        last_verdict: Digest of the last verdict that the rank has read, so that a vote of another run is recognised.
     """
 
     phase: str
     failure: Failure | None = None
     payload: bytes = b""
     nonce: str = ""
-    heard: str = ""
+    last_verdict: str = ""
 
 
 _vote_decoder: Final = msgspec.msgpack.Decoder(Vote)
@@ -107,21 +107,33 @@ _votes_decoder: Final = msgspec.json.Decoder(list[Vote | None])
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """All ranks succeeded; ``payloads`` by rank."""
+    """The verdict that all ranks succeeded.
+
+    Attributes:
+        payloads: The results of the ranks, by rank.
+    """
 
     payloads: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """All failures are retryable; ``error`` is raised if there is no further attempt."""
+    """The verdict that ranks failed in ways that a retry may cure.
+
+    Attributes:
+        error: The error to raise if there is no further attempt.
+    """
 
     error: TransportError
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """A rank failed in a way that no retry cures."""
+    """The verdict that a rank failed in a way that no retry cures.
+
+    Attributes:
+        error: The error to raise.
+    """
 
     error: TransportError
 
@@ -130,18 +142,18 @@ Verdict: TypeAlias = GoOn | TryAgain | GiveUp
 
 
 class AbandonedError(Exception):
-    """This rank gave up its part because another one has failed."""
+    """This rank stopped its part of a phase because another rank has failed."""
 
 
 def describe(error: BaseException) -> Failure:
-    """Return the failure to report to the other ranks. Type and errno decide whether it is retryable, not the text."""
+    """Describe an exception for the other ranks. Its class and errno decide whether it is retryable, not its text."""
     message, is_retryable = str(error), False
     number = filename = None
     if isinstance(error, TransportError):
         message, is_retryable = error.message, error.retryable
     elif isinstance(error, OSError):
         number, filename, is_retryable = error.errno, error.filename, error.errno in RETRYABLE_ERRNOS
-        message = error.strerror or message  # str() adds number and file to it, here and where it is raised again
+        message = error.strerror or message  # without errno and file name, which str() adds on the other rank as well
     return Failure(
         kind=type(error).__name__,
         message=_sendable(message),
@@ -155,11 +167,11 @@ def describe(error: BaseException) -> Failure:
 
 
 def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Verdict:
-    """Return the verdict for all ranks, the same on each.
+    """Return the verdict on a phase, which is the same on every rank.
 
     Args:
-        votes: By rank; ``None`` for a rank that did not vote in time.
-        step: For the error.
+        votes: The votes by rank; ``None`` for a rank that did not vote in time.
+        step: The step, for the error.
     """
     missing = tuple(rank for rank, vote in enumerate(votes) if vote is None)
     cast = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
@@ -167,7 +179,7 @@ def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Ver
         phase = cast[0][1].phase if cast else "?"
         return GiveUp(
             RankGoneError(
-                f"expected all {len(votes)} ranks to be done with {phase!r} before the deadline; nothing came from "
+                f"expected all {len(votes)} ranks to end {phase!r} before the deadline, got nothing from "
                 f"{_ranks(missing)}: dead, stuck, or elsewhere in the program",
                 ranks=missing,
                 step=step,
@@ -176,14 +188,12 @@ def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Ver
     phases = {vote.phase for _, vote in cast}
     if len(phases) > 1:
         shown = "; ".join(f"rank {rank}: {vote.phase!r}" for rank, vote in cast[:_MAX_SHOWN])
-        return GiveUp(
-            errors.CheckpointError(f"expected all ranks to do the same in the same order, got {shown}", step=step)
-        )
+        return GiveUp(errors.CheckpointError(f"expected all ranks in the same phase, got {shown}", step=step))
     failures = [(rank, vote.failure) for rank, vote in cast if vote.failure is not None]
     if not failures:
         return GoOn(tuple(vote.payload for _, vote in cast))
     causes = [(rank, failure) for rank, failure in failures if not failure.is_consequence] or failures
-    # A rank that missed a peer in an exchange may have missed one that had failed.
+    # A rank that reports a missing peer may have missed one that had failed: prefer the failure of the latter.
     causes = [(rank, failure) for rank, failure in causes if failure.kind != RankGoneError.__name__] or causes
     final = [(rank, failure) for rank, failure in causes if not failure.is_retryable]
     rank, failure = (final or causes)[0]
@@ -192,31 +202,35 @@ def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Ver
 
 
 def encode(vote: Vote) -> bytes:
-    """Encode a vote as a message to the other ranks."""
+    """Encode a vote as a message to rank 0."""
     return msgspec.msgpack.encode(vote)
 
 
 def encode_all(votes: Sequence[Vote | None]) -> bytes:
-    """Encode all votes as one message; as text, because the store compares no other values."""
+    """Encode all votes as one message, in JSON, because the key-value store can only compare text."""
     return msgspec.json.encode(list(votes))
 
 
 def decode(encoded: bytes) -> Vote:
-    """Decode a vote; the inverse of `encode`.
+    """Decode a message that `encode` has made.
 
     Raises:
-        PeerProtocolError: The message is no vote.
+        PeerProtocolError: The message contains no vote.
     """
     return _decoded(encoded, _vote_decoder, _MAX_VOTE_BYTES)
 
 
 def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
-    """Decode the votes of ``size`` ranks; the inverse of `encode_all`.
+    """Decode a message that `encode_all` has made.
+
+    Args:
+        encoded: The message.
+        size: Number of ranks.
 
     Raises:
-        PeerProtocolError: The message has no votes, or another number of them.
+        PeerProtocolError: The message does not contain one vote for each rank.
     """
-    # A byte of a vote takes up to six characters in JSON.
+    # One byte of a vote may become six characters of JSON.
     votes = _decoded(encoded, _votes_decoder, 6 * size * _MAX_VOTE_BYTES)
     if len(votes) != size:
         raise PeerProtocolError(f"expected the votes of {size} ranks, got {len(votes)}")
@@ -224,10 +238,10 @@ def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
 
 
 def rebuild(failure: Failure) -> Exception:
-    """Return the error as another process raised it; an error of ours if its class is unknown here."""
+    """Return the exception of another process; a ``CheckpointError`` if its class is unknown in this one."""
     known = getattr(errors, failure.kind, None)
     if isinstance(known, type) and issubclass(known, TransportError):
-        # The constructors of some make the message out of other arguments.
+        # Without the constructor: some classes compose the message from other arguments.
         error = known.__new__(known)
         TransportError.__init__(error, failure.message)
         vars(error).update(failure.fields)
@@ -264,7 +278,14 @@ def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step:
 
 
 def _is_raised_everywhere(found: type[TransportError], kind: str) -> bool:
-    """Return whether all ranks raise an error of the same class: not if it has fields about the one rank."""
+    """Return whether all ranks raise the rebuilt error itself, in place of a ``RankFailedError``.
+
+    They do not if its class has a constructor of its own, whose fields are about the failed rank alone.
+
+    Args:
+        found: The class of the rebuilt error.
+        kind: The name of the class on the failed rank.
+    """
     return found.__name__ == kind and (
         found.__init__ is TransportError.__init__ or issubclass(found, CheckpointDamagedError)
     )
@@ -282,7 +303,7 @@ def _plain_fields(error: TransportError) -> dict[str, Plain]:
 
 
 def _sendable(text: str) -> str:
-    """Truncate a text, and replace undecodable bytes, which the name of a file may have (PEP 383)."""
+    """Truncate a text, and replace undecodable bytes, which a file name may contain (PEP 383)."""
     return text[:_MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
 
 
@@ -296,7 +317,7 @@ def _decoded(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.
 
 
 def _as_raised(failure: Failure) -> Exception | None:
-    """Return the exception as the other rank raised it, if it is one of Python's own."""
+    """Return the exception of another rank, if its class is built into Python; otherwise ``None``."""
     kind = getattr(builtins, failure.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
@@ -304,14 +325,14 @@ def _as_raised(failure: Failure) -> Exception | None:
         try:
             return kind(failure.message)
         except TypeError:
-            # A few have constructors of their own: UnicodeError and exception groups.
+            # UnicodeError and exception groups have constructors with other arguments.
             return None
     arguments = (failure.filename,) if failure.filename is not None else ()
     return OSError(failure.errno, failure.message, *arguments)
 
 
 def _message_of(failure: Failure) -> str:
-    """Return the exception's message."""
+    """Return the message of another rank's exception, with errno and file name for an ``OSError``."""
     raised = _as_raised(failure)
     return str(raised) if failure.errno is not None and raised is not None else failure.message
 

@@ -34,7 +34,7 @@ from ft_transport.checkpoint.plan import (
 )
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.agreement import Agreement
-from ft_transport.coordination.ranks import from_msgpack
+from ft_transport.coordination.ranks import decode_message
 from ft_transport.errors import PublishError, StaleVersionError
 from ft_transport.publish.adapter import CONFIG_NAME, features_of
 from ft_transport.publish.content import (
@@ -211,7 +211,7 @@ class ExportJob:
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """Plan, on the first rank, which rank sends which bytes to which file (`WriteJob.plan`)."""
         kind, weight_format = self._content.kind, self.means.weight_format
-        decoded = [from_msgpack(header, _header_decoder) for header in headers]
+        decoded = [decode_message(header, _header_decoder) for header in headers]
         if weight_format.names is not None:
             check_engine_names([each.renamed for each in decoded], weight_format.names)
         described = [_described_by_name(each.header) for each in decoded]
@@ -228,7 +228,7 @@ class ExportJob:
 
     def compare(self, digests: Sequence[bytes]) -> None:
         """Check, on the first rank, that ranks have equal values of the same tensor (`WriteJob.compare`)."""
-        by_rank = [from_msgpack(each, _digests_decoder) for each in digests]
+        by_rank = [decode_message(each, _digests_decoder) for each in digests]
         find_diverged(self.means.plan, by_rank)
 
     def _write_files(self, directory: Path, plan: RankPlan) -> None:

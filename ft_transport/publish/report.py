@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from ft_transport.coordination.ranks import RankGroup, from_json
+from ft_transport.coordination.ranks import RankGroup, decode_message
 from ft_transport.coordination.store import AT_ONCE
 from ft_transport.errors import DeadlineExceededError, PublishError, RankGoneError
 from ft_transport.runtime.deadline import Backoff
@@ -206,7 +206,7 @@ class ReportStore:
         deadline_s = time.monotonic() + timeout_s
         (found,) = messages.wait({0: key}, deadline_s=deadline_s, backoff=Backoff(_LONGEST_PAUSE_S))
         if found is not None:
-            return from_json(messages.opened(key, found), _report_decoder)
+            return decode_message(messages.opened(key, found), _report_decoder)
         if time.monotonic() <= deadline_s:
             raise RankGoneError(
                 f"expected a heartbeat of rank 0, which notifies the engines of version {version}, got none for "
@@ -218,7 +218,7 @@ class ReportStore:
         raise _late(
             version,
             timeout_s,
-            from_json(messages.opened(key, known[0]), _report_decoder) if known is not None else None,
+            decode_message(messages.opened(key, known[0]), _report_decoder) if known is not None else None,
         )
 
 

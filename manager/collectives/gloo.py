@@ -100,7 +100,7 @@ class GlooProcessGroup:
             return group, [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
 
         with quorum_errors():
-            channel = self.stores.at_address(address)
+            channel = self.stores.at(address)
             # If the connection has broken since its last use, this call replaces it.
             channel.missing([prefix], timeout)
         # A child that is forked before ``sockets`` exists would inherit gloo's sockets.

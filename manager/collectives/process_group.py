@@ -149,7 +149,7 @@ class ReconfigurableGroup:
         timeout = self.connect_timeout
         keys = [f"{prefix}/handle/{member}" for member in range(world_size)]
         with quorum_errors():
-            channel = self.stores.at_address(address)
+            channel = self.stores.at(address)
             channel.set(keys[rank], handle, timeout)
             handles = channel.get(keys, timeout)
         if handles is None:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch
 
-from ft_transport.coordination.ranks import from_json
+from ft_transport.coordination.ranks import decode_message
 from ft_transport.errors import TransportError
 from ft_transport.runtime.threads import SafeExecutor
 from manager.errors import HealFailedError, StatesDivergedError
@@ -177,9 +177,9 @@ class DifferenceExchange:
             store_address: Address of the other replica's store.
         """
         with suppress(TransportError):
-            found = self._membership.stores.at_address(store_address).get([self._tables_key()], _ASKING)
+            found = self._membership.stores.at(store_address).get([self._tables_key()], _ASKING)
             if found is not None:
-                return from_json(found[0], _tables_decoder)
+                return decode_message(found[0], _tables_decoder)
         return None
 
     def differing_tensors(
@@ -229,10 +229,10 @@ class DifferenceExchange:
         membership = self._membership
         prefix = f"{_PREFIX}/differing/{what}/{error.step}/{membership.group_rank}"
         try:
-            store = membership.stores.at_address(error.store_address)
+            store = membership.stores.at(error.store_address)
             store.set(f"{prefix}/{membership.replica_id}", msgspec.json.encode(table), timeout)
             found = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout) or []
-            return [from_json(each, decoder) for each in found]
+            return [decode_message(each, decoder) for each in found]
         except TransportError as unanswered:
             logger.warning(
                 "replica %s: could not find out which %s differ: %s", membership.replica_id, what, unanswered

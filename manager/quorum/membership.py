@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ft_transport.coordination.ranks import from_json
+from ft_transport.coordination.ranks import decode_message
 from ft_transport.coordination.store import StoreConnections, nobody_listens
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
@@ -209,7 +209,7 @@ class Membership:
             answering=deadline.cap(gathering + asking) + _GRACE,
         )
         with quorum_errors():
-            members = self.members = from_json(answer, _members_decoder)
+            members = self.members = decode_message(answer, _members_decoder)
         return decide(
             members, self.replica_id, request.rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals
         )

@@ -120,7 +120,7 @@ class QuorumProcessGroup:
                     raise
             with quorum_errors():
                 rendezvous(
-                    store=self._stores.at_address(decision.store_address),
+                    store=self._stores.at(decision.store_address),
                     prefix=f"{prefix}/{_MEETING}",
                     rank=decision.rank,
                     names=decision.group_members,
@@ -169,7 +169,7 @@ class QuorumProcessGroup:
         self._refused_s = time.monotonic()
         with suppress(TransportError):
             decline(
-                store=self._stores.at_address(decision.store_address),
+                store=self._stores.at(decision.store_address),
                 prefix=f"{self._prefix(decision)}/{_MEETING}",
                 name=decision.group_members[decision.rank],
                 reason=reason,

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ft_transport.coordination.ranks import RankMessages, from_json
+from ft_transport.coordination.ranks import RankMessages, decode_message
 from ft_transport.coordination.store import StoreChannel
 from ft_transport.errors import TransportError
 from ft_transport.keys import Keys
@@ -173,7 +173,7 @@ class RankExchange:
         except _AtOddsError as error:
             return (str(error),)
         with quorum_errors():
-            return from_json(agreed, _refusals_decoder)
+            return decode_message(agreed, _refusals_decoder)
 
     def close(self) -> None:
         """Make other ranks stop waiting for this one, if the store still answers."""
@@ -208,7 +208,7 @@ class RankExchange:
         try:
             found = self._await(messages, keys, deadline.cap(_LONGEST))
             with quorum_errors():
-                all_sent = (sent, *(from_json(each, _sent_decoder) for each in found))
+                all_sent = (sent, *(decode_message(each, _sent_decoder) for each in found))
             if len({each.kind for each in all_sent}) > 1:
                 kinds = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
                 raise _AtOddsError(f"expected the ranks of this replica in the same kind of exchange, got {kinds}")
@@ -257,7 +257,7 @@ class RankExchange:
     def _answer(self, messages: RankMessages, number: int, deadline: Deadline) -> _Answer:
         (found,) = self._await(messages, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
         with quorum_errors():
-            return from_json(found, _answer_decoder)
+            return decode_message(found, _answer_decoder)
 
     def _publish(
         self, messages: RankMessages, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
@@ -270,7 +270,7 @@ class RankExchange:
         self._current = (number + 1, 0)
         self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
         with quorum_errors():
-            return from_json(messages.opened(key, stored), _answer_decoder)
+            return decode_message(messages.opened(key, stored), _answer_decoder)
 
     def _await(self, messages: RankMessages, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for messages of other ranks; return them in the order of ``keys``, which maps each key to its rank."""

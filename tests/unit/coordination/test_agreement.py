@@ -221,7 +221,7 @@ def test_ranks_in_different_phases_learn_it() -> None:
     )
     assert {type(error) for error in errors} == {CheckpointError}
     assert {str(error) for error in errors} == {
-        "expected all ranks to do the same in the same order, got rank 0: 'save'; rank 1: 'save'; rank 2: 'load'"
+        "expected all ranks in the same phase, got rank 0: 'save'; rank 1: 'save'; rank 2: 'load'"
     }
 
 

@@ -14,7 +14,7 @@ import pytest
 from ranks_on_threads import run_ranks
 from torch.distributed import HashStore
 
-from ft_transport.coordination.ranks import decline, from_json, from_msgpack, rendezvous
+from ft_transport.coordination.ranks import decline, decode_message, rendezvous
 from ft_transport.coordination.store import DirectStore, StoreChannel, nobody_listens
 from ft_transport.errors import DeadlineExceededError, PeerProtocolError, RankGoneError
 
@@ -83,7 +83,7 @@ def test_a_member_that_dies_on_the_way_is_noticed(store: HashStore, listening: s
 
 
 def test_one_that_lives_and_does_not_come_is_named_at_the_deadline(store: HashStore, listening: str) -> None:
-    with pytest.raises(DeadlineExceededError, match=r"\['replica_1'\] to come within 0\.3 s"):
+    with pytest.raises(DeadlineExceededError, match=r"\['replica_1'\] to set up the process group within 0\.3 s"):
         arrive(store, 0, [listening, listening], timedelta(seconds=0.3))
 
 
@@ -94,7 +94,7 @@ def test_a_member_that_gives_up_ends_the_wait_of_all(store: HashStore, listening
 
     def come() -> None:
         # The third never comes.
-        with pytest.raises(RankGoneError, match="replica_1 has given up before the members met: no snapshot"):
+        with pytest.raises(RankGoneError, match="replica_1 does not set up the process group: no snapshot"):
             arrive(store, 0, [listening] * 3)
 
     started_s = time.monotonic()
@@ -137,8 +137,8 @@ def test_a_name_that_nobody_answers_for_costs_no_more_than_the_probe(monkeypatch
 
 
 def test_a_value_of_the_kind_comes() -> None:
-    assert from_json(b'{"a":1}', msgspec.json.Decoder(dict[str, int])) == {"a": 1}
-    assert from_msgpack(b"\x92\x01\x02", msgspec.msgpack.Decoder(list[int])) == [1, 2]
+    assert decode_message(b'{"a":1}', msgspec.json.Decoder(dict[str, int])) == {"a": 1}
+    assert decode_message(b"\x92\x01\x02", msgspec.msgpack.Decoder(list[int])) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_a_value_of_the_kind_comes() -> None:
 )
 def test_anything_else_is_a_typed_error(encoded: bytes) -> None:
     for decode in (
-        lambda: from_json(encoded, msgspec.json.Decoder(dict[str, int])),
-        lambda: from_msgpack(encoded, msgspec.msgpack.Decoder(dict[str, int])),
+        lambda: decode_message(encoded, msgspec.json.Decoder(dict[str, int])),
+        lambda: decode_message(encoded, msgspec.msgpack.Decoder(dict[str, int])),
     ):
         with pytest.raises(PeerProtocolError, match="expected a dict of another rank") as caught:
             decode()

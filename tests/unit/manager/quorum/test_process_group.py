@@ -50,7 +50,7 @@ class OneStore(StoreConnections):
         super().__init__()
         self._channel = StoreChannel(DirectStore(HashStore()))
 
-    def at_address(self, address: str) -> StoreChannel:
+    def at(self, address: str) -> StoreChannel:
         del address
         return self._channel
 
@@ -128,7 +128,7 @@ def test_a_group_that_was_declined_is_not_set_up_under_its_key(listening: str) -
     assert group.num_begun == 1
     with pytest.raises(QuorumError, match="was given up in this step"):
         group.configure(both, Deadline(), replica_id="own")
-    with pytest.raises(QuorumError, match="own has given up before the members met: no snapshot"):
+    with pytest.raises(QuorumError, match="own does not set up the process group: no snapshot"):
         other.configure(replace(both, rank=1), Deadline(), replica_id="other")
 
 

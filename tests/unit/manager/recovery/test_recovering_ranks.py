@@ -94,10 +94,10 @@ def test_a_rank_that_dies_meanwhile_is_a_failure_that_is_named() -> None:
     outcomes = on_all(3, act, BRIEF)
     for step, failures in (outcomes[0], outcomes[2]):
         assert step == 3
-        assert "nothing came from rank 1: dead, stuck, or elsewhere" in failures[0]
+        assert "got nothing from rank 1: dead, stuck, or elsewhere" in failures[0]
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
     first, _ = [RecoveringRanks(group, BRIEF) for group in groups_of(2)]
-    with pytest.raises(RankGoneError, match="nothing came from rank 1"):
+    with pytest.raises(RankGoneError, match="got nothing from rank 1"):
         agree(first, Transport(7))
