@@ -1,4 +1,4 @@
-"""Serves this process's state, and receives a peer's: connects ``state`` and ``http``.
+"""Serves this process's state to peers, and receives the states of peers: connects ``state`` with ``http``.
 
-``HTTPTransport`` composes a server and a client of this package; ``checkpoint`` takes its snapshots here, too.
+``HTTPTransport`` consists of a server and a client of this package. ``checkpoint`` takes its snapshots through it.
 """

@@ -1,4 +1,4 @@
-"""The client half of a transport: receives the state of one peer or, in another layout, of all ranks of a group."""
+"""The client of a transport: receives a state from peers that have all of it, or from the ranks of another layout."""
 
 from __future__ import annotations
 
@@ -45,17 +45,19 @@ _MAX_SHOWN_PATHS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
-    """The parameters of a fetch; ``HTTPTransport.fetch`` and ``HTTPTransport.fetch_sharded`` explain them.
+    """The parameters of ``HTTPTransport.fetch`` or ``HTTPTransport.fetch_sharded``.
 
     Attributes:
-        peers: The peers that have the state, and its receivers.
-        step: A step, or ``latest``.
-        settings: Connections, deadlines and the like.
-        into: The receiver's own state.
-        check: Called with the manifest's data before any data comes.
-        is_comparable: Whether the caller compares the state, so that late digests need no comparison here.
-        known: Data that need not be fetched.
-        like: For a fetch in another layout: see `reshard`.
+        peers: The sources of the state, and its receivers.
+        step: A step or ``latest``.
+        settings: Connections, deadlines and limits of the fetch.
+        into: The receiver's state, whose tensors receive the data; ``None`` for new tensors.
+        check: Function to call with a description of the state before any data is fetched; it raises an error to
+            refuse the state.
+        is_comparable: Whether the caller will call `Received.differences`. Then a fetch does not verify data whose
+            digests the source computes after the data.
+        known: Data that the receiver already has.
+        like: Returns the receiver's tensors for a fetch in another layout; see `reshard`.
     """
 
     peers: FetchPeers
@@ -72,16 +74,16 @@ class StateClient(Generic[T]):
     """Receives the states of peers. Thread-safe.
 
     Args:
-        settings: How to fetch, and which states are accepted.
-        timeout: The default deadline.
-        num_connections: Parallel connections.
-        keys: The job's keys, if it has any.
-        certificates: This side's certificates, if it has any.
+        settings: Settings of the transport.
+        timeout: Default timeout of a fetch.
+        num_connections: Maximum number of parallel connections of a fetch.
+        keys: The job's keys; ``None`` without a job token.
+        certificates: This process's certificates; ``None`` without TLS.
         relays: Serves received chunks to other receivers; ``None`` without a server.
         recorder: Records each fetch.
 
     Attributes:
-        prefaulted: Memory that the next state may use.
+        prefaulted: Memory that was allocated in advance, for the next received state.
     """
 
     def __init__(
@@ -107,13 +109,13 @@ class StateClient(Generic[T]):
         self._warned_mutex = threading.Lock()
 
     def fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
-        """Return the settings of one fetch; the deadlines begin now.
+        """Return the settings of a fetch that begins now.
 
         Args:
-            timeout: The deadline; ``None`` for the transport's own.
+            timeout: Timeout of the fetch; ``None`` for the transport's default.
 
         Raises:
-            ConfigurationError: ``timeout`` is no duration.
+            ConfigurationError: ``timeout`` is not a duration.
         """
         timeout = self._timeout if timeout is None else timeout
         return FetchSettings.of(
@@ -125,22 +127,22 @@ class StateClient(Generic[T]):
         )
 
     def group_fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
-        """Return `fetch_settings` that give up sooner on an unreachable source, because others may replace it."""
+        """Return `fetch_settings` with a shorter timeout for unreachable sources, which other sources may replace."""
         settings = self.fetch_settings(timeout)
         if isinstance(timeout, FetchTimeout) and timeout.unreachable is not None:
             return settings
         return dataclasses.replace(settings, unreachable_s=min(settings.unreachable_s / 4, _GROUP_UNREACHABLE_S))
 
     def check_own_address(self, address: str, server_id: str, timeout: timedelta) -> None:
-        """Check that the advertised address leads to a server of this process.
+        """Check that the address that this transport advertises to peers leads to this transport's server.
 
         Args:
-            address: The URL.
-            server_id: The server's id.
-            timeout: For all of it.
+            address: The advertised URL.
+            server_id: Id of this transport's server.
+            timeout: Timeout of the check.
 
         Raises:
-            ConfigurationError: The address leads nowhere, or to another server.
+            ConfigurationError: No server, or another server, responds at the address.
         """
         try:
             settings = self.fetch_settings(timeout)
@@ -148,17 +150,17 @@ class StateClient(Generic[T]):
                 found = fetch_status(connection).server
         except TransportError as error:
             raise ConfigurationError(
-                f"expected to reach this transport at the address that peers are told, {address}: {error}; set "
+                f"expected to reach this transport at its advertised address, {address}: {error}; set "
                 "TransportSettings.advertise or FT_TRANSPORT_ADVERTISE to a host, an address or a network interface"
             ) from error
         if found != server_id:
             raise ConfigurationError(
-                f"expected this transport at the address that peers are told, {address}, and another server answers "
-                "there; set TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
+                f"expected this transport at its advertised address, {address}, got another server; set "
+                "TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
             )
 
     def fetch(self, request: FetchRequest) -> Received[T]:
-        """Receive a state; see ``HTTPTransport.fetch``."""
+        """Receive a state from sources that have all of it."""
         known = request.known
         part = known if isinstance(known, PartialState) else PartialState(known)
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
@@ -169,42 +171,41 @@ class StateClient(Generic[T]):
                 raise
 
     def fetch_sharded(self, request: FetchRequest) -> Received[T]:
-        """Receive this rank's part of a state; see ``HTTPTransport.fetch_sharded``."""
+        """Receive this rank's part of a state from the ranks of a group with another layout."""
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
             return with_restarts(request.settings, lambda: self._receive_sharded(request))
 
     def _receive(self, request: FetchRequest, part: PartialState) -> Received[T]:
-        peers, settings, started_s = request.peers, request.settings, time.monotonic()
+        """Receive a state in three steps: ask the sources, plan with what the receiver has, fetch the rest."""
         phase("manifest")
-        with contextlib.ExitStack() as held:
+        began_s = time.monotonic()
+        with contextlib.ExitStack() as connections:
             agreed = ask_sources(
-                peers.sources,
+                request.peers.sources,
                 request.step,
-                settings,
-                held,
-                is_relayed=bool(peers.receivers),
+                request.settings,
+                connections,
+                is_relayed=bool(request.peers.receivers),
                 is_this_host_first=self._settings.same_host,
             )
             phase("plan")
-            restore = self._restore(agreed, request)
-            plan = part.plan(agreed, restore, settings)
-            received = self._fetch(agreed, plan, part, restore, request)
-            took_s = time.monotonic() - started_s
-            num_bytes = received.num_bytes_fetched or 0
-            logger.info(
-                "step %d from %s at %s%s: %d bytes in %.2f s, %.1f MB/s",
-                received.step,
-                ", ".join(str(file.peer) for file in agreed.files),
-                agreed.connection.reached,
-                f" and {len(peers.receivers) - 1} relays" if peers.receivers else "",
-                num_bytes,
-                took_s,
-                num_bytes / max(took_s, 1e-6) / 1e6,
-            )
-            return received
+            plan = part.plan(agreed, self._restore(agreed, request), request.settings)
+            received = self._fetch(plan, part, request)
+        took_s, num_bytes = time.monotonic() - began_s, received.num_bytes_fetched or 0
+        logger.info(
+            "step %d from %s at %s%s: %d bytes in %.2f s, %.1f MB/s",
+            received.step,
+            ", ".join(str(file.peer) for file in agreed.files),
+            agreed.connection.reached,
+            f" and {len(request.peers.receivers) - 1} relays" if request.peers.receivers else "",
+            num_bytes,
+            took_s,
+            num_bytes / max(took_s, 1e-6) / 1e6,
+        )
+        return received
 
     def _restore(self, agreed: AgreedSources, request: FetchRequest) -> Restore:
-        """Allocate memory for the state, after the caller has accepted it; earlier relays end."""
+        """Call the caller's check of the state, allocate memory for the state, and end relays of earlier states."""
         manifest = agreed.manifest
         recording = current()
         if recording is not None:
@@ -220,31 +221,29 @@ class StateClient(Generic[T]):
             request.check(restore.incoming)
         self._warn_of_new_tensors(restore.incoming, str(agreed.connection.peer))
         if self._relays is not None:
-            # Relays of an earlier state may read the tensors that receive this one.
+            # Relays of an earlier state may read the tensors that receive this state.
             self._relays.close_all()
         return restore
 
-    def _fetch(
-        self, agreed: AgreedSources, plan: Plan, part: PartialState, restore: Restore, request: FetchRequest
-    ) -> Received[T]:
-        """Fetch the plan's data, verify data that came without digests, and build the state."""
-        settings, relays = request.settings, self._relays
+    def _fetch(self, plan: Plan, part: PartialState, request: FetchRequest) -> Received[T]:
+        """Fetch the data of a plan, verify data that arrived without digests, and build the state."""
+        agreed, restore, settings = plan.agreed, plan.restore, request.settings
         if plan.ranges is not None:
             phase("transfer")
-            # Meanwhile the source may still compute its digests.
+            # Fetches before it asks for digests, which the source may still be computing.
             fetch_ranges(Source(agreed.connection.peer, plan.manifest), plan.ranges, restore, settings)
-            plan = part.plan_rest(plan, agreed, restore, settings)
-        receivers: Receivers | None = None
-        can_pass_on = not plan.ranges and (plan.ranges is None or restore.is_all_here)
+            plan = part.plan_rest(plan, settings)
+        receivers = None
+        can_relay = not plan.ranges and (plan.ranges is None or restore.is_all_here)
         try:
-            if request.peers.receivers and relays is not None and can_pass_on:
-                receivers = _pass_on(relays, agreed, request.peers, restore, plan.chunks)
+            if request.peers.receivers and self._relays is not None and can_relay:
+                receivers = _begin_relay(self._relays, plan, request.peers)
             phase("transfer")
-            left = self._copy(agreed, plan, part, restore, settings)
+            missing = self._copy(plan, part, settings)
             if receivers is not None:
-                receivers.relay.landed_except(left)
+                receivers.relay.landed_except(missing)
             fetch_data(
-                agreed.files, plan.manifest, restore, settings, chunks=left, receivers=receivers, on_landed=part.note
+                agreed.files, plan.manifest, restore, settings, chunks=missing, receivers=receivers, on_landed=part.note
             )
             phase("verify")
             manifest = plan.manifest
@@ -270,38 +269,31 @@ class StateClient(Generic[T]):
             receivers.relay.complete()
         return received
 
-    def _copy(
-        self, agreed: AgreedSources, plan: Plan, part: PartialState, restore: Restore, settings: FetchSettings
-    ) -> Sequence[int]:
-        """Copy chunks out of the memory of a source on this host, and return the chunks that are left to fetch."""
+    def _copy(self, plan: Plan, part: PartialState, settings: FetchSettings) -> Sequence[int]:
+        """Copy chunks from the memory of a source on this host; return the chunks that are still missing."""
         if not self._settings.same_host:
             return plan.chunks
-        began_s = time.monotonic()
-        left = fetch_from_memory(
-            agreed.connection,
-            plan.manifest,
-            restore,
-            settings,
-            chunks=plan.chunks,
-            num_threads=default_num_threads(),
+        began_s, connection = time.monotonic(), plan.agreed.connection
+        missing = fetch_from_memory(
+            connection, plan.manifest, plan.restore, settings, chunks=plan.chunks, num_threads=default_num_threads()
         )
-        copied = set(plan.chunks).difference(left)
+        copied = set(plan.chunks).difference(missing)
         for chunk in copied:
             part.note(chunk)
         recording = current()
         if copied and recording is not None:
             recording.transfer(
                 Transfer(
-                    peer=str(agreed.connection.peer),
+                    peer=str(connection.peer),
                     role="same_host",
                     num_bytes=sum(map(plan.manifest.chunks.length_of, copied)),
                     length_s=time.monotonic() - began_s,
                 )
             )
-        return left
+        return missing
 
     def _warn_of_new_tensors(self, incoming: Incoming, source: str) -> None:
-        """Log the receiver's tensors that stay unchanged because the incoming state does not fit; each path once."""
+        """Warn once of each of the receiver's tensors that cannot receive its data, because shape or type differs."""
         with self._warned_mutex:
             new = [mismatch for mismatch in incoming.mismatches if mismatch.path not in self._warned_paths]
             self._warned_paths.update(mismatch.path for mismatch in new)
@@ -312,8 +304,8 @@ class StateClient(Generic[T]):
         )
         more = f"; and {len(new) - _MAX_SHOWN_PATHS} more" if len(new) > _MAX_SHOWN_PATHS else ""
         logger.warning(
-            "step %d from %s: the received state has new tensors where the receiver's own do not fit, and those stay "
-            "as they are (%d): %s%s",
+            "step %d from %s: the received state has new tensors where the receiver's own tensors do not fit; those "
+            "tensors stay unchanged (%d): %s%s",
             incoming.step,
             source,
             len(new),
@@ -343,7 +335,7 @@ class StateClient(Generic[T]):
                 except TransportError as error:
                     error.step = error.step if error.step is not None else manifests[0].step
                     if unreachable:
-                        error.message += f"; out of reach: {', '.join(map(str, unreachable))}"
+                        error.message += f"; unreachable sources: {', '.join(map(str, unreachable))}"
                     raise
             self._warn_of_new_tensors(restore.incoming, ", ".join(map(str, request.peers.sources)))
             if request.is_comparable:
@@ -356,19 +348,18 @@ class StateClient(Generic[T]):
             raise
 
 
-def _pass_on(
-    relays: Relays, agreed: AgreedSources, peers: FetchPeers, restore: Restore, missing: Sequence[int]
-) -> Receivers:
-    """Begin to serve verified chunks to the other receivers."""
-    assert agreed.content is not None, "several have agreed on it"
-    manifest = agreed.manifest
-    relay = Relay(agreed.content, step=manifest.step, chunks=manifest.chunks, views=restore.present, missing=missing)
+def _begin_relay(relays: Relays, plan: Plan, peers: FetchPeers) -> Receivers:
+    """Begin to serve received and verified chunks to the other receivers."""
+    content, manifest = plan.agreed.content, plan.manifest
+    assert content is not None, "sources of several receivers are asked for their content"
+    views = plan.restore.present
+    relay = Relay(content, step=manifest.step, chunks=manifest.chunks, views=views, missing=plan.chunks)
     relays.open(relay)
     return Receivers(peers=peers.receivers, own=peers.own, relay=relay)
 
 
 def _poison(restore: Restore, error: BaseException) -> None:
-    """Overwrite the data that landed before ``error``, so that no trainer uses it."""
+    """Overwrite the tensors that received data before ``error``, so that no trainer uses that data."""
     if restore.destination_touched:
         # Errors of other packages, such as those of a device, need these attributes as well.
         error.destination_touched = True  # type: ignore[attr-defined]

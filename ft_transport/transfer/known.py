@@ -1,4 +1,4 @@
-"""The parts of a state that a receiver already has, from earlier fetches, and the plan for the rest."""
+"""The data that a receiver already has from earlier fetches, and the plan of a fetch for the rest."""
 
 from __future__ import annotations
 
@@ -22,65 +22,60 @@ from ft_transport.wire.manifest import Manifest
 T = TypeVar("T")
 
 _MOST_CHANGING: Final = 0.5
-"""Fraction of the data above which a fetch takes all of it rather than the ranges that may have changed."""
-
-
-def _nothing_changes(own: torch.Tensor) -> bool:
-    """Report that no tensor has changed since an earlier fetch."""
-    del own
-    return False
+"""Fraction of the data that may have changed, above which a fetch requests everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[T]):
-    """A state that arrived whole and verified, and its committed step.
+    """A completely received and verified state, and its committed step.
 
     Attributes:
-        step: The step.
+        step: Committed step of the state.
         state: The state.
-        num_bytes_fetched: Bytes of data from peers, over the network or out of the memory of a peer on this host;
-            ``None`` if they were not counted.
+        num_bytes_fetched: Bytes of data that were received over the network or copied from the memory of a source on
+            this host; ``None`` if they were not counted.
     """
 
     step: int
     state: T
     _manifest: Manifest
     num_bytes_fetched: int | None = None
-    _is_changing: Callable[[torch.Tensor], bool] = _nothing_changes
+    _is_changing: Callable[[torch.Tensor], bool] = lambda _own: False
 
     def differences(self, state: object) -> tuple[str, ...]:
-        """Return where ``state`` differs, bit for bit, from what was sent, whatever load functions have made of it.
+        """Compare a loaded state, bit for bit, with the state that the source sent.
 
-        Reads every byte of it once, and sends nothing.
+        Reads every byte of ``state`` once, and sends nothing.
 
         Args:
-            state: The receiver's state after loading. Nothing may change it meanwhile.
+            state: The receiver's state after its load functions have run. No thread may change it meanwhile.
 
         Returns:
-            Paths, each with its difference; empty if nothing differs.
+            A description of each difference, which begins with the path; empty if nothing differs.
 
         Raises:
             UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
-            ConfigurationError: It was fetched without ``is_comparable``.
+            ConfigurationError: The state was fetched without ``is_comparable``.
         """
         if self._manifest.digests is None:
-            raise ConfigurationError("expected a state that was fetched with is_comparable=True")
+            raise ConfigurationError("expected a state that was fetched with is_comparable=True, got one without")
         return find_differences(self._manifest, state, num_threads=default_num_threads())
 
     def but_for(self, is_changing: Callable[[torch.Tensor], bool]) -> Received[T]:
-        """Return this state for the ``known=`` of a later fetch, without tensors that have changed since this one.
+        """Return this state for ``known=`` of a later fetch, which then fetches the tensors that may have changed.
 
         Args:
-            is_changing: Returns whether one of the receiver's tensors may have changed, here or at the source.
+            is_changing: Returns whether one of the receiver's tensors may have changed since this fetch, at the
+                receiver or at the source.
         """
         return dataclasses.replace(self, _is_changing=is_changing)
 
     def changed_ranges(self, manifest: Manifest, restore: Restore) -> list[Range] | None:
-        """Return the bytes of a later state that may differ; ``None`` if a fetch of everything costs less.
+        """Return the byte ranges of a later state that may have changed; ``None`` to fetch everything.
 
         Args:
             manifest: Manifest of the later state.
-            restore: Has the receiver's tensors.
+            restore: The receiver's memory for the later state.
         """
         base = self._manifest
         is_same = (
@@ -100,15 +95,15 @@ class Received(Generic[T]):
         return ranges if num_bytes <= _MOST_CHANGING * manifest.data_bytes else None
 
     def differing_chunks(self, manifest: Manifest, ranges: Sequence[Range]) -> list[int]:
-        """Return the chunks outside of ``ranges`` whose digests differ from those of this state.
+        """Return the chunks outside of ``ranges`` whose digests in a later state differ from those in this state.
 
         Args:
             manifest: Manifest of the later state, with digests.
-            ranges: The bytes that have been fetched.
+            ranges: The byte ranges that were fetched already.
         """
         before, now = self._manifest.digests, manifest.digests
-        assert before is not None, "ranges were planned with them"
-        assert now is not None, "the source was asked for them"
+        assert before is not None, "changed_ranges returns no ranges without digests"
+        assert now is not None, "the caller passes a manifest with digests"
         chunk_bytes = manifest.chunks.chunk_bytes
         fetched = {chunk for start, end in ranges for chunk in range(start // chunk_bytes, -(-end // chunk_bytes))}
         return [
@@ -120,38 +115,44 @@ class Received(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The requests of a fetch.
+    """The plan of a fetch: the data to request, from which sources, into which memory.
 
     Attributes:
-        manifest: Manifest of the state; with digests if the plan needed them.
+        agreed: The sources.
+        restore: Memory of the receiver for the state.
+        manifest: Manifest of the state, with digests if the plan needed them.
         chunks: The missing chunks, ascending.
-        ranges: Bytes to fetch before the chunks; ``None`` unless an earlier fetch determines them.
+        ranges: Byte ranges to fetch before the chunks; ``None`` if no earlier fetch determines such ranges.
     """
 
+    agreed: AgreedSources
+    restore: Restore
     manifest: Manifest
     chunks: Sequence[int]
     ranges: Sequence[Range] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of data that the plan fetches."""
+        """Number of bytes of data that the plan requests."""
         num_bytes = sum(end - start for start, end in self.ranges or ())
         return num_bytes + sum(map(self.manifest.chunks.length_of, self.chunks))
 
 
 class PartialState:
-    """The data of states that did not arrive whole; ``known=`` of ``HTTPTransport.fetch`` fills it.
+    """The received chunks of fetches that failed, so that the next fetch requests only the rest.
 
-    A fetch that fails leaves here what has landed. The next fetch, from any source, digests it again and fetches the
-    rest. Meanwhile the receiver's tensors hold a mixture of two states: use them for nothing until a fetch succeeds or
-    `discard` has overwritten them. A fetch that succeeds empties it. It owns the memory that was received into, and one
-    thread at a time uses it.
+    Pass this object as ``known=`` of ``HTTPTransport.fetch`` to each of these fetches. A fetch that fails stores its
+    received chunks here. The next fetch, from any source, verifies these chunks and requests the others. A fetch that
+    succeeds empties the object. One thread at a time may use the object.
+
+    After a failed fetch, the receiver's tensors contain a mixture of two states. Do not use the tensors before a fetch
+    has succeeded or `discard` has overwritten them.
 
     Args:
-        known: The receiver's data before the first of these fetches; see ``HTTPTransport.fetch``.
+        known: Data that the receiver has before the first of these fetches; see ``HTTPTransport.fetch``.
 
     Raises:
-        ConfigurationError: ``known`` is no such value.
+        ConfigurationError: ``known`` has another type or value.
     """
 
     def __init__(self, known: Received[Any] | Literal["into"] | None = None) -> None:
@@ -167,22 +168,27 @@ class PartialState:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that have landed."""
+        """Number of received bytes."""
         return sum(map(self._chunks.length_of, self.landed()))
 
     def landed(self) -> list[int]:
-        """Return the chunks that have landed, ascending."""
+        """Return the received chunks, ascending."""
         return [chunk for chunk, has_landed in enumerate(self._has_landed) if has_landed]
 
     def discard(self) -> None:
-        """Empty it, and overwrite the receiver's own tensors with NaN patterns if bytes have landed there."""
+        """Drop the received chunks. Overwrites the receiver's tensors with NaN patterns if they contain such chunks."""
         restore = self._restore
         self.complete()
         if restore is not None and restore.destination_touched:
             restore.poison()
 
     def plan(self, agreed: AgreedSources, restore: Restore, settings: FetchSettings) -> Plan:
-        """Compare the known data with the sources' manifest, and own the memory of ``restore`` from now on.
+        """Compare what the receiver already has with the sources' manifest, and plan the fetch of the rest.
+
+        Args:
+            agreed: The sources.
+            restore: Memory of the receiver for the state; this object references it until the fetch succeeds.
+            settings: Settings of the fetch.
 
         Raises:
             TransportError: The sources did not send the digests.
@@ -190,51 +196,51 @@ class PartialState:
         manifest, known = agreed.manifest, self._known
         every = range(manifest.chunks.num_chunks)
         present: Sequence[int] = self._move_to(manifest, restore)
-        # A failed attempt may have overwritten a part of what an earlier fetch brought.
+        # If a failed attempt has overwritten a part of ``known``, the digests show which chunks are still right.
         if known == "into" or (known is not None and self._was_touched and not present):
             present = every
         elif isinstance(known, Received) and not present:
             ranges = known.changed_ranges(manifest, restore)
             if ranges is not None:
-                return Plan(manifest=manifest, chunks=(), ranges=ranges)
+                return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=(), ranges=ranges)
         missing: Sequence[int] = every
         if present:
             manifest = agreed.manifest_with_digests(settings)
             restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in present)
             damaged = find_damaged(manifest, restore.present, num_threads=default_num_threads(), chunks=list(present))
-            there = set(present).difference(damaged)
-            missing = [chunk for chunk in every if chunk not in there]
+            intact = set(present).difference(damaged)
+            missing = [chunk for chunk in every if chunk not in intact]
         self._note_all_but(missing)
         settings.timeouts.note_progress()
-        return Plan(manifest=manifest, chunks=missing)
+        return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=missing)
 
-    def plan_rest(self, plan: Plan, agreed: AgreedSources, restore: Restore, settings: FetchSettings) -> Plan:
-        """Return the plan for the rest, once the ranges have landed: the chunks that differ at the source."""
-        assert isinstance(self._known, Received), "it said the ranges"
-        assert plan.ranges is not None, "they have landed"
-        manifest = agreed.manifest_with_digests(settings)
+    def plan_rest(self, plan: Plan, settings: FetchSettings) -> Plan:
+        """Return the plan with the chunks that differ at the source, after the plan's ranges were received."""
+        assert isinstance(self._known, Received), "only such data determines ranges"
+        assert plan.ranges is not None, "the caller has received the ranges"
+        manifest = plan.agreed.manifest_with_digests(settings)
         chunks = self._known.differing_chunks(manifest, plan.ranges)
-        restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)
+        plan.restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)
         self._note_all_but(chunks)
         settings.timeouts.note_progress()
-        return Plan(manifest=manifest, chunks=chunks, ranges=plan.ranges)
+        return dataclasses.replace(plan, manifest=manifest, chunks=chunks)
 
     def note(self, chunk: int) -> None:
-        """Note that a chunk has landed. Called by any thread."""
+        """Note that a chunk was received. Any thread may call this."""
         self._has_landed[chunk] = 1
 
     def complete(self) -> None:
-        """Empty it: the state is whole."""
+        """Drop all data, after a fetch has received the whole state."""
         self._known = self._restore = None
         self._has_landed = bytearray()
         self._was_touched = False
 
     def failed(self, error: BaseException, *, is_kept: bool) -> None:
-        """Mark the error of a fetch whose bytes may have landed in the receiver's own tensors.
+        """Set the attributes of a failed fetch's error that report whether the receiver's tensors were overwritten.
 
         Args:
-            error: The error.
-            is_kept: Whether this data stays for the next fetch; else it is discarded.
+            error: The error of the fetch.
+            is_kept: Whether the caller may resume the fetch with this data; otherwise this method discards the data.
         """
         is_touched = self._was_touched or (self._restore is not None and self._restore.destination_touched)
         if is_touched:
@@ -250,7 +256,7 @@ class PartialState:
             raise
 
     def _move_to(self, manifest: Manifest, restore: Restore) -> list[int]:
-        """Move landed data to a new restore, unless its tensors differ; return its chunks, to be verified."""
+        """Move received chunks to a new restore, unless its tensors differ; return the chunks, still to be verified."""
         earlier, landed = self._restore, self.landed()
         num_chunks = manifest.chunks.num_chunks
         if earlier is not None:
@@ -264,7 +270,7 @@ class PartialState:
         has_landed = bytearray(num_chunks)
         for chunk in landed:
             has_landed[chunk] = 1
-        # A signal handler may raise between these: chunks that count as landed without the memory cost a digest.
+        # A signal handler may raise between these assignments. A chunk that wrongly counts as received costs a digest.
         self._restore = restore
         self._chunks = manifest.chunks
         self._has_landed = has_landed
@@ -278,7 +284,7 @@ class PartialState:
 
 
 Known: TypeAlias = Received[Any] | PartialState | Literal["into"] | None
-"""Data that a fetch may skip: that of an earlier fetch, of failed ones, or most of ``into``."""
+"""Data that a fetch does not request: that of an earlier fetch, that of failed fetches, or what ``into`` has."""
 
 
 def _merged(ranges: Iterator[Range]) -> list[Range]:

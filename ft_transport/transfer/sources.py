@@ -1,4 +1,4 @@
-"""The peers of a fetch: finds peers that serve the same content, and restarts if a peer replaces its snapshot."""
+"""Finds sources of a fetch that serve the same content, and restarts a fetch whose source replaces its snapshot."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 _LEAST_WAIT_S: Final = 1.0
-"""Least time for the other manifests once the first has come; they have as long again as the first took."""
+"""Shortest time for the other manifests after the first manifest; otherwise they have as long again as the first."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _MAX_ASKED_AT_ONCE: Final = 16
 _LARGEST_LEAD: Final = 1 << 16
 _TICK_S: Final = 2.0
-"""Interval, once a source has answered, at which the others have to show that they are alive, and their time to
-answer."""
+"""Interval at which slow sources must respond to a status request once another source has sent its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPeers:
-    """The peers that have a state, and the receivers that fetch it at the same time.
+    """The sources of a state, and the receivers that fetch the state at the same time.
 
     Attributes:
-        sources: The peers that have it.
-        receivers: All receivers, this one included, in an order that is the same for all; empty without others.
-        own: This receiver's index in ``receivers``.
+        sources: Addresses of the sources.
+        receivers: Addresses of all receivers, including this receiver, in an order that is the same on all receivers;
+            empty if this is the only receiver.
+        own: Index of this receiver in ``receivers``.
     """
 
     sources: Sequence[PeerAddress]
@@ -71,37 +71,37 @@ class FetchPeers:
 
     @classmethod
     def of(cls, sources: str | Sequence[str], *, relays: Sequence[str], own: str) -> FetchPeers:
-        """Parse URLs, as ``HTTPTransport.fetch`` takes them.
+        """Parse the URLs that the caller of ``HTTPTransport.fetch`` passes.
 
         Args:
-            sources: URL of one peer, or of several.
+            sources: URL of one source, or URLs of several.
             relays: URLs of all receivers, in any order.
-            own: URL of this receiver, which ``relays`` need not contain.
+            own: URL of this receiver, which ``relays`` may contain.
 
         Raises:
             ConfigurationError: A URL is invalid.
         """
-        having = [PeerAddress.from_url(sources)] if isinstance(sources, str) else peer_addresses(sources)
+        addresses = [PeerAddress.from_url(sources)] if isinstance(sources, str) else peer_addresses(sources)
         if isinstance(relays, str) or not isinstance(relays, Collection):
             raise ConfigurationError(f"expected a sequence of addresses as relays, got {relays!r}")
         this = PeerAddress.from_url(own)
         others = {PeerAddress.from_url(each) for each in relays} - {this}
         if not others:
-            return cls(sources=having)
+            return cls(sources=addresses)
         receivers = sorted({*others, this}, key=str)
-        return cls(sources=having, receivers=receivers, own=receivers.index(this))
+        return cls(sources=addresses, receivers=receivers, own=receivers.index(this))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedSources:
-    """Peers that serve the same content.
+    """The sources of a fetch, which serve the same content.
 
     Attributes:
-        manifest: Manifest of the first peer.
-        files: Location of the content at each peer.
-        connection: Connection to the first peer. While it is open, that peer keeps its snapshot for its lease after
-            each request.
-        content: Identifies the content; ``None`` if no agreement was needed.
+        manifest: Manifest of the first source.
+        files: The file at each source.
+        connection: Connection to the first source. While it is open, that source does not replace its snapshot for the
+            time of a lease after each request.
+        content: Id of the content; ``None`` for a single source without other receivers.
     """
 
     manifest: Manifest
@@ -110,18 +110,16 @@ class AgreedSources:
     content: ContentId | None = None
 
     def manifest_with_digests(self, settings: FetchSettings) -> Manifest:
-        """Return the manifest with digests; requests them if they come after the data.
+        """Return the manifest with digests; request the digests from the first source if the manifest has none.
 
         Raises:
-            TransportError: The source did not send them.
+            TransportError: The source did not send the digests.
         """
         return with_digests(self.connection, self.manifest, max_failures=settings.max_failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """The snapshot that one peer serves."""
-
     connection: Connection
     manifest: Manifest
     content: ContentId
@@ -131,61 +129,62 @@ def ask_sources(
     peers: Sequence[PeerAddress],
     step: StepSelector,
     settings: FetchSettings,
-    held: contextlib.ExitStack,
+    connections: contextlib.ExitStack,
     *,
     is_relayed: bool = False,
     is_this_host_first: bool = False,
 ) -> AgreedSources:
-    """Return the peers that serve the newest step and agree with most others on its content.
+    """Request manifests from all peers; return the peers that serve the newest step with the most common content.
 
-    If as many peers have one content as another, all receivers choose the same content, whatever the order of the
-    peers. Peers that do not answer long after the first answer are left out, and so are peers that serve another
-    content; the log names them.
+    If two contents are equally common, all receivers choose the same content, even if they list the peers in different
+    orders. The result leaves out peers with another content, and peers whose manifest arrives long after the first one;
+    the log names these peers.
 
     Args:
-        peers: The peers.
+        peers: Addresses of the peers.
         step: A step or ``latest``.
-        settings: How to fetch.
-        held: Owns their connections.
-        is_relayed: Whether other receivers have to agree as well, also on the content of one peer.
-        is_this_host_first: Whether a peer on this host that lends its memory comes first, wherever it is listed.
+        settings: Settings of the fetch.
+        connections: Closes the connections to the peers at its end.
+        is_relayed: Whether other receivers fetch the same content. If so, the content needs an id even with one peer.
+        is_this_host_first: Whether a peer on this host that lends its memory comes first in the result.
 
     Raises:
-        FetchFailedError: No peer answered; carries the reasons.
-        TransportError: The error of the only peer.
+        FetchFailedError: No peer sent a manifest; the error has the failure of each peer.
+        TransportError: The only peer failed.
     """
     if len(peers) == 1 and not is_relayed:
-        connection = held.enter_context(Connection.of(peers[0], settings))
+        connection = connections.enter_context(Connection.of(peers[0], settings))
         manifest = fetch_manifest(connection, step, settings)
         settings.timeouts.note_progress()
         return AgreedSources(manifest=manifest, files=(SourceFile.of(peers[0], manifest),), connection=connection)
-    served, silent = _ask_all([held.enter_context(Connection.of(peer, settings)) for peer in peers], step, settings)
+    opened = [connections.enter_context(Connection.of(peer, settings)) for peer in peers]
+    served, failed = _ask_all(opened, step, settings)
     if not served:
-        raise _failure(silent)
-    for peer, error in silent.items():
+        raise _failure(failed)
+    for peer, error in failed.items():
         logger.warning("source %s is left out: %s", peer, error)
     newest = max(each.manifest.step for each in served)
-    num_having = Counter(each.content for each in served if each.manifest.step == newest)
-    content = max(num_having, key=lambda content: (num_having[content], content))
+    num_sources = Counter(each.content for each in served if each.manifest.step == newest)
+    content = max(num_sources, key=lambda content: (num_sources[content], content))
     agreed = [each for each in served if each.content == content]
     if is_this_host_first:
         agreed.sort(key=lambda each: not is_on_this_host(each.connection))
     digest_name = agreed[0].manifest.digester.name
     for each in served:
         if each.content != content:
-            # Each token has its own digests: snapshots that are served while a token is replaced cannot be compared.
-            is_other_way = each.manifest.step == newest and each.manifest.digester.name != digest_name
+            # Digests depend on the job token, so snapshots before and after a change of the token cannot be compared.
+            is_other_digest = each.manifest.step == newest and each.manifest.digester.name != digest_name
             logger.warning(
-                "source %s is left out: expected the state of step %d as %d of %d have it (content %s), it has step "
-                "%d (content %s)%s",
+                "source %s is left out: expected step %d with content %s, which %d of %d sources serve, got step %d "
+                "with content %s%s",
                 each.connection.peer,
                 newest,
+                content,
                 len(agreed),
                 len(served),
-                content,
                 each.manifest.step,
                 each.content,
-                f"; its digests are {each.manifest.digester.name}, and not {digest_name}" if is_other_way else "",
+                f"; its digests are {each.manifest.digester.name} in place of {digest_name}" if is_other_digest else "",
             )
     settings.timeouts.note_progress()
     return AgreedSources(
@@ -197,7 +196,7 @@ def ask_sources(
 
 
 def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
-    """Restart ``receive`` if a newer snapshot replaces the snapshot of the fetch."""
+    """Call ``receive``, and call it again if it fails because a source replaced the snapshot by a newer one."""
     touched = False
     pause_s = 0.0
     while True:
@@ -208,7 +207,7 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
                 if touched:
                     error.destination_touched = True  # type: ignore[attr-defined]
                 raise
-            # Writes of an earlier attempt to the receiver's tensors count for the last attempt as well.
+            # If an earlier attempt wrote to the receiver's tensors, the last error has to report that.
             error.destination_touched = touched = touched or error.destination_touched
             last = error.failures[-1] if isinstance(error, FetchFailedError) else error
             if isinstance(last, MessageDamagedError) and last.refusal is not None:
@@ -218,7 +217,7 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
             recording = current()
             if recording is not None:
                 recording.retry(last, peer=last.peer or "")
-        # Immediately the first time, then ever later, in case the peer reports this for all that it serves.
+        # The first restart is immediate. Later restarts wait longer and longer, in case the source always fails so.
         time.sleep(max(0.0, min(pause_s, settings.timeouts.end_s() - time.monotonic())))
         pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
 
@@ -227,9 +226,9 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
 def asking(
     connections: Sequence[Connection], ask: Callable[[Connection], R], *, at_once: int
 ) -> Iterator[tuple[list[Future[R]], SimpleQueue[Future[R]]]]:
-    """Ask all peers at the same time; yield their answers, and a queue to which each comes in time.
+    """Call ``ask`` with each connection on ``at_once`` threads; yield the futures, and a queue of done futures.
 
-    At the end, requests without an answer are interrupted, and every thread has ended.
+    At the end of the block, interrupts the connections of unfinished calls, and waits for the threads to end.
     """
     futures: list[Future[R]] = []
     answered: SimpleQueue[Future[R]] = SimpleQueue()
@@ -251,7 +250,7 @@ def asking(
 def _ask_all(
     connections: Sequence[Connection], step: StepSelector, settings: FetchSettings
 ) -> tuple[list[_Served], dict[PeerAddress, BaseException]]:
-    """Return the answers, in the order of the connections, and the reason why a peer gave none."""
+    """Return the snapshots of the peers, in the order of the connections, and the errors of the other peers."""
 
     def ask(connection: Connection) -> _Served:
         manifest = fetch_manifest(connection, step, settings)
@@ -261,7 +260,7 @@ def _ask_all(
     began_s = time.monotonic()
     until_s: float | None = None
     with asking(connections, ask, at_once=len(connections)) as (futures, answered):
-        # Each connection has the deadline of the fetch: without a first answer all of them end at that deadline.
+        # This wait needs no timeout before the first result, because each connection has the deadline of the fetch.
         for _ in connections:
             try:
                 done = answered.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
@@ -272,34 +271,32 @@ def _ask_all(
                 until_s = now_s + max(_LEAST_WAIT_S, now_s - began_s)
         are_in_time = [each.done() for each in futures]
     served: list[_Served] = []
-    silent: dict[PeerAddress, BaseException] = {}
+    failed: dict[PeerAddress, BaseException] = {}
     for connection, each, is_in_time in zip(connections, futures, are_in_time, strict=True):
         error = each.exception()
         if is_in_time and error is None:
             served.append(each.result())
         elif error is not None and (is_in_time or not isinstance(error, TransportError)):
-            silent[connection.peer] = error
+            failed[connection.peer] = error
         else:
-            # A connection to a listening peer ended because this side stopped waiting.
+            # The error of a peer that was reached only shows that this process interrupted the connection.
             why = f"; {error.message}" if isinstance(error, TransportError) and not connection.num_opened else ""
-            silent[connection.peer] = PeerUnreachableError(
-                f"expected a manifest soon after the first of another source{why}", peer=str(connection.peer)
+            failed[connection.peer] = PeerUnreachableError(
+                f"expected a manifest soon after that of another source, got none{why}", peer=str(connection.peer)
             )
-    return served, silent
+    return served, failed
 
 
-def _failure(silent: Mapping[PeerAddress, BaseException]) -> BaseException:
-    """Return the error if no peer serves anything."""
-    errors = list(silent.values())
+def _failure(failed: Mapping[PeerAddress, BaseException]) -> BaseException:
+    errors, peers = list(failed.values()), ", ".join(map(str, failed))
     failures = tuple(error for error in errors if isinstance(error, TransportError))
     if len(errors) == 1 or len(failures) < len(errors):
         return next((error for error in errors if not isinstance(error, TransportError)), errors[0])
-    names = ", ".join(map(str, silent))
-    return FetchFailedError(f"expected a snapshot from one of {names}, none says what it serves", failures=failures)
+    return FetchFailedError(f"expected a snapshot from one of {peers}, got none", failures=failures)
 
 
 def common_step(sources: Sequence[PeerAddress], settings: FetchSettings) -> int:
-    """Return the common step of all sources that are asked for their latest state."""
+    """Return a step that all reachable sources serve, close to their latest steps."""
     with ask_group(sources, LATEST, settings) as (answers, _):
         return answers[0].manifest.step
 
@@ -308,17 +305,17 @@ def common_step(sources: Sequence[PeerAddress], settings: FetchSettings) -> int:
 def ask_group(
     peers: Sequence[PeerAddress], step: StepSelector, settings: FetchSettings
 ) -> Iterator[tuple[list[Source], list[TransportError]]]:
-    """Yield all sources that answer, with their manifests of one step, and the errors of the others.
+    """Yield the reachable sources, with their manifests of one step, and the errors of the unreachable sources.
 
-    As long as this is open, the sources keep their snapshots, for the time of a lease at least.
+    Until the end of the block, the sources do not replace their snapshots, for the time of a lease at least.
     """
     connections: dict[PeerAddress, Connection] = {}
-    gone: dict[PeerAddress, TransportError] = {}
+    unreachable: dict[PeerAddress, TransportError] = {}
 
     def ask(step: StepSelector) -> list[Source]:
-        # The snapshot of the earlier request is not needed, and must not occupy its place.
+        # Ends the leases of snapshots from an earlier call, which would count towards the sources' max_snapshots.
         _close_all(connections)
-        connections.update({peer: Connection.of(peer, settings) for peer in peers if peer not in gone})
+        connections.update({peer: Connection.of(peer, settings) for peer in peers if peer not in unreachable})
         at_once = min(len(connections), _MAX_ASKED_AT_ONCE)
         with asking(list(connections.values()), lambda each: fetch_manifest(each, step, settings), at_once=at_once) as (
             futures,
@@ -329,14 +326,13 @@ def ask_group(
         for peer, each in answers.items():
             error = each.exception()
             if isinstance(error, TransportError):
-                # It gets no second request: the others have answered.
-                gone[peer] = error
-        if all(peer in gone for peer in answers):
-            raise next(iter(gone.values()))
-        return [Source(peer, each.result()) for peer, each in answers.items() if peer not in gone]
+                unreachable[peer] = error
+        if all(peer in unreachable for peer in answers):
+            raise next(iter(unreachable.values()))
+        return [Source(peer, each.result()) for peer, each in answers.items() if peer not in unreachable]
 
     try:
-        yield _of_one_step(ask, step), list(gone.values())
+        yield _of_one_step(ask, step), list(unreachable.values())
     finally:
         _close_all(connections)
 
@@ -350,10 +346,10 @@ def _close_all(connections: dict[PeerAddress, Connection]) -> None:
 def _wait_for(
     asking: Mapping[PeerAddress, Future[Manifest]], answered: SimpleQueue[Future[Manifest]], settings: FetchSettings
 ) -> None:
-    """Wait until all sources have answered, but for those that are unreachable, or that stop responding.
+    """Wait for the manifests of all sources, except those that are unreachable or stop responding.
 
     Raises:
-        TransportError: The first error of another kind.
+        TransportError: A source failed in another way.
     """
     has_answer = False
     left = dict(asking)
@@ -361,7 +357,7 @@ def _wait_for(
         try:
             done = answered.get(timeout=_TICK_S if has_answer else None)
         except Empty:
-            # A source that waits for its trainer's step boundary responds meanwhile; one that hangs does not.
+            # A source that only waits for its trainer's next step boundary responds to status requests meanwhile.
             left = {peer: each for peer, each in left.items() if _answers(peer, settings)}
             continue
         error = done.exception()
@@ -383,10 +379,10 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
 
 
 def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector) -> list[Source]:
-    """Ask until all sources show one step.
+    """Ask the sources until all of them serve the same step.
 
-    Each rank begins a snapshot at its own next step boundary, so sources that are asked for their latest state may show
-    neighbouring steps. Then all are asked for a step to come, ever further ahead, until none of them is past it.
+    Each rank takes a snapshot at its own next step boundary, so the latest snapshots of the sources may show different
+    steps. In this case, ask all sources for a later step, further and further ahead, until no source is past that step.
     """
     sources = ask(step)
     lead = 1

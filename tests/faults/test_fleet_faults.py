@@ -221,7 +221,7 @@ def test_of_two_sources_that_differ_everybody_takes_the_same(caplog: pytest.LogC
             for each, order in zip(receiving, (named, named[::-1]), strict=True)
         ]
         assert state_digest(states[0]) == state_digest(states[1])
-        assert caplog.text.count("expected the state of step 1 as 1 of 2 have it") == 2
+        assert caplog.text.count("which 1 of 2 sources serve") == 2
 
 
 def test_equal_sources_in_the_middle_of_a_replacement_of_the_token_are_said_to_digest_in_another_way(

@@ -448,7 +448,7 @@ def test_an_address_that_leads_nowhere_is_found_at_the_start(address: str) -> No
     transport: HTTPTransport[Any] = HTTPTransport(
         TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.2")
     )
-    with pytest.raises(ConfigurationError, match="to reach this transport at the address that peers are told"):
+    with pytest.raises(ConfigurationError, match="to reach this transport at its advertised address"):
         make_manager(address, "a", checkpoint_transport=transport)
 
 
