@@ -1,11 +1,11 @@
-"""Chunks: consecutive ranges of the data, the units of fetch and digest.
+"""Chunks, the consecutive ranges into which data is divided for fetching, and their digests.
 
-A plain digest is xxh3-64, which one core computes faster than it reads memory. It detects bytes changed by a disk, a
-memory module, a network card or a wrong offset. It is not a signature: an attacker can make other bytes with the same
-digest.
+Without a job token, digests are xxh3-64, which one core computes faster than it reads memory. These digests detect
+bytes that were damaged by a disk, a memory module, a network card or a wrong offset. They do not detect forgery,
+because an attacker can find other bytes with the same digest.
 
-With the job's key, a digest is keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs, section 2.3), cut to 64 bits:
-a signature of the chunk, which only holders of the key can make. A forgery succeeds with probability 2**-64, and each
+With a job token, digests are keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs, section 2.3), truncated to 64
+bits. Only processes that know the key can make such a digest. A forgery succeeds with probability 2**-64, and each
 failed attempt is detected. One core digests 4 to 9 GB/s.
 """
 
@@ -23,22 +23,22 @@ from ft_transport.wire.signing import Key
 CHUNK_BYTES: Final = 4 << 20
 """Default length of a chunk, and maximum length of a frame of slices.
 
-Small enough to fetch a damaged chunk again at little cost, large enough to keep digests few.
+A damaged chunk of this size costs little to fetch again, and a manifest has few digests.
 """
 
 _LEAST_CHUNK_BYTES: Final = 1 << 20
 _NUM_CHUNKS_WANTED: Final = 256
-"""In a chain of K relaying receivers, the last one lags by K chunks."""
+"""Wanted minimum number of chunks. With few chunks relaying is slow: in a chain, each receiver lags by a chunk."""
 
 DIGEST_HEX_DIGITS: Final = 16
 
 Hasher: TypeAlias = xxhash.xxh3_64
-"""Takes bytes piece by piece: ``update(buffer)``, then ``intdigest()``. Releases the GIL for large buffers."""
+"""Computes a plain digest of several buffers: ``update(buffer)``, then ``intdigest()``. Releases the GIL if large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTable:
-    """``data_bytes`` divided into chunks of ``chunk_bytes``; the last one may be shorter."""
+    """The division of ``data_bytes`` bytes into chunks of ``chunk_bytes``; the last chunk may be shorter."""
 
     data_bytes: int
     chunk_bytes: int
@@ -59,7 +59,7 @@ class ChunkTable:
 
 
 def runs_of(chunks: Sequence[int]) -> Iterator[range]:
-    """Yield the runs of consecutive numbers in a sequence of chunks, in order."""
+    """Divide a sequence of chunk numbers into runs of consecutive numbers, in order."""
     if isinstance(chunks, range):
         yield chunks
         return
@@ -71,7 +71,7 @@ def runs_of(chunks: Sequence[int]) -> Iterator[range]:
 
 
 def chunk_bytes_for(data_bytes: int, *, most: int) -> int:
-    """Return the chunk length for data of this size: a power of two, the same for the same data everywhere.
+    """Return the chunk length for data of a size: a power of two, which depends on the arguments alone.
 
     Args:
         data_bytes: Length of the data.
@@ -94,10 +94,10 @@ _DIGEST_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Digester:
-    """Digests chunks, with or without a key. Thread-safe.
+    """Computes digests of chunks, with or without a key. Thread-safe.
 
     Attributes:
-        name: The algorithm, and with a key the key's id, as in the manifest.
+        name: Name in the manifest: the algorithm, and the key's id if there is a key.
     """
 
     name: str = _PLAIN_NAME
@@ -105,16 +105,17 @@ class Digester:
 
     @classmethod
     def of(cls, key: Key) -> Digester:
-        """Return the keyed digester of a job."""
+        """Return the digester for a key."""
         return cls(f"{_KEYED_NAME} {key.key_id}", key.mac(_PURPOSE, _KEYED_NAME.encode()))
 
     @classmethod
     def named(cls, name: str, keys: Sequence[Key]) -> Digester | None:
-        """Return the digester that a manifest names; ``None`` if these keys cannot verify it.
+        """Return the digester with a name from a manifest; ``None`` if the receiver cannot verify its digests.
 
         Args:
             name: The name in the manifest.
-            keys: The job's keys. With keys, plain digests are refused: they can be forged without one.
+            keys: Keys of the job; empty without a job token. With keys, plain digests are refused, because anyone can
+                forge them.
         """
         if not keys:
             return PLAIN if name == _PLAIN_NAME else None
@@ -124,14 +125,14 @@ class Digester:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether only holders of the key can make digests."""
+        """Whether digests need a key."""
         return self.name != _PLAIN_NAME
 
     def hasher(self, context: bytes = b"") -> Hasher | _Blake3:
-        """Return a hasher for one digest.
+        """Return an object that computes one digest with ``update`` and ``intdigest``.
 
         Args:
-            context: Identifies the bytes, if nothing else ties the digest to them; used with a key only.
+            context: Says what the bytes are, so that the digest cannot be used for other bytes. Ignored without a key.
         """
         hasher = _Blake3(self._key) if self._key else Hasher()
         if context and self.is_keyed:
@@ -164,4 +165,4 @@ class _Blake3:
 
 
 PLAIN: Final = Digester()
-"""Detects damage, not forgery."""
+"""The digester without a key, which detects damage but not forgery."""

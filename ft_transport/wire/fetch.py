@@ -1,17 +1,18 @@
-"""The fetch machine: decides what each connection does next, without any input or output.
+"""The `FetchMachine`, which decides what each connection of a fetch does next, without any input or output.
 
-Workers (one connection each) ask ``next`` for an instruction, perform it, and report the result. A fetch consists of
-units, which land, or fail, one by one: chunks of a file (``wire.swarm_work``) or frames of planned reads
-(``wire.read_work``). The work knows which units are missing and which sources may deliver them. The machine knows the
-workers and the sources: it drops sources that keep failing, delays retries, and stops when all units have landed or
-none can.
+A worker has one connection. It calls ``next`` for an instruction, carries the instruction out, and reports the result.
+A fetch consists of units, which arrive one by one: chunks of a file (``wire.swarm_work``) or frames of planned reads
+(``wire.read_work``). A unit has landed when it has arrived and was verified.
+
+The `Work` object tracks which units are missing and which sources may deliver them. The machine tracks workers and
+sources: it excludes sources that keep failing, delays retries, and stops when all units have landed or none can land.
 
              ┌── request_failed, request_cut: the rest returns ──┐
              ▼                                                   │
     the work's units ── Request ──► assigned to a worker ── unit_landed ──► landed
 
-The machine has no clock. The number of units that each source has delivered since the common start shows its speed; if
-that is not enough, the work gets the elapsed time.
+The machine has no clock. All sources start at the same time, so the numbers of units that they have delivered show
+their speeds. A work that needs more gets the elapsed time (`Work.time_passed`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ SourceIndex = NewType("SourceIndex", int)
 _FIRST_RETRY_S: Final = 0.05
 _LONGEST_RETRY_S: Final = 2.0
 _FAILED_ENOUGH: Final = 2
-"""Number of failures in a row after which a relay is not waited for."""
+"""Number of failures in a row after which a receiver does not wait for a relay any more."""
 
 Unit = TypeVar("Unit")
 
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[Unit]):
-    """Fetch ``units`` from ``source`` in one request, after waiting ``delay_s`` seconds."""
+    """Instruction: wait ``delay_s`` seconds, then fetch ``units`` from ``source`` in one request."""
 
     source: SourceIndex
     units: Sequence[Unit]
@@ -44,19 +45,19 @@ class Request(Generic[Unit]):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until another worker reports; everything missing is on its way."""
+    """Instruction: do nothing until another worker reports, because all missing units are requested already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """End what ``worker`` receives: its source is so slow that another one delivers the rest sooner."""
+    """Instruction: interrupt the request of ``worker``, because another source will deliver its rest sooner."""
 
     worker: WorkerIndex
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The fetch is over: complete if ``error`` is ``None``."""
+    """Instruction: stop, because the fetch has ended; ``error`` is ``None`` if it is complete."""
 
     error: TransportError | None
 
@@ -66,18 +67,18 @@ Instruction: TypeAlias = Request[Unit] | Wait | Interrupt | Stop
 
 @dataclass(slots=True)
 class SourceState:
-    """The state of one source.
+    """The state of one source, or of a relay.
 
     Attributes:
-        name: Its name in messages.
-        failures: Failures since the last unit that it delivered.
-        num_dry: Empty answers since then.
-        pause_s: Pause that it asked for after the last failure or empty answer, in seconds.
-        num_active: Requests under way.
-        num_landed: Units that it has delivered.
-        num_silent: Requests during which it sent nothing for too long.
-        num_interrupted: Requests to it that were ended because others were faster.
-        is_excluded: Whether it gets no more requests.
+        name: Name of the source in messages.
+        failures: Number of failed requests since the source last delivered a unit.
+        num_dry: Number of responses without a unit since the source last delivered a unit.
+        pause_s: Seconds that the source asked the receiver to wait before the next request.
+        num_active: Number of running requests.
+        num_landed: Number of units that the source has delivered.
+        num_silent: Number of requests that failed because the source sent nothing for too long.
+        num_interrupted: Number of requests that were interrupted because other sources were faster.
+        is_excluded: Whether the source gets no more requests.
     """
 
     name: str
@@ -92,20 +93,20 @@ class SourceState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a relay is not waited for any more."""
+        """Whether the source has failed so often or so long that a receiver does not wait for it as a relay."""
         return self.is_excluded or self.failures >= _FAILED_ENOUGH or self.num_silent > 0
 
     @property
     def load(self) -> tuple[int, int, int, int]:
-        """A sort key: the lower, the sooner the source delivers."""
+        """A sort key: a source with a lower value will probably deliver sooner."""
         return self.num_interrupted, self.num_dry, self.num_active, self.failures
 
 
 @dataclass(slots=True)
 class Assignment(Generic[Unit]):
-    """The request of a worker: ``units[next:end]`` have not landed, but for the ``early`` ones.
+    """A running request of a worker: ``units[next:end]`` have not landed, except those in ``early``.
 
-    Other workers may take over units at its end, if all land in order.
+    If all units land in order, another worker may take over the last units by lowering ``end``.
     """
 
     source: SourceIndex
@@ -117,16 +118,16 @@ class Assignment(Generic[Unit]):
 
     @property
     def num_left(self) -> int:
-        """Number of units that have not landed."""
+        """Number of units of the request that have not landed."""
         return self.end - self.next - len(self.early)
 
     def left(self) -> Sequence[Unit]:
-        """Return the units that have not landed."""
+        """Return the units of the request that have not landed."""
         rest = self.units[self.next : self.end]
         return [unit for unit in rest if unit not in self.early] if self.early else rest
 
     def land(self, unit: Unit | None) -> Unit:
-        """Note that a unit, by default the next one, has landed; return it."""
+        """Record that a unit has landed, and return the unit. Default: the next unit in order."""
         following = self.units[self.next]
         if unit is not None and unit != following:
             self.early.add(unit)
@@ -140,18 +141,18 @@ class Assignment(Generic[Unit]):
 
 @dataclass(frozen=True, slots=True)
 class Undeliverable:
-    """The reason why no source can deliver something, and its path if it has one."""
+    """Says why no source can deliver a unit; ``path`` is the path of its tensor, if it belongs to one tensor."""
 
     reason: str
     path: str | None = None
 
 
 MayTake: TypeAlias = Literal["may take"]
-"""Workers that wait have something to do now."""
+"""A result that means: workers that wait may find something to do now."""
 
 
 class Work(Protocol[Unit]):
-    """The units to fetch. Only its machine calls it, and passes the state of the sources each time."""
+    """The units to fetch, and the choice of their sources. Only the `FetchMachine` calls these methods."""
 
     @property
     def num_left(self) -> int:
@@ -160,25 +161,35 @@ class Work(Protocol[Unit]):
     def take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[Unit]]
     ) -> tuple[SourceIndex, Sequence[Unit]] | Assignment[Unit] | None:
-        """Returns the source and the units of an idle worker's next request.
+        """Chooses the next request of an idle worker.
 
-        Or a request under way that should end and be made elsewhere; ``None`` if the worker has nothing to do.
+        Args:
+            sources: The state of each source.
+            under_way: The running requests.
+
+        Returns:
+            The source and the units to request. Or a running request to interrupt, because other sources are faster. Or
+            ``None`` if the worker has nothing to do.
         """
 
     def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | MayTake | None:
-        """Notes a unit that landed; returns what can never land, or that waiting workers have something to do now."""
+        """Records that a unit from ``source`` landed.
+
+        Returns:
+            ``None``, an `Undeliverable` if some unit can no longer land, or that waiting workers have something to do.
+        """
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
-        """Notes the seconds since the beginning; returns whether waiting workers have something to do now."""
+        """Takes the seconds since the start of the fetch; returns whether waiting workers have something to do."""
 
     def put_back(
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Takes back the units that ``source`` failed to deliver; returns what can never land, if anything."""
+        """Takes back units that ``source`` did not deliver; returns an `Undeliverable` if they can no longer land."""
 
 
 class FetchMachine(Generic[Unit]):
-    """The state of one fetch. Not thread-safe: its shell calls it under a lock.
+    """Decides the next instruction of each worker of a fetch. Not thread-safe: callers hold a lock.
 
     Args:
         work: The units to fetch.
@@ -194,27 +205,27 @@ class FetchMachine(Generic[Unit]):
         self._failures: list[TransportError] = []
         self._stop: Stop | None = None if work.num_left else Stop(None)
         self._nothing_to_do = False
-        """Whether nothing was reported since a worker got `Wait`: then all other workers wait, too."""
+        """Whether nothing has changed since a worker got `Wait`, so that all other workers would get `Wait` as well."""
 
     @property
     def stopped(self) -> Stop | None:
-        """The outcome, once the fetch has stopped."""
+        """The outcome of the fetch; ``None`` until the fetch has ended."""
         return self._stop
 
     @property
     def last_failure(self) -> TransportError | None:
-        """The newest failure of a request, ``None`` if no request has failed."""
+        """The error of the last failed request; ``None`` if no request has failed."""
         return self._failures[-1] if self._failures else None
 
     def has_request(self, worker: WorkerIndex) -> bool:
-        """Whether the worker's request still has units; other workers may have taken over all of them."""
+        """Return whether the worker has a running request with units; other workers may have taken them over."""
         return worker in self._assignments
 
     def next(self, worker: WorkerIndex) -> Instruction[Unit]:
-        """Return the next instruction for ``worker``, which has no request under way."""
+        """Return the next instruction for a worker without a running request."""
         if self._stop is not None:
             return self._stop
-        assert worker not in self._assignments, "a worker reports the end of its request before it asks again"
+        assert worker not in self._assignments, "a worker must report the end of its request before it calls next()"
         taken = None if self._nothing_to_do else self._work.take(self._sources, self._assignments.values())
         if taken is None:
             self._nothing_to_do = True
@@ -229,38 +240,38 @@ class FetchMachine(Generic[Unit]):
         return Request(source, units, max(_retry_delay_s(state.failures), state.pause_s))
 
     def unit_landed(self, worker: WorkerIndex, unit: Unit | None = None) -> bool:
-        """Note that a unit of the worker's request landed, with the right digest (or unverified).
+        """Record that a unit of the worker's request landed.
 
         Args:
             worker: The worker.
-            unit: The unit; by default the next one in the order of the request.
+            unit: The unit. Default: the next unit of the request.
 
         Returns:
-            Whether workers that wait have something to do now.
+            Whether waiting workers have something to do now.
         """
         if self._stop is not None:
             return True
         self._nothing_to_do = False
         assignment = self._assignments[worker]
         source = assignment.source
-        told = self._work.landed(source, assignment.land(unit), self._sources)
+        effect = self._work.landed(source, assignment.land(unit), self._sources)
         state = self._sources[source]
         state.failures = state.num_dry = 0
         state.pause_s = 0.0
         state.num_landed += 1
         if not assignment.num_left:
             self._release(worker)
-        if isinstance(told, Undeliverable):
-            self._stop = self._outcome(told)
+        if isinstance(effect, Undeliverable):
+            self._stop = self._outcome(effect)
         elif not self._work.num_left:
             self._stop = Stop(None)
-        return self._stop is not None or told is not None
+        return self._stop is not None or effect is not None
 
     def time_passed(self, elapsed_s: float) -> bool:
-        """Note the time since the beginning, in seconds. Called now and then while workers wait.
+        """Pass on the seconds since the start of the fetch. Callers do this repeatedly while workers wait.
 
         Returns:
-            Whether workers that wait have something to do now.
+            Whether waiting workers have something to do now.
         """
         if self._stop is not None or self._work.time_passed(elapsed_s, self._sources) is None:
             return False
@@ -268,14 +279,14 @@ class FetchMachine(Generic[Unit]):
         return True
 
     def request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
-        """Note that the worker's request failed; its current unit and those behind it did not land."""
-        # A failure after the last unit has no consequence.
+        """Record that the worker's request failed, and return its units that have not landed to the work."""
+        # A failure after the last unit does not matter.
         if self._stop is not None or worker not in self._assignments:
             return
         assignment = self._release(worker)
         source = self._sources[assignment.source]
         if assignment.is_interrupted:
-            # Not a failure: the source is slow, and may be the only one left in the end.
+            # Does not count as a failure: the source is only slow, and all other sources may fail later.
             source.num_interrupted += 1
         elif isinstance(error, PeerNotReadyError):
             source.num_dry += 1
@@ -284,18 +295,18 @@ class FetchMachine(Generic[Unit]):
             self._failures.append(error)
             source.failures += 1
             source.num_silent += isinstance(error, PeerSilentError)
-            # A snapshot that was replaced (409) does not come back.
+            # Status 409: the source has replaced the snapshot, and will not serve it again.
             if not error.retryable or error.http_status == 409 or source.failures >= self._max_failures:
                 source.is_excluded = True
         self._put_back(assignment)
 
     def request_cut(self, worker: WorkerIndex) -> None:
-        """Note that the answer was complete but shorter than requested: the source has no more yet."""
+        """Record that a relay's response ended before all units, because the relay does not have the others yet."""
         if self._stop is None and worker in self._assignments:
             self._put_back(self._release(worker))
 
     def abort(self, error: TransportError) -> None:
-        """End the whole fetch: its deadline passed, or the receiver itself failed."""
+        """End the whole fetch with an error: its deadline has passed, or the receiver itself failed."""
         if self._stop is None:
             self._stop = Stop(error)
 
@@ -311,7 +322,7 @@ class FetchMachine(Generic[Unit]):
         return assignment
 
     def _outcome(self, undeliverable: Undeliverable) -> Stop:
-        # Only the last failures: about as many as it takes to drop every source, twice.
+        # Only the last failures: twice as many as are needed to exclude every source.
         last = self._failures[-2 * len(self._sources) * self._max_failures :]
         return Stop(FetchFailedError(undeliverable.reason, failures=tuple(last), path=undeliverable.path))
 

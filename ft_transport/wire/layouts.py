@@ -1,9 +1,10 @@
-"""Layouts: the division of a global tensor among a mesh of processes, and the part of one process.
+"""Layouts, which divide a global tensor among a mesh of processes, and the part of the tensor that each process has.
 
-As in ``torch.distributed.tensor`` (``placement_types.py``, ``_utils.py`` of torch 2.13), placements apply from the
-first mesh dimension to the last, each to the result of the previous ones. A plain shard is cut as by ``torch.chunk``; a
-strided shard is first cut into ``split_factor`` pieces, and then each piece among the processes. Sharding one dimension
-of a tensor does not affect the others, so a part is a product of intervals over the dimensions.
+The rules are those of ``torch.distributed.tensor`` (``placement_types.py``, ``_utils.py`` of torch 2.13). Placements
+apply from the first mesh dimension to the last, each to the result of the previous placements. A plain shard is divided
+as by ``torch.chunk``. A strided shard is first divided into ``split_factor`` pieces, and each piece is then divided
+among the processes. Sharding of one tensor dimension does not affect the other dimensions, so the part of a process is
+a product of intervals.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ MAX_INTERVALS: Final = 1 << 12
 """Maximum number of pieces of a strided shard in one dimension: a peer's ``split_factor`` must not fill memory."""
 
 MAX_GLOBAL_ITEMS: Final = 2**56
-"""Bound on the product of a tensor's sizes, which torch multiplies with the size of an element in 64 bits."""
+"""Maximum number of elements of a tensor, so that torch can compute its bytes in 64 bits."""
 
 Interval: TypeAlias = tuple[int, int]
 """Global indices ``[start, end)`` along one dimension."""
 Intervals: TypeAlias = tuple[Interval, ...]
-"""Ascending and disjoint, in the order of the local tensor."""
+"""Ascending, disjoint intervals along one dimension, in the order of the local tensor."""
 Region: TypeAlias = tuple[Intervals, ...]
-"""A part of a global tensor: the product of the intervals of each dimension."""
+"""A part of a global tensor: intervals for each dimension. The part is the product of these intervals."""
 Cut: TypeAlias = tuple[int, int]
-"""``split_factor`` and number of parts of a mesh dimension that shards a tensor's dimension."""
+"""How one mesh dimension shards a tensor dimension: ``split_factor`` and number of parts."""
 
 
 class Placement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor's placement on one mesh dimension. ``dim`` and ``split_factor`` apply to kinds that have them."""
+    """A tensor's placement on one mesh dimension.
+
+    ``dim`` is the sharded tensor dimension, for both kinds of shards. Only a strided shard has a ``split_factor``.
+    """
 
     kind: Literal["shard", "replicate", "strided_shard"]
     dim: Annotated[int, Meta(ge=0, lt=MAX_TENSOR_RANK)] = 0
@@ -45,11 +49,11 @@ class Placement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
 
 class Mesh(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The sender's mesh, and the sender's coordinate in it.
+    """A device mesh of the sender, and the sender's coordinate in the mesh.
 
-    ``ranks`` lists the sender's ranks in row-major order of ``shape``. They are plain numbers that distinguish meshes
-    and let a receiver build one of the same shape; no process group is created from them. A process outside the mesh
-    has no ``coordinate``.
+    ``ranks`` has the sender's global ranks in row-major order of ``shape``. Receivers use these numbers only to
+    distinguish meshes, and create no process group from them. ``coordinate`` is ``None`` if the sender is outside the
+    mesh.
     """
 
     device_type: str
@@ -60,9 +64,9 @@ class Mesh(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A DTensor's layout on a mesh; ``mesh`` is an index into the manifest's meshes.
+    """The layout of a DTensor. ``mesh`` is an index into the manifest's meshes.
 
-    ``local_offset`` is the first global index of the local shard, for simple readers.
+    ``local_offset`` is the first global index of the local shard. It is redundant, for readers that do not compute it.
     """
 
     mesh: Count
@@ -74,11 +78,11 @@ class Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class LayoutTable:
-    """The distinct layouts of a state.
+    """Collects the distinct meshes and layouts of a state for its manifest.
 
     Attributes:
-        meshes: The meshes.
-        layouts: The layouts, which refer to the meshes.
+        meshes: The distinct meshes.
+        layouts: The distinct layouts, which refer to meshes by index.
     """
 
     meshes: list[Mesh] = field(default_factory=list)
@@ -94,11 +98,11 @@ class LayoutTable:
         global_shape: Sequence[int],
         global_stride: Sequence[int],
     ) -> int:
-        """Return the index of a layout; add it if it is new.
+        """Add a layout if it is new, and return its index.
 
         Args:
             mesh: The mesh.
-            placements: One for each mesh dimension.
+            placements: One placement for each mesh dimension.
             global_shape: Shape of the whole tensor.
             global_stride: Strides of the whole tensor, in elements.
         """
@@ -117,15 +121,15 @@ class LayoutTable:
 
 
 def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None) -> None:
-    """Refuse inconsistent meshes and layouts.
+    """Check that meshes and layouts received from a peer are consistent.
 
     Args:
         meshes: The received meshes.
         layouts: The received layouts.
-        peer: The sender, for errors.
+        peer: Name of the sender, for errors.
 
     Raises:
-        ManifestError: A mesh or a layout contradicts itself.
+        ManifestError: A mesh or a layout is inconsistent.
     """
     for mesh in meshes:
         num_dims = len(mesh.shape)
@@ -137,7 +141,9 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
             and (mesh.dim_names is None or len(set(mesh.dim_names)) == len(mesh.dim_names) == num_dims)
             and (at is None or (len(at) == num_dims and all(map(int.__lt__, at, mesh.shape))))
         ):
-            raise ManifestError(f"expected a mesh of distinct ranks, and a place in it, got {_shown(mesh)}", peer=peer)
+            raise ManifestError(
+                f"expected a mesh of distinct ranks, and a coordinate inside it, got {_shown(mesh)}", peer=peer
+            )
     for layout in layouts:
         if layout.mesh >= len(meshes):
             raise ManifestError(f"expected one of {len(meshes)} meshes, got number {layout.mesh}", peer=peer)
@@ -147,28 +153,33 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
             and num_dims == len(layout.global_stride) == len(layout.local_offset)
         ):
             raise ManifestError(
-                f"expected as many placements as mesh dimensions, and one rank throughout, got {_shown(layout)}",
+                "expected one placement for each mesh dimension, and shape, strides and offset of equal length, got "
+                f"{_shown(layout)}",
                 peer=peer,
             )
         if math.prod(size for size in layout.global_shape if size) > MAX_GLOBAL_ITEMS:
-            raise ManifestError(f"expected a shape that torch can count, got {list(layout.global_shape)}", peer=peer)
+            raise ManifestError(
+                f"expected a shape of at most {MAX_GLOBAL_ITEMS} elements, got {list(layout.global_shape)}", peer=peer
+            )
         for placement in layout.placements:
             if placement.kind != "replicate" and placement.dim >= num_dims:
-                raise ManifestError(f"expected a shard of {num_dims} dimensions, got {placement}", peer=peer)
+                raise ManifestError(
+                    f"expected a shard of one of {num_dims} tensor dimensions, got {placement}", peer=peer
+                )
             if placement.kind == "strided_shard" and placement.split_factor < 1:
-                raise ManifestError(f"expected a strided shard of at least one piece, got {placement}", peer=peer)
+                raise ManifestError(f"expected a split_factor of at least 1, got {placement}", peer=peer)
 
 
 def region_of(mesh: Mesh, placements: Sequence[Placement], global_shape: Sequence[int]) -> Region | None:
-    """Return the part of the process at the mesh's coordinate.
+    """Return the part of a tensor that the process at the mesh's coordinate has.
 
     Args:
         mesh: The mesh.
-        placements: One for each mesh dimension.
+        placements: One placement for each mesh dimension.
         global_shape: Shape of the whole tensor.
 
     Returns:
-        The region; ``None`` for a process outside the mesh.
+        The part; ``None`` for a process outside the mesh.
 
     Raises:
         ManifestError: A strided shard has more than `MAX_INTERVALS` pieces.
@@ -190,16 +201,17 @@ def region_of(mesh: Mesh, placements: Sequence[Placement], global_shape: Sequenc
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """Return the shape of the local tensor of ``region``."""
+    """Return the shape of the local tensor with the elements of a region."""
     return tuple(sum(end - start for start, end in intervals) for intervals in region)
 
 
 def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals:
-    """Return the intervals that successive cuts leave of one dimension.
+    """Return the intervals of one tensor dimension that a process has after successive cuts.
 
     Args:
-        size: Length of the dimension.
-        cuts: ``split_factor``, number of parts and own part of each sharding mesh dimension, in order.
+        size: Length of the tensor dimension.
+        cuts: For each mesh dimension that shards the tensor dimension, in order: ``split_factor``, number of parts, and
+            number of the process's part.
 
     Raises:
         ManifestError: More than `MAX_INTERVALS` pieces would result.
@@ -220,7 +232,7 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
 
 
 def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
-    """Return the given ranges of positions in the concatenated ``intervals``; joins adjacent ones."""
+    """Concatenate ``intervals``, and return the indices at ranges of positions in the result, as joined intervals."""
     taken: list[Interval] = []
     which = before = 0
     for position, end in positions:
@@ -242,7 +254,7 @@ def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
 
 
 def _are_distinct(ranks: Sequence[int]) -> bool:
-    """Return whether all ranks are distinct; sorts them, because chosen numbers could collide in a set."""
+    """Return whether all ranks are distinct. A set would be slow if a peer chose numbers with colliding hashes."""
     return all(map(operator.lt, ordered := sorted(ranks), ordered[1:]))
 
 
@@ -252,12 +264,12 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The overlap of one part of a sharded dimension with the wanted indices.
+    """The overlap of one part of a sharded tensor dimension with the indices that the receiver needs.
 
     Attributes:
-        coordinate: The part's coordinate on the sharding mesh dimensions.
+        coordinate: Coordinate of the part on the mesh dimensions that shard the tensor dimension.
         length: Number of indices of the part.
-        overlaps: Wanted position, held position, number of indices.
+        overlaps: For each overlap: position among the needed indices, position in the part, number of indices.
     """
 
     coordinate: tuple[int, ...]
@@ -266,14 +278,14 @@ class Part:
 
 
 def overlapping_parts(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterator[Part]:
-    """Yield the parts of a dimension that may have a wanted index."""
+    """Yield the parts of a sharded dimension that may have a needed index, with their overlaps."""
     for coordinate in _candidates(size, cuts, wanted):
         held = intervals_of(size, tuple((*cut, part) for cut, part in zip(cuts, coordinate, strict=True)))
         yield Part(coordinate, sum(end - start for start, end in held), tuple(_overlaps(wanted, held)))
 
 
 def _candidates(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterable[tuple[int, ...]]:
-    """Return parts that may have a wanted index; exact for plain shards."""
+    """Return coordinates of the parts that may have a needed index. For a plain shard, each of them has one."""
     if len(cuts) == 1 and cuts[0][0] == 1 and wanted:
         share = max(1, -(-size // cuts[0][1]))
         return ((part,) for part in range(wanted[0][0] // share, (wanted[-1][1] - 1) // share + 1))
@@ -281,7 +293,7 @@ def _candidates(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterable
 
 
 def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, int]]:
-    """Yield overlaps of ascending intervals: position in ``wanted``, position in ``held``, number of indices."""
+    """Yield each overlap of two lists of intervals: position in ``wanted``, position in ``held``, number of indices."""
     first = second = 0
     wanted_before = held_before = 0
     while first < len(wanted) and second < len(held):

@@ -1,9 +1,9 @@
-"""The manifest: a safetensors header with further information in ``__metadata__``.
+"""The `Manifest` of a snapshot, and its encoding as a safetensors header with further information in ``__metadata__``.
 
 A snapshot is one safetensors file, ``[8-byte little-endian header length][JSON header][tensor bytes]``
-(https://huggingface.co/docs/safetensors, section "Format"). The header maps each tensor name to its dtype, shape and
-byte range, and ``__metadata__`` maps str to str. Ours carries the step, the snapshot's id, the tree of the state
-(``wire.nodes``) and one digest per chunk, each as a string, so that every safetensors reader still opens the file.
+(https://huggingface.co/docs/safetensors, section "Format"). The header maps each tensor name to the tensor's dtype,
+shape and byte range. ``__metadata__`` maps strings to strings. It has the step, the snapshot's id, the tree of the
+state (``wire.nodes``) and one digest per chunk. Every safetensors reader can open the file.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SnapshotId = NewType("SnapshotId", str)
 """Unique id of a snapshot: 32 random hexadecimal digits."""
 
 ContentId = NewType("ContentId", str)
-"""Names the content of a snapshot: 32 hexadecimal digits, the same for all replicas with the same state."""
+"""Id of the content of a snapshot: 32 hexadecimal digits, equal on all replicas with the same state."""
 
 FORMAT_VERSION: Final = 2
 MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
+"""Longest header that the safetensors library accepts (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
 
 DATA_ALIGN_BYTES: Final = 4096
-"""The data starts at a page of the file, so that the kernel sends whole pages."""
+"""The data starts at a multiple of the page size, so that the kernel can send whole pages."""
 
 MAX_ITEMS: Final = 2**48
-"""Bound on the product of an empty tensor's other sizes, whose strides torch computes in 64 bits."""
+"""Maximum product of the nonzero sizes of an empty tensor, so that torch can compute its strides in 64 bits."""
 
 ITEM_BITS: Final[dict[str, int]] = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -55,7 +55,7 @@ _CONTENT_ID_BYTES: Final = 16
 
 
 class TensorEntry(Struct, frozen=True, gc=False):
-    """One tensor of the table: its safetensors name and dtype, shape, and byte range in the data, half-open."""
+    """A tensor of the manifest: safetensors name and dtype, shape, and half-open byte range in the data."""
 
     name: str
     dtype: str
@@ -66,20 +66,20 @@ class TensorEntry(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Describes a snapshot without its bytes.
+    """The description of a snapshot, without the bytes of its tensors.
 
     Attributes:
-        step: The committed step that the snapshot shows.
-        snapshot_id: Unique id, also among snapshots of the same step.
-        tensors: The tensor table, in the order of the tree; ``start`` gives the order of the data.
-        tree: The nested state, its tensors by index into the table.
-        meshes: The sender's meshes.
-        layouts: Layouts of its DTensors; nodes of the tree refer to them by index.
+        step: The committed step of the state.
+        snapshot_id: Id of the snapshot. Snapshots of the same step have different ids.
+        tensors: The tensor table, in the order of the tree; the order of the data is that of ``start``.
+        tree: The nested state, in which tensors are indices into the tensor table.
+        meshes: The device meshes of the sender.
+        layouts: The layouts of DTensors, to which nodes of the tree refer by index.
         chunks: The division of the data into chunks.
-        digests: One digest per chunk, in order; ``None`` if the sender computes them while it sends, for a later
-            request.
-        header_bytes: Length of everything before the data: 8 plus the JSON header with its padding.
-        digester: The kind of digests.
+        digests: The digest of each chunk, in order; ``None`` if the sender computes the digests while it sends the
+            data, so that the receiver requests them later.
+        header_bytes: Length of the file before the data: 8 bytes, and the JSON header with padding.
+        digester: Computes digests of this kind.
     """
 
     step: int
@@ -104,7 +104,7 @@ class Manifest:
         return self.header_bytes + self.data_bytes
 
     def header(self, digests: Sequence[int]) -> bytes:
-        """Return the header of a file with this content and these digests; see `encode_header`."""
+        """Return the first bytes of the safetensors file with this content and these digests, up to the data."""
         return encode_header(
             step=self.step,
             snapshot_id=self.snapshot_id,
@@ -146,21 +146,21 @@ def encode_header(
     layouts: LayoutTable | None = None,
     digester: Digester = PLAIN,
 ) -> bytes:
-    """Encode the part before the data: length prefix, JSON header, spaces as padding.
+    """Encode the first bytes of a snapshot's file, up to the data: length prefix, JSON header, padding of spaces.
 
     Args:
         step: The committed step.
-        snapshot_id: The snapshot's id.
-        tensors: The table; in order of their starts, the byte ranges follow each other from 0 without holes.
+        snapshot_id: Id of the snapshot.
+        tensors: The tensor table. Sorted by ``start``, the byte ranges must cover the data from 0 without gaps.
         tree: The nested state.
         chunks: The division of the data into chunks.
-        digests: One per chunk, or ``None`` if they come later.
-        align_bytes: The result's length is a multiple of this.
-        layouts: The layouts that the tree refers to.
-        digester: The kind of digests.
+        digests: The digest of each chunk; ``None`` if receivers request the digests later.
+        align_bytes: The length of the result is a multiple of this number.
+        layouts: The layouts to which the tree refers.
+        digester: The digester of the digests.
 
     Raises:
-        ManifestError: The header would be larger than safetensors readers accept.
+        ManifestError: The header would be longer than safetensors readers accept.
     """
     metadata = {
         _PREFIX + "format": str(FORMAT_VERSION),
@@ -181,8 +181,8 @@ def encode_header(
     padded_bytes = -(-(8 + len(encoded)) // align_bytes) * align_bytes - 8
     if padded_bytes > MAX_HEADER_BYTES:
         raise ManifestError(
-            f"the manifest of {len(tensors)} tensors takes {padded_bytes} bytes, and safetensors readers accept "
-            f"{MAX_HEADER_BYTES}",
+            f"expected a manifest of at most {MAX_HEADER_BYTES} bytes, as safetensors readers do, got {padded_bytes} "
+            f"for {len(tensors)} tensors",
             step=step,
         )
     return padded_bytes.to_bytes(8, "little") + encoded.ljust(padded_bytes)
@@ -195,20 +195,20 @@ def decode_header(
     peer: str | None = None,
     check_time: CheckTime = unbounded,
 ) -> Manifest:
-    """Decode the JSON header (without the length prefix) that a peer sent.
+    """Decode and check a JSON header, without the length prefix, that a peer has sent.
 
-    The input is not trusted: the outcome is always a consistent manifest or a ``ManifestError``, and memory grows at
-    most in proportion to the input.
+    The input is untrusted. The result is always a consistent manifest, and the memory of the decoder is at most
+    proportional to the input.
 
     Args:
-        encoded: The header as it came, padding included.
-        keys: The job's keys. With any, digests that need no key are refused.
-        peer: The sender, for the error.
-        check_time: Called now and then.
+        encoded: The received header, including padding.
+        keys: Keys of the job. If there are any, plain digests are refused.
+        peer: Name of the sender, for errors.
+        check_time: Called repeatedly; raises an error after a deadline.
 
     Raises:
-        ManifestError: Malformed, inconsistent, of another format, or too large.
-        DeadlineExceededError: ``check_time`` raised it.
+        ManifestError: The header is malformed, inconsistent, of another format, or too long.
+        DeadlineExceededError: ``check_time`` raised the error.
     """
     if len(encoded) > MAX_HEADER_BYTES:
         raise ManifestError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(encoded)}", peer=peer)
@@ -264,13 +264,11 @@ def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:
     try:
         return metadata[_PREFIX + key]
     except KeyError:
-        raise ManifestError(
-            f"expected {_PREFIX + key!r} in the snapshot's metadata, and it is missing", peer=peer
-        ) from None
+        raise ManifestError(f"expected {_PREFIX + key!r} in the snapshot's metadata, got none", peer=peer) from None
 
 
 def _check_number_of(chunks: ChunkTable, peer: str | None) -> None:
-    """The header would not take more digests than this, so none that come later may take more."""
+    """Refuse a table whose digests would be longer than a header may be, even if they are to be sent later."""
     if chunks.num_chunks * DIGEST_HEX_DIGITS > MAX_HEADER_BYTES:
         raise ManifestError(f"expected digests of at most {MAX_HEADER_BYTES} bytes, {chunks} has more", peer=peer)
 
@@ -282,7 +280,7 @@ def _decode_snapshot_id(text: str, peer: str | None) -> SnapshotId:
 
 
 def encode_digests(digests: Sequence[int]) -> str:
-    """Encode digests as hexadecimal digits, the same number for each."""
+    """Encode digests as one string of hexadecimal digits, `DIGEST_HEX_DIGITS` for each digest."""
     return "".join(f"{digest:0{DIGEST_HEX_DIGITS}x}" for digest in digests)
 
 
@@ -291,11 +289,11 @@ def decode_digests(text: str, num_chunks: int, *, peer: str | None) -> tuple[int
 
     Args:
         text: The received text.
-        num_chunks: The expected number.
-        peer: The sender, for errors.
+        num_chunks: The expected number of digests.
+        peer: Name of the sender, for errors.
 
     Raises:
-        ManifestError: The text is invalid.
+        ManifestError: The text is not that many digests.
     """
     if len(text) != num_chunks * DIGEST_HEX_DIGITS:
         raise ManifestError(
@@ -327,7 +325,9 @@ def _decode_table(header: dict[str, Raw], peer: str | None, check_time: CheckTim
         num_items = math.prod(tensor.shape)
         if not num_items and math.prod(size for size in tensor.shape if size) > MAX_ITEMS:
             raise ManifestError(
-                f"expected a shape that can be counted, got {list(tensor.shape)}", peer=peer, path=tensor.name
+                f"expected nonzero sizes with a product of at most {MAX_ITEMS}, got {list(tensor.shape)}",
+                peer=peer,
+                path=tensor.name,
             )
         expected_end = expected_start + num_items * bits // 8
         if tensor.start != expected_start or tensor.end != expected_end:
@@ -342,15 +342,16 @@ def _decode_table(header: dict[str, Raw], peer: str | None, check_time: CheckTim
 
 
 def content_id(manifest: Manifest) -> ContentId:
-    """The id of what a manifest describes: step, tensors, tree, layouts, chunks and their digests, in this order.
+    """Return a hash of a manifest without its snapshot id: step, tensors, tree, layouts, chunks and digests.
 
-    Receivers find each other by it. It proves nothing: a receiver compares what comes with the manifest's digests.
+    Receivers of the same content find each other's relays by this id. It proves nothing: a receiver compares all data
+    with the digests of its manifest.
 
     Raises:
-        ManifestError: Its digests come later, and have not been asked for.
+        ManifestError: The manifest has no digests yet.
     """
     if manifest.digests is None:
-        raise ManifestError("expected a manifest with digests, they come later", step=manifest.step)
+        raise ManifestError("expected a manifest with digests, got one whose digests come later", step=manifest.step)
     hasher = hashlib.blake2b(digest_size=_CONTENT_ID_BYTES)
     parts = (
         str(manifest.step).encode(),
@@ -369,7 +370,7 @@ def content_id(manifest: Manifest) -> ContentId:
 
 
 def parse_content_id(text: str) -> ContentId | None:
-    """The id that a path names, or ``None`` if it names none."""
+    """Return the content id in a text from a peer; ``None`` if the text is not a content id."""
     if len(text) != 2 * _CONTENT_ID_BYTES or not set(text) <= set("0123456789abcdef"):
         return None
     return ContentId(text)

@@ -1,7 +1,7 @@
-"""The planned reads of a fetch in another layout: their sources, and the substitutes of sources that fail.
+"""The `Work` of a fetch into another layout: planned reads, and substitutes for sources that fail.
 
-The plan (``wire.reshard``) gives each read its source. If that source is excluded, another holder of the same bytes
-takes over what it has not delivered; an idle source relieves a busy one.
+The plan (``wire.reshard``) assigns each read to a source. If a source is excluded, other sources with the same bytes
+get its undelivered reads. An idle source takes over reads of a busy source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_READS_PER_FRAME: Final = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class RangeRead:
-    """A range of the data's bytes that fits into a frame, read from the only source."""
+    """A byte range of the data that fits into a frame, for fetches that have only one source."""
 
     start: int
     end: int
@@ -32,12 +32,12 @@ class RangeRead:
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> list[RangeRead]:
-        """Return the reads of half-open ranges."""
+        """Divide half-open ranges into reads that fit into a frame."""
         return [cls(at, min(at + CHUNK_BYTES, end)) for start, end in ranges for at in range(start, end, CHUNK_BYTES)]
 
     @property
     def path(self) -> str:
-        """Its place in the data, for errors."""
+        """The range as text, for errors."""
         return f"bytes {self.start} to {self.end} of the data"
 
     @property
@@ -46,7 +46,7 @@ class RangeRead:
         return self.end - self.start
 
     def slice(self, _source: int = 0) -> Slice:
-        """Return its slice, at the source and here."""
+        """Return the range as a slice, which is the same at the source and at the receiver."""
         return Slice(self.start, self.num_bytes)
 
 
@@ -56,15 +56,15 @@ FrameOfReads: TypeAlias = tuple[AnyRead, ...]
 
 @dataclass(slots=True)
 class _Queue:
-    """The reads of one source.
+    """The reads that are assigned to one source.
 
     Attributes:
         frames: Frames that are not requested yet.
-        num_bytes: Size of these.
-        whole: Its reads, by their ids, of tensors that are not sharded. They may differ between sources: unless all
-            have landed, all of them come from one substitute.
-        whole_left: The ids of the whole reads that have not landed.
-        stand_in: The substitute, once this source was excluded.
+        num_bytes: Total size of ``frames``.
+        whole: All reads of unsharded tensors, by ``id()`` of the read. The values of these tensors may differ between
+            sources. So if the source fails before all of them have landed, one substitute must deliver all of them.
+        whole_left: Keys of ``whole`` whose reads have not landed.
+        stand_in: The substitute for the reads in ``whole``; ``None`` until the source is excluded.
     """
 
     frames: deque[FrameOfReads] = field(default_factory=deque)
@@ -75,11 +75,11 @@ class _Queue:
 
 
 class ReadWork:
-    """Planned reads in frames, for ``wire.fetch``.
+    """Planned reads, grouped into frames: the `Work` of a fetch into another layout.
 
     Args:
-        reads: Reads by source.
-        num_workers: Number of workers.
+        reads: The planned reads of each source.
+        num_workers: Number of workers of the fetch.
     """
 
     def __init__(self, reads: Sequence[Iterable[AnyRead]], *, num_workers: int) -> None:
@@ -94,7 +94,7 @@ class ReadWork:
         sources: Sequence[SourceState],
         under_way: Collection[Assignment[FrameOfReads]],  # noqa: ARG002
     ) -> tuple[SourceIndex, tuple[FrameOfReads, ...]] | None:
-        """Return the next frames of the least busy source; among equals of the source with the most to deliver."""
+        """Return the next frames of the least busy source; among several, of the one with the most bytes left."""
         waiting = [index for index, queue in enumerate(self._queues) if queue.frames]
         if not waiting:
             return None
@@ -104,11 +104,11 @@ class ReadWork:
         return SourceIndex(chosen), self._take_frames(self._queues[chosen])
 
     def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> Undeliverable | None:
-        """Note a frame; one that was on its way when another source took over may be needed again."""
+        """Record that a frame landed. If its source was already replaced, request its unsharded reads again."""
         queue = self._queues[source]
         undeliverable = None
         if sources[source].is_excluded and queue.stand_in is not None:
-            # The data of the substitute may have been overwritten.
+            # The frame may have overwritten data that the substitute has delivered.
             undeliverable = self._hand_over(source, [read for read in unit if read.is_whole], sources)
         if queue.whole_left:
             queue.whole_left.difference_update(map(id, unit))
@@ -118,7 +118,11 @@ class ReadWork:
     def put_back(
         self, source: SourceIndex, units: Sequence[FrameOfReads], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Give the reads of an excluded source to others, or those that sources with fewer failures have as well."""
+        """Take back frames that a source did not deliver, and assign their reads to sources again.
+
+        If the source is excluded, other sources get all its reads. Otherwise sources with fewer failures get the reads
+        that they have as well.
+        """
         queue = self._queues[source]
         frames = [*units, *queue.frames]
         self.num_left -= len(frames)
@@ -132,10 +136,10 @@ class ReadWork:
         return None
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> None:
-        """Do nothing: the layout says which source has which part."""
+        """Return ``None``: the choice of sources does not depend on the time."""
 
     def _enqueue(self, index: int, reads: Iterable[AnyRead]) -> None:
-        """Put reads into frames, each full or the last of them."""
+        """Group reads into full frames, and append the frames to the queue of a source."""
         queue = self._queues[index]
         num_before = len(queue.frames)
         frame: list[AnyRead] = []
@@ -158,7 +162,7 @@ class ReadWork:
         self.num_left += len(queue.frames) - num_before
 
     def _take_frames(self, queue: _Queue) -> tuple[FrameOfReads, ...]:
-        """Take many frames while many are left, few towards the end, so that all workers end together."""
+        """Take the frames of a request: many while many are left, few at the end, so that all workers end together."""
         wanted_bytes = min(MAX_REQUEST_BYTES, max(_LEAST_REQUEST_BYTES, queue.num_bytes // self._num_workers))
         frames: list[FrameOfReads] = []
         num_reads = num_bytes = 0
@@ -175,7 +179,7 @@ class ReadWork:
         return tuple(frames)
 
     def _relieve(self, busy: int, sources: Sequence[SourceState]) -> None:
-        """Give half of a source's unrequested reads to idle sources."""
+        """Assign half of a busy source's unrequested reads to idle sources that have the same bytes."""
 
         def is_idle(index: int) -> bool:
             source = sources[index]
@@ -196,7 +200,7 @@ class ReadWork:
         sources: Sequence[SourceState],
         is_better: Callable[[int], bool],
     ) -> None:
-        """Give reads that better sources have as well to them, and the rest back."""
+        """Assign the reads of frames to better sources that have the same bytes, and the rest to the own source."""
         taken: dict[int, list[AnyRead]] = {}
         for frame in frames:
             for read in frame:
@@ -210,7 +214,7 @@ class ReadWork:
     def _hand_over(
         self, excluded: int, orphans: Sequence[AnyRead], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Give a source's undelivered reads to other holders of the same bytes."""
+        """Assign the undelivered reads of an excluded source to other sources that have the same bytes."""
         taken: dict[int, list[AnyRead]] = {}
         loads = {index: queue.num_bytes for index, queue in enumerate(self._queues)}
         for read in orphans:
@@ -233,7 +237,7 @@ class ReadWork:
         return None
 
     def _stand_in(self, excluded: int, sources: Sequence[SourceState]) -> int | None:
-        """Return the source that has all unsharded data that ``excluded`` was to send."""
+        """Return a working source that has all unsharded tensors that ``excluded`` was to deliver, if there is one."""
         queue = self._queues[excluded]
         if queue.stand_in is None or sources[queue.stand_in].is_excluded:
             everywhere = [set(read.sources) for read in queue.whole.values()]

@@ -1,16 +1,16 @@
-"""A ring of receivers: each takes its own block from the sources, and all else from the receiver before it.
+"""A ring of receivers: each receiver fetches one block from the sources, and all other blocks from its predecessor.
 
-So a receiver has one connection to the sources and one to a relay, however many receivers there are, and each
-connection carries as much as its link can: a connection to each other receiver would carry a small part of it in small
-packets, and cost both sides many times the work. A chunk goes all the way round, so the last one is late by a chunk for
-each receiver.
+So a receiver has one connection to the sources and one to a relay, whatever the number of receivers, and each
+connection uses the full rate of its link. With a connection to every other receiver, each connection would carry little
+data in small packets, at many times the cost. A chunk passes through all receivers, so the last receiver gets it late,
+by the time of one chunk for each receiver.
 
-A receiver behind a dead one asks the next one upstream, so the ring goes on without the dead one. A receiver behind a
-slow one gets nothing in time. It then leaves the ring, and asks the owner of each block for that block, until it has
-everything; the receivers behind it may stay, because it relays what it gets. Leaving without need is expensive: the
-links of the ring are full, so a receiver that asks all owners gets less, and so do all behind it. Each chunk comes with
-the number of chunks that the furthest receiver known to the predecessor has received. The receiver compares what comes
-from the ring with that number and with what comes from the sources.
+If its predecessor fails, a receiver switches to the next receiver upstream, and the ring continues without the failed
+one. If its predecessor is too slow, a receiver leaves the ring: it fetches each remaining block from the block's owner.
+The receivers behind it may stay in the ring, because it still relays chunks to them. Leaving without need is expensive,
+because the links of the ring are full: the receiver, and all receivers behind it, would get less. To decide, the
+receiver compares the chunks from the ring with those from the sources, and with the progress of others. For this, each
+relayed chunk comes with the number of chunks that the furthest receiver known to the predecessor has received.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ from __future__ import annotations
 from typing import Final
 
 _CHUNKS_PER_RECEIVER: Final = 16
-"""With fewer chunks per receiver the ring would be too long."""
+"""Minimum number of chunks per receiver. With fewer, the delay of the ring would be too long."""
 _LEAST_RECEIVERS: Final = 3
 _SETTLED_PART: Final = 8
-"""Nothing is judged before one in this many of the own chunks is here: receivers begin at different moments..."""
+"""A receiver judges its predecessor only after 1/8 of its own chunks, because receivers begin at different times."""
 _FEW_SETTLED_PART: Final = 4
-"""...or, with few own chunks, one in this many..."""
+"""With few own chunks, 1/4 of them must have landed, ..."""
 _FEW_SETTLED: Final = (2, 8)
-"""...but at least and at most this many for each request to a source."""
+"""... but at least 2 and at most 8 for each request to a source."""
 _EARLY: Final = 10
-"""Own chunks that may come before the ring begins to deliver."""
+"""Number of own chunks that may land before the ring delivers its first chunk."""
 _LESS_AT_FIRST: Final = 2
-"""Until then, and always if several requests to sources share the link, the ring may deliver less by this factor."""
+"""Factor by which the ring may deliver less than a source, until then, and if several requests share the link."""
 _LITTLE_BEHIND_PART: Final = 16
-"""If the ring delivers this little, a receiver leaves it only if it is behind by one in this many of all chunks."""
+"""A receiver whose ring delivers too little leaves the ring only if it is behind by 1/16 of all chunks."""
 _SILENT_PART: Final = 2
-"""A predecessor that delivers nothing while one in this many of the own chunks come is too slow."""
+"""A predecessor is too slow if it delivers nothing while 1/2 of the own chunks land."""
 _BEHIND_PART: Final = 8
-"""A receiver is behind if it lacks one in this many of all chunks that another receiver has..."""
+"""A receiver is behind if another receiver has more chunks than it, by 1/8 of all chunks. A receiver that is behind
+leaves the ring ..."""
 _FALLING_PART: Final = 16
-"""...and falls further behind if by now it lacks one in this many of them more..."""
+"""... if the distance has grown by 1/16 of all chunks, ..."""
 _MUCH_LESS: Final = 2
-"""...while the ring has delivered a part of its chunks that is smaller by this factor than that from the sources."""
+"""... and the share of its chunks that the ring has delivered is less than 1/2 of the share that the sources have."""
 
 
 def has_ring(*, num_receivers: int, num_chunks: int) -> bool:
-    """Whether receivers of this many chunks begin as a ring: the same for all of them."""
+    """Return whether receivers begin as a ring. All receivers of a state get the same result."""
     return num_receivers >= _LEAST_RECEIVERS and num_chunks >= _CHUNKS_PER_RECEIVER * (num_receivers - 1)
 
 
 class Ring:
-    """The ring as one receiver sees it. Used by one thread at a time, except for `report_progress`.
+    """Decides when this receiver leaves the ring. Used by one thread at a time, except for `report_progress`.
 
     Args:
-        num_chunks: Number of all chunks.
-        num_own: Number of chunks that it wants from the sources.
-        num_relayed: Number of chunks that it wants from its predecessor.
-        num_own_requests: Number of its concurrent requests to sources.
+        num_chunks: Number of chunks of the state.
+        num_own: Number of chunks that this receiver has to fetch from the sources.
+        num_relayed: Number of chunks that this receiver has to fetch from its predecessor.
+        num_own_requests: Number of this receiver's concurrent requests to sources.
 
     Attributes:
-        num_asked: Chunks that were requested from the predecessor and have not come.
-        num_relayed_landed: Chunks that have come from it.
-        has_left: Whether this receiver asks each owner for its own block by now.
-        was_cut: Whether the predecessor has ended an answer early.
+        num_asked: Number of chunks that were requested from the predecessor and have not landed.
+        num_relayed_landed: Number of chunks that have landed from the predecessor.
+        has_left: Whether this receiver has left the ring, so that it fetches each block from the block's owner.
+        was_cut: Whether a response of the predecessor has ended before all requested chunks.
     """
 
     def __init__(self, *, num_chunks: int, num_own: int, num_relayed: int, num_own_requests: int) -> None:
@@ -82,20 +83,20 @@ class Ring:
 
     @property
     def is_used(self) -> bool:
-        """Whether the predecessor is the only relay that is asked."""
+        """Whether this receiver requests chunks from its predecessor alone, and from no other relay."""
         return not self.has_left or self.is_left_open
 
     @property
     def is_left_open(self) -> bool:
-        """Whether chunks are still to come from the predecessor, which is not waited for any more."""
+        """Whether this receiver has left the ring, but its last request to the predecessor still runs."""
         return self.has_left and self.num_asked > 0
 
     def joined_again(self, *, num_own: int, num_relayed: int) -> Ring:
-        """Return the same ring behind another predecessor, without the earlier one's measurements.
+        """Return the ring with a new predecessor, without the measurements of the previous predecessor.
 
         Args:
-            num_own: Number of chunks that it wants from the sources now.
-            num_relayed: Number of chunks that it wants from the new predecessor.
+            num_own: Number of chunks that this receiver still has to fetch from the sources.
+            num_relayed: Number of chunks that this receiver still has to fetch from the new predecessor.
         """
         ring = Ring(
             num_chunks=self._num_chunks,
@@ -109,21 +110,21 @@ class Ring:
 
     @property
     def is_settled(self) -> bool:
-        """Whether this receiver has enough chunks of its own block to judge the receiver before it."""
+        """Whether enough own chunks have landed to judge the predecessor."""
         return self._num_own_landed >= self._num_settled
 
     def report_progress(self, num_landed: int) -> None:
-        """Note that another receiver has received this many chunks. Called by any thread."""
+        """Record that another receiver has received this many chunks. Any thread may call this."""
         self._furthest = max(self._furthest, num_landed)
 
     def own_landed(self) -> bool:
-        """Note a chunk from a source; return whether the receiver leaves the ring now."""
+        """Record a chunk from a source; return whether the receiver leaves the ring now."""
         self._num_own_landed += 1
         self._num_silent += 1
         return self._leaves()
 
     def relayed_landed(self) -> bool:
-        """Note a chunk from the predecessor; return whether the receiver leaves the ring now."""
+        """Record a chunk from the predecessor; return whether the receiver leaves the ring now."""
         self.num_asked -= 1
         self.num_relayed_landed += 1
         self._num_silent = 0
@@ -136,10 +137,10 @@ class Ring:
         return self.has_left
 
     def _is_held_up(self) -> bool:
-        """Whether the ring delivers nothing, or less than one request to a source while other receivers have more.
+        """Return whether the ring delivers nothing, or less than a source while other receivers are ahead.
 
-        At the beginning a source may serve one receiver before all others: then no predecessor has anything to relay
-        yet.
+        The progress of the others matters because a source may serve one receiver before all others. Then no
+        predecessor has chunks to relay at first.
         """
         is_early = self._num_own_landed < _EARLY or self._num_own_requests > 1
         least = self.num_relayed_landed * self._num_own_requests * (_LESS_AT_FIRST if is_early else 1)
@@ -156,12 +157,12 @@ class Ring:
         if behind * _BEHIND_PART <= self._num_chunks:
             self._least_behind = None
             return False
-        # A receiver that was held up for long need not leave if the predecessor relays enough by now.
+        # A receiver that was delayed earlier must not leave if its predecessor relays enough now.
         self._least_behind = min(behind, self._least_behind if self._least_behind is not None else behind)
         is_falling = (behind - self._least_behind) * _FALLING_PART > self._num_chunks
         return is_falling and self._has_brought_less(_MUCH_LESS)
 
     @property
     def _num_behind(self) -> int:
-        """Number of chunks that the furthest known receiver is ahead."""
+        """Number of chunks by which the furthest known receiver is ahead of this one."""
         return self._furthest - self._num_before - self._num_own_landed - self.num_relayed_landed

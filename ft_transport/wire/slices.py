@@ -1,8 +1,8 @@
-"""Slices: boxes of tensors as bytes of the data, and requests for several of them.
+"""Slices, which are the bytes of a box of a tensor, and HTTP requests for slices.
 
-A request (`SlicesRequest`) lists frames; each frame is a list of slices. The answer is the bytes of each frame, slice
-after slice, and after each frame its xxh3-64 digest, 8 bytes, big-endian. So a receiver can verify any part of a
-tensor, although the manifest's digests cover whole chunks.
+A request (`SlicesRequest`) lists frames, and each frame is a list of slices. For each frame, the response has the bytes
+of the slices, one after the other, and then the frame's digest: 8 bytes, big-endian. So a receiver can verify any part
+of a tensor, although the digests in the manifest are those of whole chunks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ft_transport.wire.nodes import Count
 
 FRAME_DIGEST_BYTES: Final = 8
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Maximum data of one request."""
+"""Maximum number of bytes of data that one request may ask for."""
 MAX_REQUEST_BODY_BYTES: Final = 4 << 20
 MAX_SLICES_PER_REQUEST: Final = 1 << 14
 MAX_BLOCKS_PER_FRAME: Final = 1 << 18
-"""Gathering this many takes about as long as copying and digesting a full frame."""
+"""Maximum number of contiguous pieces in a frame: collecting them takes about as long as digesting a full frame."""
 
 _MAX_LOOPS: Final = 31
-"""numpy has 32 dimensions at most in its first major version."""
+"""Arrays of numpy 1 have at most 32 dimensions: the loops and the block."""
 
 _Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**62)]
 Loop: TypeAlias = tuple[Annotated[int, Meta(ge=2, le=2**62)], Count]
-"""Number of repetitions (at least 2), and their stride in bytes."""
+"""Number of repetitions (at least 2), and their distance in bytes."""
 
 
 class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """``block_bytes`` at ``start``, repeated by each loop; the last loop is the innermost."""
+    """Bytes of the data: a block of ``block_bytes`` at ``start``, repeated by each loop. The last loop is innermost."""
 
     start: Count
     block_bytes: _Positive
@@ -45,7 +45,7 @@ class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 
     @property
     def num_bytes(self) -> int:
-        """Length of its bytes."""
+        """Number of bytes of the slice."""
         num_bytes = self.block_bytes
         for count, _ in self.loops:
             num_bytes *= count
@@ -53,7 +53,7 @@ class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 
     @property
     def end(self) -> int:
-        """End of its last byte."""
+        """Position behind the last byte of the slice."""
         return self.start + self.block_bytes + sum((count - 1) * stride for count, stride in self.loops)
 
 
@@ -61,7 +61,7 @@ SliceFrame: TypeAlias = tuple[Slice, ...]
 
 
 class SlicesRequest(Struct, frozen=True):
-    """The body of a request, as JSON."""
+    """The JSON body of a request for slices."""
 
     frames: tuple[Annotated[SliceFrame, Meta(min_length=1)], ...]
 
@@ -73,14 +73,14 @@ _encoder = msgspec.json.Encoder()
 def slice_of(
     start: int, strides_bytes: Sequence[int], origin: Sequence[int], counts: Sequence[int], item_bytes: int
 ) -> Slice:
-    """Return the slice of a box of a tensor.
+    """Return the slice with the elements of a box of a tensor.
 
     Args:
-        start: Position of the tensor's first element.
-        strides_bytes: Strides in bytes, by dimension.
-        origin: First index of the box, by dimension.
-        counts: Shape of the box; not empty.
-        item_bytes: Size of an element.
+        start: Position of the tensor's first element in the data.
+        strides_bytes: Strides of the tensor in bytes.
+        origin: First index of the box in each dimension.
+        counts: Shape of the box. No size may be 0.
+        item_bytes: Size of an element in bytes.
     """
     block_bytes = item_bytes
     loops: list[Loop] = []
@@ -98,7 +98,7 @@ def slice_of(
 
 
 def row_major_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in bytes."""
+    """Return the strides in bytes of a contiguous tensor with a shape."""
     strides = []
     for size in reversed(shape):
         strides.append(item_bytes)
@@ -107,7 +107,7 @@ def row_major_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def joined(slices: Sequence[Slice]) -> SliceFrame:
-    """Join adjacent slices; bytes and order stay the same."""
+    """Join slices that follow each other in the data, so that a frame has fewer slices with the same bytes."""
     joint: list[Slice] = []
     for piece in slices:
         last = joint[-1] if joint else None
@@ -119,29 +119,29 @@ def joined(slices: Sequence[Slice]) -> SliceFrame:
 
 
 def frame_context(snapshot_id: SnapshotId, frame: SliceFrame) -> bytes:
-    """Return the context of a frame's keyed digest, which binds the digest to this frame."""
+    """Return the context for the keyed digest of a frame, which makes the digest valid for this frame alone."""
     return snapshot_id.encode() + _encoder.encode(frame)
 
 
 def answer_bytes(frames: Sequence[SliceFrame]) -> int:
-    """Return the length of the answer."""
+    """Return the length of the response to a request for frames."""
     return sum(piece.num_bytes for frame in frames for piece in frame) + FRAME_DIGEST_BYTES * len(frames)
 
 
 def encode_request(frames: Sequence[SliceFrame]) -> bytes:
-    """Encode the body of a request."""
+    """Encode the body of a request for frames."""
     return _encoder.encode(SlicesRequest(tuple(frames)))
 
 
 def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
-    """Decode the frames of a request. The input is untrusted.
+    """Decode and check the body of a request for frames. The input is untrusted.
 
     Args:
         body: The received body.
-        data_bytes: Length of the data.
+        data_bytes: Length of the snapshot's data.
 
     Raises:
-        ConfigurationError: The body is invalid, exceeds the data, or asks for too much at once.
+        ConfigurationError: The body is invalid, a slice ends behind the data, or the request exceeds a limit.
     """
     try:
         with collector_paused():
@@ -151,7 +151,7 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
     num_slices = sum(map(len, frames))
     if num_slices > MAX_SLICES_PER_REQUEST:
         raise ConfigurationError(f"expected at most {MAX_SLICES_PER_REQUEST} slices in a request, got {num_slices}")
-    # This runs on the server's event loop: one look at each slice, and the first one that is too large ends the loop.
+    # This runs on the server's event loop, so it reads each slice once, and stops at the first that is too large.
     num_asked = 0
     for frame in frames:
         num_bytes = num_blocks = 0
@@ -176,13 +176,13 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
 
 
 class Box(NamedTuple):
-    """A box that the receiver wants and some sources have. Tuples are by dimension.
+    """A box of a tensor that the receiver needs and one or more sources have.
 
     Attributes:
-        holders: Positions in ``Wanted.sources``.
-        held_shape: Shape of each holder's part.
-        held_origin: First index of the box in a holder's part.
-        origin: First index of the box in the receiver's part.
+        holders: The sources that have the box, as positions in ``Wanted.sources``.
+        held_shape: Shape of the part of the tensor that each of these sources has.
+        held_origin: First index of the box in the source's part, by dimension.
+        origin: First index of the box in the receiver's part, by dimension.
         counts: Shape of the box.
     """
 
@@ -194,9 +194,9 @@ class Box(NamedTuple):
 
 
 def in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
-    """Cut the box into pieces that fit into a frame, and that several holders can share."""
+    """Divide a box into pieces that fit into a frame, and that can be fetched from several sources."""
     piece_bytes = CHUNK_BYTES if len(box.holders) == 1 else CHUNK_BYTES // 2
-    # Short rows cost more than their bytes imply.
+    # A frame with many short rows may have fewer bytes, because each row costs time.
     piece_bytes = min(piece_bytes, block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)
     if math.prod(box.counts) * item_bytes <= piece_bytes:
         return (box,)
@@ -204,7 +204,7 @@ def in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
 
 
 def block_items(box: Box) -> int:
-    """Return the number of contiguous elements of the box at a source with row-major memory."""
+    """Return the number of elements of a box that are contiguous in the row-major memory of a source."""
     num_items = 1
     for count, size in zip(reversed(box.counts), reversed(box.held_shape), strict=True):
         num_items *= count
@@ -214,7 +214,7 @@ def block_items(box: Box) -> int:
 
 
 def _cut_to(box: Box, item_bytes: int, piece_bytes: int) -> Iterator[Box]:
-    """Cut along the first dimensions."""
+    """Divide a box along its first dimensions into pieces of at most ``piece_bytes``."""
     if math.prod(box.counts) * item_bytes <= piece_bytes:
         yield box
         return

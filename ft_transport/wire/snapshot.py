@@ -1,6 +1,6 @@
-"""A snapshot and the location of its bytes, at its source and at a receiver; ``state`` makes it, ``http`` sends it.
+"""The `Snapshot`, the memory with its bytes at a source or receiver, and copies of slices.
 
-Slices of memory are viewed as arrays, so that numpy copies them without the interpreter.
+``state`` makes snapshots, and ``http`` sends them. Slices are copied by numpy, as arrays, without a Python loop.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ft_transport.wire.slices import Slice
 
 @dataclass(frozen=True, slots=True)
 class MemoryFile:
-    """A safetensors file inside a memory file, from position ``start`` on, which never changes.
+    """A safetensors file that is part of an anonymous memory file. Its bytes never change.
 
     Attributes:
-        descriptor: Descriptor of the memory file.
-        start: Where the safetensors file begins.
-        data_start: Where its data begins.
-        data: The data, mapped.
+        descriptor: File descriptor of the memory file.
+        start: Position of the safetensors file in the memory file.
+        data_start: Position of the tensor data in the memory file.
+        data: The tensor data, as mapped memory.
     """
 
     descriptor: int
@@ -36,34 +36,35 @@ class MemoryFile:
 
     @contextmanager
     def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """Yield bytes ``[start, end)`` of the data; they never change, so no thread waits for the pin."""
+        """Yield bytes ``[start, end)`` of the data. Pinning has no effect here, because the bytes never change."""
         yield [self.data[start:end]]
 
 
 class SharedFile(Protocol):
-    """A safetensors file whose data is live memory, which its owner materializes before changing it."""
+    """A safetensors file whose data is live memory of the trainer. The trainer copies the data before changing it."""
 
     def pin(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Returns bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
+        """Returns a context with bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
 
-        They do not change while they are pinned, because the owner waits: do not wait for a receiver inside.
+        The bytes do not change inside the context, because the trainer waits for its end. So the caller must not wait
+        for a receiver inside.
 
         Raises:
-            SnapshotError: They are lost.
+            SnapshotError: The bytes are lost.
         """
 
     def pin_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Returns bytes ``[start, end)`` of the data, in order, pinned as by `pin`. A tensor lies within one view.
+        """Returns a context with bytes ``[start, end)`` of the tensor data, as `pin` does. No view divides a tensor.
 
         Raises:
-            SnapshotError: They are lost.
+            SnapshotError: The bytes are lost.
         """
 
     def encoded_digests(self) -> str:
-        """Returns the digests of all chunks (``wire.manifest.encode_digests``); computes missing ones.
+        """Returns the digests of all chunks, encoded by ``wire.manifest.encode_digests``; computes missing digests.
 
         Raises:
-            SnapshotError: The data is lost.
+            SnapshotError: Bytes of the data are lost.
         """
 
 
@@ -72,16 +73,16 @@ ServedMemory: TypeAlias = MemoryFile | SharedFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A state at a step, as one safetensors file; a copy, or live memory that is copied before it changes.
+    """A state at a committed step, as one safetensors file: a copy, or live memory that is copied before it changes.
 
     Attributes:
-        step: The committed step of the state.
-        snapshot_id: Unique id.
-        header: The file's first bytes: length prefix, JSON header, padding.
-        memory: The memory until `close`: a memory file, or partly live memory that is shared.
+        step: The committed step.
+        snapshot_id: Unique id of the snapshot.
+        header: First bytes of the file: length prefix, JSON header, padding.
+        memory: The memory with the file, valid until ``close`` is called.
         total_bytes: Length of the safetensors file.
-        close: Gives the memory back. Called exactly once, when no reader is left.
-        digester: Makes its digests.
+        close: Frees the memory. Must be called exactly once, when no reader is left.
+        digester: Computes the digests of the snapshot.
     """
 
     step: int
@@ -103,9 +104,9 @@ def copy_out(memory: memoryview, piece: Slice, into: memoryview) -> None:
     """Copy a slice into contiguous memory.
 
     Args:
-        memory: The memory from the slice's start to its end.
+        memory: The memory from the first byte of the slice to the last.
         piece: The slice.
-        into: Memory of the slice's length.
+        into: The destination, which has the length of the slice.
     """
     source = _strided(memory, piece)
     np.copyto(_flat(into, source), source)
@@ -115,8 +116,8 @@ def gathered(data: memoryview, piece: Slice) -> memoryview:
     """Return the bytes of a slice: a view if they are contiguous, otherwise a copy.
 
     Args:
-        data: All data.
-        piece: The slice in it.
+        data: The whole data.
+        piece: The slice of the data.
     """
     if not piece.loops:
         return data[piece.start : piece.end]
@@ -126,25 +127,25 @@ def gathered(data: memoryview, piece: Slice) -> memoryview:
 
 
 def copy_in(data: memoryview, memory: memoryview, piece: Slice) -> None:
-    """Write contiguous ``data`` to a slice."""
+    """Copy contiguous ``data`` into a slice of ``memory``, which begins and ends with the slice."""
     target = _strided(memory, piece)
     np.copyto(target, _flat(data, target))
 
 
 class Memory(Protocol):
-    """The memory for one snapshot's data."""
+    """Memory of a receiver for the data of one snapshot."""
 
     def buffers(self, start: int, end: int) -> Sequence[memoryview]:
-        """Returns writable uint8 views that cover bytes ``[start, end)`` of the data, in order. For any thread."""
+        """Returns writable uint8 views that cover bytes ``[start, end)`` of the data, in order. Thread-safe."""
 
 
 def put(data: memoryview, destination: Memory, piece: Slice) -> None:
-    """Copy contiguous bytes to their slice of the destination.
+    """Copy contiguous bytes into a slice of a receiver's memory.
 
     Args:
-        data: The bytes.
+        data: The bytes of the slice.
         destination: The memory for the whole data.
-        piece: The slice; with loops it is inside one tensor.
+        piece: The slice. A slice with loops must lie within one tensor.
     """
     memories = destination.buffers(piece.start, piece.end)
     if piece.loops:
@@ -158,7 +159,7 @@ def put(data: memoryview, destination: Memory, piece: Slice) -> None:
 
 
 def _strided(memory: memoryview, piece: Slice) -> _Array:
-    # The widest items that divide all strides: numpy copies item by item.
+    # numpy copies item by item, so use the widest items that divide all strides.
     step = math.gcd(piece.block_bytes, *(stride for _, stride in piece.loops))
     item_bytes, dtype = next(carrier for carrier in _CARRIERS if step % carrier[0] == 0)
     shape = (*(count for count, _ in piece.loops), piece.block_bytes // item_bytes)

@@ -1,7 +1,4 @@
-"""The sources and receivers of a fetch: blocks of chunks, substitutes of failed receivers, and slow peers.
-
-``wire.swarm_work`` decides with these what the receiver asks for.
-"""
+"""Parts of ``wire.swarm_work``: the blocks of all receivers, substitutes for failed receivers, and slow peers."""
 
 from __future__ import annotations
 
@@ -13,31 +10,29 @@ from typing import Final
 from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState
 
 _RUNS_PER_RECEIVER: Final = 2
-"""Number of runs of chunks that a block is divided into for each possible substitute of its owner."""
+"""A block is divided into this many runs of chunks for each receiver that may substitute for its owner."""
 _MOST_TAKEN_OVER: Final = 4
-"""Maximum chunks, and at most a small part of the missing ones, that a receiver with a complete own block takes
-over."""
+"""Maximum number of chunks that a receiver whose own block is complete at the start takes over from another block."""
 _LEAST_WAITED_S: Final = 0.5
-"""Shorter pauses are normal for a machine, or for a connection that has lost a packet (RFC 6298)."""
+"""Minimum wait in seconds. A busy machine, or a connection that has lost a packet (RFC 6298), may pause this long."""
 _LEAST_WAITED_PART: Final = 4
-"""Minimum wait, as one part in this many of the time until the own block was complete."""
+"""Minimum wait as a part of the time in which the own block was fetched: 1/4."""
 _NOTHING_YET: Final = 0.5
-"""Assumed number of chunks from a source that has delivered none."""
+"""Assumed number of delivered chunks for a source that has delivered none."""
 _LEAST_KNOWN: Final = 2
-"""Chunks per source that have to land before rates are known."""
+"""Number of chunks per source that must land before sources are compared."""
 _MUCH_SLOWER: Final = 4.0
-"""Another source has to deliver a chunk sooner by this factor to make up for the lost part of it."""
+"""Interrupting a request loses parts of chunks, so another source must be faster by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swarm:
-    """The participants of a fetch.
+    """The participants of a fetch. `SourceIndex` numbers the sources first, and then the other receivers as relays.
 
     Attributes:
-        num_sources: Number of sources; they have the first indices.
-        num_receivers: Number of receivers of the state, this one included. The others follow the sources, in their
-            order.
-        own: The number of this receiver.
+        num_sources: Number of sources.
+        num_receivers: Number of receivers of the state, including this one.
+        own: Number of this receiver among all receivers.
     """
 
     num_sources: int = 1
@@ -45,29 +40,29 @@ class Swarm:
     own: int = 0
 
     def relay_of(self, receiver: int) -> SourceIndex:
-        """Return the index of another receiver among the sources and relays."""
+        """Return the source index of another receiver, which serves as a relay."""
         return SourceIndex(self.num_sources + receiver - (receiver > self.own))
 
     def receiver_of(self, relay: SourceIndex) -> int:
-        """Return the number of the receiver with this index."""
+        """Return the receiver number of a relay."""
         number = relay - self.num_sources
         return number + (number >= self.own)
 
 
 @dataclass(slots=True, eq=False)
 class BlockQueue:
-    """Chunks to request from one receiver, in this order; the own ones are requested from the sources.
+    """The chunks to fetch from one receiver; those in this receiver's own queue are fetched from the sources.
 
     Attributes:
         receiver: Number of the receiver.
-        block: Chunks of its block.
-        missing: Chunks that are in no request at the moment.
-        num_missing: Number of these.
-        num_left: Chunks that have not landed, requested ones included.
-        num_lacking: Chunks of its block that have not landed, wherever they come from.
-        num_landed: Chunks that the receiver has delivered, or the sources for the own queue; without those of the ring.
-        is_given_up: Whether the receiver is not waited for any more; it has no missing chunks then.
-        is_slow: Whether the sources would deliver the rest sooner.
+        block: The chunks of the receiver's block.
+        missing: Chunks that have not landed and are not requested at the moment, in the order of requesting.
+        num_missing: Number of chunks in ``missing``.
+        num_left: Number of chunks of this queue that have not landed, including requested ones.
+        num_lacking: Number of chunks of ``block`` that have not landed, whichever peer is to deliver them.
+        num_landed: Number of chunks that have landed through this queue, without those from the ring.
+        is_given_up: Whether this receiver has stopped waiting for the queue's receiver. ``missing`` is empty then.
+        is_slow: Whether the sources would deliver the rest sooner than the queue's receiver.
     """
 
     receiver: int
@@ -81,17 +76,17 @@ class BlockQueue:
     is_slow: bool = False
 
     def add(self, chunks: range) -> None:
-        """Add chunks in the order of fetching: a block's own chunks, then those dealt to it, by number."""
+        """Add missing chunks: chunks of the block before those of other blocks, otherwise in order of their numbers."""
         insort(self.missing, chunks, key=self._place)
         self.num_missing += len(chunks)
 
     def add_last(self, chunks: range) -> None:
-        """Add chunks behind all missing ones."""
+        """Add missing chunks that are to be requested last."""
         self.missing.append(chunks)
         self.num_missing += len(chunks)
 
     def take(self, num_chunks: int) -> range:
-        """Take the next chunks, at most this many."""
+        """Remove and return the next missing chunks, at most ``num_chunks`` and all consecutive."""
         first = self.missing[0]
         taken = first[:num_chunks]
         if len(taken) < len(first):
@@ -106,18 +101,18 @@ class BlockQueue:
 
 
 class Blocks:
-    """The chunks of a state, one block for each receiver, and the substitutes of failed or slow receivers.
+    """The chunks of a state, divided into one block for each receiver, and the substitutes of failed receivers.
 
-    Every receiver that notices a failure chooses the same substitute.
+    The choice of a substitute is deterministic, so every receiver that notices a failure chooses the same substitute.
 
     Args:
-        ranges: Chunks to fetch, half-open and ascending.
-        num_chunks: Number of all chunks.
+        ranges: Half-open, ascending ranges of the chunks that this receiver has to fetch.
+        num_chunks: Number of chunks of the state.
         swarm: The participants.
-        is_ring: Whether all began as a ring.
+        is_ring: Whether the receivers began as a ring.
 
     Attributes:
-        queues: The queue of each receiver, by its number; receivers that are out substitute for no other.
+        queues: The queue of each receiver, by receiver number.
         own: The queue of this receiver.
     """
 
@@ -136,7 +131,7 @@ class Blocks:
         self._take_over_some()
 
     def parts(self, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
-        """Yield the parts of a run of chunks, with the block of each."""
+        """Divide consecutive chunks by block; yield the queue of each block's owner with the block's chunks."""
         while chunks:
             queue = self.owner(chunks.start)
             num_chunks = queue.block.stop - chunks.start
@@ -148,7 +143,7 @@ class Blocks:
         return self.queues[bisect_right(self._starts, chunk, hi=len(self.queues)) - 1]
 
     def deal(self, queue: BlockQueue) -> None:
-        """Deal each run of chunks that a receiver was to deliver to the next receiver in its line."""
+        """Assign all missing chunks of a receiver's queue to substitutes of that receiver."""
         missing, queue.missing, queue.num_missing = queue.missing, [], 0
         for run in missing:
             for block, chunks in self.parts(run):
@@ -158,7 +153,7 @@ class Blocks:
                     to.num_left += len(dealt)
 
     def _take_over_some(self) -> None:
-        """Take over a few chunks of another block, if the own one is complete, to measure the rate of the sources."""
+        """Take over a few chunks of another block if the own block is complete, to measure the rate of the sources."""
         fullest = max(self.queues, key=lambda queue: queue.num_missing)
         if self.own.num_left or not fullest.num_missing:
             return
@@ -169,10 +164,7 @@ class Blocks:
         self.own.num_left += len(chunks)
 
     def _substitutes(self, owner: int, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
-        """Yield the substitutes of a block's owner, each with its part of some of its chunks.
-
-        This receiver itself if no other is left.
-        """
+        """Divide chunks of a block among substitutes of the block's owner; this receiver itself is the last resort."""
         if self._is_ring:
             yield self._nearest_behind(owner), chunks
             return
@@ -183,7 +175,7 @@ class Blocks:
             chunks = chunks[num_in_run:]
 
     def _nearest_behind(self, owner: int) -> BlockQueue:
-        """Return the nearest working receiver behind the owner, up to this one, in the ring."""
+        """Return the first working receiver between this one and a failed block owner in the ring, else this one."""
         number, own = len(self.queues), self.own.receiver
         between = (self.queues[(own - far) % number] for far in range(1, (own - owner) % number))
         return next((queue for queue in between if not queue.is_given_up), self.own)
@@ -193,24 +185,24 @@ class Blocks:
         first = self.queues[(owner + 1 + run % (number - 1)) % number]
         if not first.is_given_up:
             return first
-        # Not simply the next receiver, which would get the runs of all failed receivers before it.
+        # Not the next receiver in order, which would get the runs of all failed receivers before it.
         others = [queue for queue in self.queues if queue.receiver != owner and not queue.is_given_up]
         return max(others, key=lambda queue: _mixed(run, queue.receiver), default=self.own)
 
 
 def _mixed(run: int, receiver: int) -> int:
-    """Return a number that varies between runs as if at random, and is the same for all receivers."""
+    """Return a hash of a run and a receiver, so that the substitutes of several runs differ."""
     mixed = (run * 0x9E3779B1 + receiver * 0x85EBCA77) & 0xFFFFFFFF
     return (mixed ^ mixed >> 15) * 0xC2B2AE3D & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The chunks of one relay.
+    """The progress of one relay.
 
     Attributes:
-        num_left: Chunks that it is expected to deliver.
-        num_landed: Chunks that it has delivered so far.
+        num_left: Number of chunks that the relay still has to deliver.
+        num_landed: Number of chunks that the relay has delivered.
     """
 
     num_left: int
@@ -218,11 +210,11 @@ class Delivery:
 
 
 class RelayRates:
-    """The rates of one receiver's relays, measured over windows of time.
+    """Finds relays that are slower than the sources, by counting chunks in windows of time.
 
-    While a receiver takes its own block, relays and sources share its link, and other receivers may not have begun: the
-    chunks that have come by then say little about a relay's speed. Afterwards the relays have the link to themselves,
-    and their chunks are compared with what the sources delivered in the time before.
+    While a receiver fetches its own block, sources and relays share its link, and other receivers may not have begun,
+    so the chunks of that time do not show a relay's speed. Later only relays use the link. Then the receiver compares
+    the relays' chunks with the chunks that the sources delivered in the time of the own block.
     """
 
     def __init__(self) -> None:
@@ -232,16 +224,19 @@ class RelayRates:
         self._then: Mapping[int, Delivery] = {}
 
     def restart(self) -> None:
-        """Begin a new window, because chunks now come from other relays, or from the sources as well."""
+        """Begin a new window, because other peers deliver chunks from now on."""
         self._then = {}
 
     def too_slow(self, elapsed_s: float, *, num_from_sources: int, relays: Mapping[int, Delivery]) -> int | None:
-        """Return the slowest relay if waiting costs more than the sources would take, by the time of the own block.
+        """Return the slowest relay if the sources would deliver the missing chunks much sooner; ``None`` otherwise.
+
+        "Much sooner" means: sooner by more than the time that the own block took. Call this only when the own block is
+        complete.
 
         Args:
-            elapsed_s: Seconds since the fetch began. The own block is complete.
-            num_from_sources: Chunks that have come from sources.
-            relays: The relays that are to deliver all missing chunks.
+            elapsed_s: Seconds since the fetch began.
+            num_from_sources: Number of chunks that the sources have delivered.
+            relays: Progress of the relays, by receiver number. They have to deliver all missing chunks.
         """
         if not self._num_own:
             self._own_s, self._num_own = elapsed_s, num_from_sources
@@ -259,7 +254,7 @@ class RelayRates:
             self.restart()
             return max(relays, key=lambda relay: relays[relay].num_left / (landed[relay] + 1))
         if num_landed:
-            # Chunks so far do not excuse a relay that stops from here on.
+            # A new window: a relay that stops later must not benefit from the chunks of this window.
             self._since_s, self._then = elapsed_s, relays
         return None
 
@@ -267,15 +262,14 @@ class RelayRates:
 def slowest_to_end(
     under_way: Sequence[Assignment[int]], sources: Sequence[SourceState], usable: Sequence[SourceState]
 ) -> Assignment[int] | None:
-    """Return the request whose rest would come much sooner if the best source began it again, if there is one.
+    """Return the slowest request if the best source would deliver its rest much sooner; ``None`` otherwise.
 
-    All sources begin at one moment, so the chunks that each has delivered represent its rate, and the elapsed time is
-    the unit of time.
+    All sources begin at the same time, so the number of chunks that a source has delivered is proportional to its rate.
 
     Args:
-        under_way: All requests.
-        sources: All sources, by their index.
-        usable: Sources that may be asked instead.
+        under_way: The running requests to sources.
+        sources: The state of each source.
+        usable: The states of the sources that could take over a request.
     """
     if sum(source.num_landed for source in usable) < max(1, _LEAST_KNOWN * len(usable)):
         return None

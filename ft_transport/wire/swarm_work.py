@@ -1,20 +1,18 @@
-"""Work of ``wire.fetch``: divides the chunks of a state among the receivers that fetch it at the same time.
+"""The `Work` of a fetch of chunks: divides a state among the receivers that fetch it at the same time.
 
-The chunks are divided into as many blocks as there are receivers. The owner of a block fetches it from the sources. The
-other receivers fetch it from its owner, which relays verified chunks, or, if all receivers form a ring (``wire.ring``),
-from the receiver before them. So each byte leaves the sources once, and the receivers together once for each other
-receiver. Every receiver decides alone by this rule, without messages.
+Each receiver owns one block of chunks. The owner fetches its block from the sources, and relays verified chunks. The
+other receivers fetch the block from the owner, or from their predecessor if the receivers form a ring (``wire.ring``).
+So the sources send each byte only once. Every receiver decides by these rules alone, without messages to the others.
 
-If an owner fails or is too slow, its chunks are dealt to the other receivers: each run of chunks to the next receiver
-in a line that is the same for all. A receiver that is next in its own line fetches the run from the sources, after its
-own block; the others ask that receiver. So the block of a dead owner also leaves the sources about once, and a receiver
-that finds no other receiver in a line uses the sources. Receivers need not agree which owner is too slow: a receiver
-that is asked too early waits for one before it in the line, so no two wait for each other. In a ring each receiver asks
-the next one before it, and the receiver behind the failed owner asks the sources: it sees the failure first.
+If an owner fails or is too slow, each run of its chunks gets a substitute, the same for all receivers. The substitute
+fetches the run from the sources, after its own block, and the others fetch the run from the substitute. So the sources
+send the block of a failed owner only about once. Receivers may disagree on which owner is too slow: the order of
+substitutes is the same for all, so that no two receivers wait for each other. In a ring, the receiver behind a failed
+one is the substitute, because it notices the failure first. A receiver without any working relay uses the sources.
 
-A receiver without others owns the only block, and fetches it from all sources at once, more from faster ones. With one
-source its requests are large at first and small at the end, and an idle worker takes over half of what the slowest
-connection has not begun to receive.
+A single receiver fetches the only block from all sources at once, and more from faster sources. With one source,
+requests are large at first and small at the end, and an idle worker takes over half of what the slowest connection has
+not begun to receive.
 """
 
 from __future__ import annotations
@@ -30,43 +28,43 @@ from ft_transport.wire.swarm import BlockQueue, Blocks, Delivery, RelayRates, Sw
 
 MAX_CHUNKS_PER_REQUEST: Final = 64
 _MAX_WORKERS: Final = 16
-"""Maximum concurrent requests of one receiver; most of them wait for a relay most of the time."""
+"""Maximum number of concurrent requests of one receiver; most of them wait for a relay most of the time."""
 _LEAST_AT_THE_END: Final = 4
-"""Minimum chunks of a request to the only source, if there are many chunks: a request costs both sides about as much as
-half a megabyte."""
+"""Minimum number of chunks in a request to the only source, if there are many chunks: the overhead of a request is
+equal to about half a megabyte."""
 _DRY_ENOUGH: Final = 2
-"""Consecutive empty answers after which a relay is not waited for..."""
+"""A receiver stops waiting for a relay after this many empty responses in a row..."""
 _DRY_AT_FIRST: Final = 6
-"""...or, in a ring, while few chunks have come from the sources."""
+"""...or after this many in a ring, while few chunks have come from the sources."""
 _HOPELESSLY_DRY: Final = 8
-"""Empty answers of all relays together after which the fetch gives up if no source is left..."""
+"""If no source is left, the fetch fails after this many empty responses of all relays together..."""
 _LEAST_HOPELESSLY_DRY: Final = 3
-"""...and the minimum from each relay."""
+"""...of which each relay must have sent at least this many."""
 _MUCH_SLOWER: Final = 2
-"""A receiver stops waiting for a relay that has delivered less than the best relay by this factor."""
+"""A receiver stops waiting for a relay if the best relay has delivered more by this factor."""
 _MUCH_LEFT: Final = 8
-"""If only chunks of one relay's block are missing, the relay is not waited for once they exceed one in this many of
-it."""
+"""In a ring, a receiver that lacks only chunks of one block stops waiting for the owner if it lacks more than 1/8 of
+the block."""
 _LEAST_REQUESTS_PER_BLOCK: Final = 32
-"""Minimum number of requests for the own block, if it has as many chunks."""
+"""Minimum number of requests into which the own block is divided, if it has enough chunks."""
 _LEAST_REQUESTS_PER_RELAY: Final = 8
-"""Minimum number of requests for another receiver's block, if there are more relays than concurrent requests."""
+"""Minimum number of requests into which another block is divided, if there are more relays than concurrent requests."""
 
 
 class SwarmWork:
-    """Chunks by number, for ``wire.fetch``.
+    """The `Work` of a fetch of chunks; its units are chunk numbers.
 
     Args:
-        ranges: Chunks to fetch, half-open and ascending; the receiver has the others.
+        ranges: Half-open, ascending ranges of the chunks to fetch.
         num_chunks: Number of chunks of the state.
         swarm: The sources and the receivers.
-        num_connections: Maximum connections of the receiver to one source.
-        num_in_flight: Chunks that fit in the buffers of a connection. They are lost if a worker takes over the rest of
-            another worker's request, so a worker takes over no fewer.
+        num_connections: Maximum number of connections to one source.
+        num_in_flight: Number of chunks that fit into the buffers of a connection. A worker takes over at least this
+            many chunks of another worker's request, because chunks in the buffers are fetched twice.
 
     Attributes:
-        num_left: Chunks that have not landed.
-        num_workers: Number of workers: as many as there are useful concurrent requests.
+        num_left: Number of chunks that have not landed.
+        num_workers: Number of workers that the fetch can use.
     """
 
     def __init__(
@@ -85,14 +83,14 @@ class SwarmWork:
         self._num_own_requests = max(1, own_share, min(swarm.num_sources, num_connections))
         self.num_workers = min(_MAX_WORKERS, self._num_own_requests + number - 1)
         self._chunks_per_block = max(1, num_chunks // number)
-        # Then a request to each relay may last until the relay has its block.
+        # With a worker for each relay, a request may last until the relay has its whole block.
         self._is_one_each = self._num_own_requests + number - 1 <= _MAX_WORKERS
         self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
         is_ring = has_ring(num_receivers=number, num_chunks=num_chunks)
         self._blocks = Blocks(ranges, num_chunks=num_chunks, swarm=swarm, is_ring=is_ring)
         self._own = self._blocks.own
         before, after = self._blocks.queues[: swarm.own], self._blocks.queues[swarm.own + 1 :]
-        # Each receiver begins with a different relay.
+        # In a rotated order, so that each receiver begins with a different relay.
         self._others = [(swarm.relay_of(queue.receiver), queue) for queue in (*after, *before)]
         self._by_source = [*[self._own] * swarm.num_sources, *before, *after]
         self._num_from_sources = 0
@@ -112,14 +110,14 @@ class SwarmWork:
         self._least_per_request = max(1, min(_LEAST_AT_THE_END, self.num_left // (16 * self.num_workers)))
 
     def report_progress(self, num_landed: int) -> None:
-        """Note that another receiver has this many chunks. Called by any thread."""
+        """Record that another receiver has this many chunks. Any thread may call this."""
         if self._ring is not None:
             self._ring.report_progress(num_landed)
 
     def take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> tuple[SourceIndex, Sequence[int]] | Assignment[int] | None:
-        """See ``wire.fetch.Work``."""
+        """Return the next request of a worker, or a request to interrupt (``Work.take``)."""
         return self._take(sources, under_way) or self._find_hopeless(sources, under_way)
 
     def _take(
@@ -131,7 +129,7 @@ class SwarmWork:
             taken = self._take_own(sources, under_way) or self._take_from_ring(sources[self._before])
             if taken is not None or ring.num_asked or self._expects_own(sources):
                 return taken
-            # Receivers that have chunks which the sources have not sent can deliver them.
+            # The sources have failed. Other receivers may have the missing chunks.
             ring.has_left = True
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
@@ -143,7 +141,7 @@ class SwarmWork:
         return taken
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
-        """See ``wire.fetch.Work``. Stops waiting for a relay, or the ring, that has become slow."""
+        """Stop waiting for a relay, or for the ring, if it is too slow by now (``Work.time_passed``)."""
         has_source = any(not each.is_excluded and not each.num_dry for each in sources[: self._swarm.num_sources])
         if self._own.num_left or not has_source:
             self._rates.restart()
@@ -168,7 +166,7 @@ class SwarmWork:
         unit: int,
         sources: Sequence[SourceState],  # noqa: ARG002
     ) -> MayTake | None:
-        """Take note of a chunk; its number and its source make no difference."""
+        """Record a chunk that landed; return whether waiting workers have something to do (``Work.landed``)."""
         self.num_left -= 1
         queue, ring = self._by_source[source], self._ring
         owner = queue if unit in queue.block else self._blocks.owner(unit)
@@ -186,7 +184,10 @@ class SwarmWork:
     def put_back(
         self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Put the rest of a request first, but last if the relay may not know that it stands in for another relay."""
+        """Take back the rest of a request, to request it first (``Work.put_back``).
+
+        Chunks of another block, of which a relay had none, come last: it may not know yet that it is the substitute.
+        """
         queue, state = self._by_source[source], sources[source]
         if self._is_of_ring(source):
             self._ring_has_ended(units, sources)
@@ -200,7 +201,7 @@ class SwarmWork:
             self._blocks.deal(queue)
         if any(not each.is_excluded for each in sources[: self._swarm.num_sources]):
             return None
-        # The limit of a single relay does not apply to each of them: no missing chunk lands anywhere.
+        # Every relay is empty. The fetch fails only after several empty responses of each relay.
         relays = [each.num_dry for each in sources[self._swarm.num_sources :] if not each.is_excluded]
         if relays and (min(relays) < _LEAST_HOPELESSLY_DRY or sum(relays) < _HOPELESSLY_DRY):
             return None
@@ -210,14 +211,14 @@ class SwarmWork:
     def _find_hopeless(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> Assignment[int] | None:
-        """Return a request to a relay that is not waited for, or to a source much slower than another one."""
+        """Return a request to interrupt: one to a relay that was given up, or to a source much slower than others."""
         if self._ring is not None and self._ring.is_left_open:
             return next((each for each in under_way if each.source == self._before and not each.is_interrupted), None)
         if self._own.missing:
             return None
         number = self._swarm.num_sources
         if all(state.is_excluded for state in sources[:number]):
-            # The chunks would return to the queue, and be requested from the same relay again.
+            # Without sources, the chunks would be requested from the same relay again.
             return None
         for each in under_way:
             if each.source >= number and not each.is_interrupted and self._by_source[each.source].is_given_up:
@@ -237,7 +238,7 @@ class SwarmWork:
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
 
     def _take_over(self, under_way: Collection[Assignment[int]]) -> tuple[SourceIndex, range] | None:
-        """Return the unreceived half of the largest request under way; ``None`` if it may be on its way."""
+        """Take over half of what the largest running request lacks; ``None`` if its rest may already be in buffers."""
         slowest = max(under_way, key=lambda each: each.end - each.next, default=None)
         num_taken = (slowest.end - slowest.next - 1) // 2 if slowest is not None else 0
         if slowest is None or num_taken < self._num_in_flight:
@@ -247,18 +248,15 @@ class SwarmWork:
         return slowest.source, range(slowest.units[slowest.end], slowest.units[end - 1] + 1)
 
     def _expects_own(self, sources: Sequence[SourceState]) -> bool:
-        """Whether the sources still have to send chunks, and one of them can."""
+        """Return whether chunks of the own queue are missing, and some source can deliver them."""
         return self._own.num_left > 0 and any(not each.is_excluded for each in sources[: self._swarm.num_sources])
 
     def _is_of_ring(self, source: SourceIndex) -> bool:
-        """Whether requests to this source are the ring's; it gets no others at that time."""
+        """Return whether a request to this peer is the ring's request to the predecessor."""
         return self._ring is not None and source == self._before and self._ring.num_asked > 0
 
     def _take_from_ring(self, before: SourceState) -> tuple[SourceIndex, Sequence[int]] | None:
-        """Return the missing chunks of all blocks but this receiver's own, in the order in which they land there.
-
-        Chunks with the longest way round the ring come first, so that the last receiver finishes sooner.
-        """
+        """Return one request to the predecessor for all other blocks, in the order in which they land there."""
         if self._ring is None or self._ring.num_asked or before.num_active:
             return None
         units: list[int] = []
@@ -275,7 +273,7 @@ class SwarmWork:
         return (self._before, units) if units else None
 
     def _ring_has_ended(self, units: Sequence[int], sources: Sequence[SourceState]) -> None:
-        """Handle chunks that the predecessor did not relay: ask again, switch to the next upstream, or leave."""
+        """Take back chunks that the predecessor did not relay; repeat the request, switch predecessors or leave."""
         assert self._ring is not None
         self._ring.num_asked = 0
         for run in runs_of(units):
@@ -285,16 +283,16 @@ class SwarmWork:
         if state.failures:
             self._pass_over(sources)
         elif state.num_dry and not self._ring.is_settled and self._expects_own(sources):
-            # If the sources are slow, or have many clients, the first chunk takes long.
+            # The first chunk may take long if the sources are slow or have many clients.
             self._ring.has_left |= state.num_dry >= _DRY_AT_FIRST
         elif state.num_dry or state.num_interrupted or self._ring.was_cut:
             self._ring.has_left = True
         else:
-            # The predecessor had no more of them in time, or failed; the next request shows which.
+            # The predecessor failed, or had no more chunks in time. The next request will show which.
             self._ring.was_cut = True
 
     def _pass_over(self, sources: Sequence[SourceState]) -> None:
-        """Switch to the next receiver upstream, if there is one, because the predecessor failed."""
+        """Switch to the next receiver upstream, because the predecessor failed; leave the ring if there is none."""
         assert self._ring is not None
         number = self._swarm.num_receivers
         failed = self._swarm.receiver_of(self._before)
@@ -303,7 +301,7 @@ class SwarmWork:
             self._ring.has_left = True
             return
         self._before = self._swarm.relay_of(following)
-        # The receiver behind a failed one fetches its block from the sources.
+        # This receiver is the substitute for the failed one, and fetches its block from the sources.
         self._blocks.queues[failed].is_given_up = True
         self._blocks.deal(self._blocks.queues[failed])
         self._others = [other for other in self._others if not other[1].is_given_up]
@@ -311,13 +309,13 @@ class SwarmWork:
         self._ring = self._ring.joined_again(num_own=self._own.num_left, num_relayed=self.num_left - self._own.num_left)
 
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
-        """Return a request to the relay with most missing chunks; among equals each receiver takes a different one."""
+        """Return a request to the relay with most missing chunks; among several, each receiver prefers another one."""
         best, most = None, 0
         is_dry_left_out = not self._expects_own(sources)
         for relay, queue in self._others:
             if queue.num_missing > most:
                 state = sources[relay]
-                # With fewer workers than relays, two relays that wait for each other would ask again for ever.
+                # With fewer workers than relays, two relays that wait for each other would repeat requests for ever.
                 if is_dry_left_out and state.num_dry >= _DRY_ENOUGH:
                     continue
                 if not state.num_active and not state.has_failed:
@@ -327,12 +325,12 @@ class SwarmWork:
         relay, queue = best
         if self._is_one_each:
             return relay, queue.take(MAX_CHUNKS_PER_REQUEST)
-        # All receivers begin with the same relays if some relays have more chunks: large requests would keep them all
-        # there.
+        # If some relays have more chunks than others, all receivers begin with these relays. Large requests would keep
+        # all receivers there.
         return relay, queue.take(min(self._most_of_relay, 2 * queue.num_landed + 1))
 
     def _take_from_anybody(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
-        """Return a request, if none is under way, to the working source or relay with the fewest empty answers."""
+        """Return a request for one chunk to the working source or relay with the fewest empty responses."""
         queue = next((queue for queue in self._blocks.queues if queue.missing), None)
         number = self._swarm.num_sources
         there = [
@@ -349,7 +347,7 @@ class SwarmWork:
         return asked, chunks
 
     def _deal_what_keeps_waiting(self, sources: Sequence[SourceState]) -> bool:
-        """Deal out the blocks of failed relays and, once this receiver's own block is complete, of slow ones."""
+        """Assign the chunks of failed relays to substitutes, and of slow relays once the own block is complete."""
         is_any = False
         expects_own = self._expects_own(sources)
         for relay, queue in self._others:
@@ -363,27 +361,27 @@ class SwarmWork:
         return is_any
 
     def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
-        """Whether the relay has had nothing for long, or delivers much less than others have in the same time."""
+        """Return whether a relay has had nothing for long, or has delivered much less than the best relay."""
         if relay.num_dry >= _DRY_ENOUGH or queue.is_slow:
             return True
         if not queue.num_lacking:
-            # This relay substitutes for others, and may wait for one itself.
+            # The relay has delivered its own block. It substitutes for others, and may be waiting itself.
             return False
-        # Compare only with relays whose whole block is here: before that, a few chunks more or less mean nothing.
+        # Compares only with relays whose block has landed completely: with fewer chunks, differences are random.
         of_best_relay = max((other.num_landed for _, other in self._others if not other.num_lacking), default=0)
         if of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1):
             return True
-        # If only chunks of one relay's block are missing, but many, that relay delays the ring.
+        # If all missing chunks belong to one relay's block, and are many, that relay delays the ring.
         is_alone_behind = self.num_left == queue.num_lacking and queue.num_lacking * _MUCH_LEFT > len(queue.block)
         return self._ring is not None and is_alone_behind
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
-        """Return the least busy source; among equals each receiver takes a different one."""
+        """Return the least busy working source; among several, each receiver prefers another one."""
         usable = [index for index in self._in_turn if not sources[index].is_excluded]
         return SourceIndex(min(usable, key=lambda index: sources[index].load)) if usable else None
 
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
-        """Return few chunks at first for several sources, until each shows how fast it is, and few at the end."""
+        """Return a number of chunks in proportion to a source's speed; few at first, while speeds are not yet known."""
         if self._is_only_source:
             share = self._own.num_missing // self._num_own_requests
             return max(self._least_per_request, min(MAX_CHUNKS_PER_REQUEST, share))
@@ -392,7 +390,7 @@ class SwarmWork:
         share = self._own.num_missing * (state.num_landed + 1) // divisor
         most = MAX_CHUNKS_PER_REQUEST
         if self._swarm.num_receivers > 1:
-            # A source serves small requests in turns, but long answers at different rates: all would wait for the
-            # slowest.
+            # A source serves receivers with small requests in turns, but long responses at different rates, and all
+            # receivers would wait for the slowest.
             most = min(most, self._chunks_per_block // _LEAST_REQUESTS_PER_BLOCK)
         return max(1, min(most, state.num_landed + 1, share))

@@ -89,7 +89,7 @@ def test_every_reader_of_safetensors_sees_strings_in_its_metadata() -> None:
 def test_a_header_over_the_limit_is_neither_sent_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = _encode()
     monkeypatch.setattr(module, "MAX_HEADER_BYTES", len(encoded) - 9)
-    with pytest.raises(ManifestError, match="the manifest of 4 tensors takes"):
+    with pytest.raises(ManifestError, match="expected a manifest of at most"):
         _encode()
     with pytest.raises(ManifestError, match="expected a header of at most"):
         decode_header(encoded[8:])
@@ -118,15 +118,15 @@ _MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no metadata": (_without("__metadata__"), "got a safetensors header without __metadata__"),
     "a newer format": (_metadata(format="3"), "expected snapshot format 2, got 3"),
     "an older format": (_metadata(format="1"), "expected snapshot format 2, got 1"),
-    "no format": (_without("__metadata__", "ft_transport.format"), "'ft_transport.format'.* is missing"),
-    "no step": (_without("__metadata__", "ft_transport.step"), "'ft_transport.step'.* is missing"),
-    "no tree": (_without("__metadata__", "ft_transport.tree"), "'ft_transport.tree'.* is missing"),
-    "no meshes": (_without("__metadata__", "ft_transport.meshes"), "'ft_transport.meshes'.* is missing"),
-    "no layouts": (_without("__metadata__", "ft_transport.layouts"), "'ft_transport.layouts'.* is missing"),
+    "no format": (_without("__metadata__", "ft_transport.format"), "'ft_transport.format'.* got none"),
+    "no step": (_without("__metadata__", "ft_transport.step"), "'ft_transport.step'.* got none"),
+    "no tree": (_without("__metadata__", "ft_transport.tree"), "'ft_transport.tree'.* got none"),
+    "no meshes": (_without("__metadata__", "ft_transport.meshes"), "'ft_transport.meshes'.* got none"),
+    "no layouts": (_without("__metadata__", "ft_transport.layouts"), "'ft_transport.layouts'.* got none"),
     "a layout of no mesh": (_metadata(layouts="[[0,[],[],[],[]]]"), "expected one of 0 meshes, got number 0"),
-    "no id": (_without("__metadata__", "ft_transport.snapshot"), "'ft_transport.snapshot'.* is missing"),
-    "no digests": (_without("__metadata__", "ft_transport.digests"), "'ft_transport.digests'.* is missing"),
-    "no chunk size": (_without("__metadata__", "ft_transport.chunk_bytes"), "'ft_transport.chunk_bytes'.* is missing"),
+    "no id": (_without("__metadata__", "ft_transport.snapshot"), "'ft_transport.snapshot'.* got none"),
+    "no digests": (_without("__metadata__", "ft_transport.digests"), "'ft_transport.digests'.* got none"),
+    "no chunk size": (_without("__metadata__", "ft_transport.chunk_bytes"), "'ft_transport.chunk_bytes'.* got none"),
     "metadata that is no string": (_metadata(step=12), "Expected `str`, got `int`"),
     "a negative step": (_metadata(step="-1"), "`int` >= 0"),
     "a step of words": (_metadata(step="latest"), "malformed"),
@@ -158,7 +158,7 @@ _MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an offset too many": (_entry("b", data_offsets=[8, 32, 33]), "length 2"),
     "an empty shape that cannot be counted": (
         _entry("nothing", shape=[0, 2**62, 2**62]),
-        "expected a shape that can be counted",
+        "expected nonzero sizes with a product of at most",
     ),
 }
 
