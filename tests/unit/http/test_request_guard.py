@@ -1,7 +1,9 @@
-"""Peers prove to each other that they know the job token, and show it to nobody."""
+"""Which requests a server accepts: with a proof of the job token, with the watch token, or by the Host header."""
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import re
 import socket
@@ -12,10 +14,13 @@ from datetime import timedelta
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import pytest
+import torch
 from proxy import Fault, Link, Proxy, proxied
 from scripted_peer import Peer, scripted
+from served_memory import Answer, Serving, serving
 from transport_settings import settings_of
 
 from ft_transport import (
@@ -24,10 +29,15 @@ from ft_transport import (
     HTTPTransport,
     PeerAuthenticationError,
     TransportError,
+    WeightReceiver,
 )
 from ft_transport.errors import MessageDamagedError
 from ft_transport.http.peer_address import socket_address
+from ft_transport.http.server.request_guard import HostCheck
 from ft_transport.keys import TOKEN_VARIABLE, Keys
+from ft_transport.telemetry.process_status import ProcessStatus
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.wire.routes import WATCH_ROUTES
 
 SECRET = "correct-horse~battery/staple=="
 TIMEOUT = timedelta(seconds=20)
@@ -333,3 +343,144 @@ def test_what_a_source_has_said_before_is_not_believed(with_challenge: bool) -> 
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+WATCH_TOKEN = Keys.of(SECRET).watch_tokens()[0]
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+
+def ask_with(served: Serving, path: str, authorization: str | None) -> Answer:
+    with closing(served.connect()) as connection:
+        connection.request("GET", path, headers={"Authorization": authorization} if authorization is not None else {})
+        response = connection.getresponse()
+        return Answer(response.status, response.headers, response.read())
+
+
+@pytest.mark.parametrize("path", sorted(WATCH_ROUTES))
+@pytest.mark.parametrize("authorization", [f"Bearer {WATCH_TOKEN}", basic(WATCH_TOKEN), f"bearer {WATCH_TOKEN}"])
+def test_the_watch_token_opens_what_is_watched(path: str, authorization: str) -> None:
+    with serving(token=SECRET) as served:
+        assert ask_with(served, path, authorization).status == 200
+
+
+@pytest.mark.parametrize("path", sorted(WATCH_ROUTES))
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "",
+        f"Bearer {SECRET}",
+        basic(SECRET),
+        basic(WATCH_TOKEN[:-1]),
+        f"Bearer {WATCH_TOKEN[:-1]}",
+        "Bearer é",
+        "Basic !!!",
+        "Basic " + "A" * 4000,
+        f"Digest {WATCH_TOKEN}",
+        "FT-HMAC-SHA256 number=1, mac=" + "0" * 64,
+    ],
+)
+def test_without_it_a_browser_is_told_to_ask_for_it_and_nothing_else(path: str, authorization: str | None) -> None:
+    with serving(token=SECRET) as served:
+        if authorization is not None:
+            authorization = authorization.encode().decode("latin-1")
+        answer = ask_with(served, path, authorization)
+
+    assert answer.status == 401
+    assert answer.headers["WWW-Authenticate"].startswith("Basic ")
+    assert b"replica-7" not in answer.body
+    assert WATCH_TOKEN.encode() not in answer.body
+
+
+@pytest.mark.parametrize(
+    "path", ["/status", "/checkpoint/latest/metadata", "/checkpoint/latest/full", "/relay/" + "0" * 32]
+)
+def test_it_opens_nothing_of_the_state(path: str) -> None:
+    with serving(token=SECRET) as served:
+        served.put(5)
+        answer = ask_with(served, path, f"Bearer {WATCH_TOKEN}")
+
+    assert answer.status == 401
+    assert b"state" not in answer.body
+
+
+def test_while_the_job_token_is_replaced_both_watch_tokens_do() -> None:
+    with serving(token="the-new-token the-old-token") as served:
+        for token in ("the-new-token", "the-old-token"):
+            assert ask_with(served, "/state", f"Bearer {Keys.of(token).watch_tokens()[0]}").status == 200
+
+
+def test_a_peer_of_the_job_may_watch() -> None:
+    with serving(token=SECRET) as served:
+        assert json.loads(served.ask_proved("/state"))["transport"]["replica"] == "replica-7"
+
+
+def test_a_part_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> object:
+        raise RuntimeError("not now")
+
+    watch = ProcessStatus(Recorder())
+    watch.set_part("broken", broken)
+    watch.set_part("whole", lambda: {"step": 7})
+    with serving(process_status=watch) as served:
+        told = json.loads(served.ask("/state").body)
+
+    assert (told["broken"], told["whole"]) == (None, {"step": 7})
+    assert "cannot read the part broken of this process's state" in caplog.text
+
+
+FOREIGN = ["rebound.example", "rebound.example:80", "localhost.rebound.example", "127.0.0.1.rebound.example", ""]
+
+
+def ask_as(port: int, host: str, method: str = "GET", path: str = "/status") -> int:
+    with closing(HTTPConnection("127.0.0.1", port, timeout=20)) as http:
+        body = json.dumps({}) if method == "POST" else None
+        http.request(method, path, body, {"Host": host, "Content-Type": "application/json"})
+        return http.getresponse().status
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_a_foreign_name_reads_nothing(host: str) -> None:
+    with serving() as served:
+        served.put(5)
+        for path in ("/status", "/checkpoint/5/full", "/checkpoint/5/metadata"):
+            assert ask_as(served.server.port, host, path=path) == 421
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:1", "[::1]:1", "localhost", "LOCALHOST.:80", "own-name"])
+def test_the_names_of_this_host_read(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "own-name")
+    with serving() as served:
+        assert ask_as(served.server.port, host) == 200
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_a_foreign_name_orders_nothing(host: str) -> None:
+    with WeightReceiver({"w": torch.zeros(4)}) as receiver:
+        port = urlsplit(receiver.url).port
+        assert port is not None
+        assert ask_as(port, host, "POST", "/weights/1") == 421
+        assert ask_as(port, host, "GET", "/weights") == 421
+        assert ask_as(port, "localhost", "GET", "/weights") != 421
+
+
+def test_with_a_token_the_proof_decides() -> None:
+    with serving(token="a-secret-of-this-job") as served:
+        assert ask_as(served.server.port, "rebound.example") == 401
+
+
+def test_it_is_told_once_and_without_the_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), serving() as served:
+        for _ in range(3):
+            ask_as(served.server.port, "rebound.example")
+    assert [each.getMessage() for each in caplog.records if "refused" in each.getMessage()] == [
+        "127.0.0.1: a request was refused: expected an address, localhost or a name of this host in the Host header"
+    ]
+
+
+def test_a_request_that_names_no_host_is_from_no_browser() -> None:
+    assert HostCheck([]).has(None)
+    assert HostCheck(["forwarded.example:99"]).has("forwarded.example")
