@@ -1,4 +1,4 @@
-"""The demo: replicas that train a language model are killed, come back with other weights, and heal.
+"""The demo: replicas train a language model, some are killed, and they restart with other weights and heal.
 
-``python -m manager.demo`` starts them as processes of their own and compares every state that any of them held.
+``python -m manager.demo`` starts each replica as a process, and compares the replicas' states at every step.
 """

@@ -1,6 +1,7 @@
-"""Replicas train a language model; some are killed, come back and heal; all that they held is compared.
+"""Replicas train a language model; some are killed, restart and heal; their states at each step are compared.
 
-Three replicas of one process each, or, with ``--sharded``, two of two ranks among which FSDP2 divides the model.
+By default, there are three replicas of one process each. With ``--sharded``, there are two replicas of two ranks each,
+and FSDP2 divides the model among the ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ from rich.table import Table
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manager import LighthouseUnavailableError, embedded_lighthouse
-from manager.demo.replica import HEARTBEAT_TIMEOUT, NAMES, TIMEOUT
-from manager.demo.replica_process import ENDED, Event, ReplicaProcess
+from manager.demo.replica import ENDED, HEARTBEAT_TIMEOUT, NAMES, TIMEOUT, Event, ReplicaProcess
 
 _EVENT_TIMEOUT_S: Final = 120.0
 _NUM_RANKS: Final = 2
 _STEPS_TO_STILLNESS: Final = 5
-"""Lead, in steps, that the fastest replica may have by the time it gets the request."""
+"""Steps from the newest reported step to the step at which all replicas stop, so that none is past it already."""
 _LINE_EVERY_S: Final = 1.0
-"""Interval of the lines of a replica that trains while another one restarts: a line for each step would fill the
-terminal."""
+"""Interval between printed steps of a replica while another one restarts: to print all would fill the terminal."""
 _LEAVE_S: Final = 5.0
+"""Longest wait for the replicas to exit at the end of the demo; then they are killed."""
 _COLORS: Final = {"A": "cyan", "B": "green", "C": "magenta"}
 
 
@@ -44,8 +44,8 @@ class Demo:
     """One run of the demo.
 
     Args:
-        console: The terminal.
-        arguments: Size and length of the run.
+        console: The terminal to which the demo prints.
+        arguments: The parsed command line (see `parse`).
     """
 
     def __init__(self, console: Console, arguments: argparse.Namespace) -> None:
@@ -67,11 +67,11 @@ class Demo:
         *,
         before_kill: Callable[[Sequence[ReplicaProcess]], None] | None = None,
     ) -> bool:
-        """Run the demo. Return whether all states of one step were equal on all replicas.
+        """Run the demo. Return whether the states of all replicas were equal at every step.
 
         Args:
+            at_rest: Called at the end with all processes that were started. The running ones have stopped training.
             before_kill: Called before each failure with the processes that are about to be killed.
-            at_rest: Called at the end with every process that was started, while the running ones stand still.
         """
         self._lighthouse = embedded_lighthouse(
             min_replicas=1, heartbeat_timeout=HEARTBEAT_TIMEOUT, join_timeout=2 * TIMEOUT
@@ -93,8 +93,8 @@ class Demo:
                 at_rest(self._all)
             return compare(self._console, self._all, names=self._names, num_ranks=self._num_ranks, num_steps=steps)
         finally:
-            # A request that a SIGKILL cuts off is an error to the Lighthouse, which would log it as the demo's last
-            # line.
+            # Replicas exit by themselves before they are killed: the Lighthouse would log an error for each request
+            # that SIGKILL interrupts.
             running = self._all_running()
             deadline_s = time.monotonic() + _LEAVE_S
             for process in running:
@@ -107,7 +107,7 @@ class Demo:
 
     def _start(self, name: str) -> None:
         size = ["--width", str(self._arguments.width), "--num-layers", str(self._arguments.num_layers)]
-        # As torchrun's agent does: the store outlives the ranks.
+        # The store is in this process, and outlives the ranks, as with torchrun's agent.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stores.append(store)
         start = partial(ReplicaProcess.start, lighthouse=self._lighthouse, num_ranks=self._num_ranks)
@@ -124,7 +124,7 @@ class Demo:
             process.kill()
 
     def _kill_and_restart(self, *names: str) -> None:
-        self._console.rule(f"{' and '.join(names)} killed (SIGKILL), and started again; the others train on")
+        self._console.rule(f"{' and '.join(names)} killed (SIGKILL) and restarted; the other replicas train on")
         self._are_away = True
         for name in names:
             self._kill(name)
@@ -135,7 +135,7 @@ class Demo:
         self._until(lambda: all(self._has_held(name, self._arguments.steps) for name in names))
 
     def _write_targets(self) -> None:
-        """Write Prometheus's targets, in the form of its ``file_sd_configs``; atomically, because it may be reading."""
+        """Write the replicas' addresses for Prometheus (``file_sd_configs``); atomically, because it may be reading."""
         if self._arguments.targets is None:
             return
         targets = [
@@ -151,7 +151,7 @@ class Demo:
         written.replace(self._arguments.targets)
 
     def _stand_still(self) -> None:
-        """Stop all replicas at one step, so that their metrics do not change any more."""
+        """Stop the training of all replicas at the same step, so that their metrics do not change any more."""
         running = self._all_running()
         step = max(max(process.digests) for process in running) + _STEPS_TO_STILLNESS
         for process in running:
@@ -166,23 +166,24 @@ class Demo:
             try:
                 event = self._events.get(timeout=_EVENT_TIMEOUT_S)
             except queue.Empty:
-                raise SystemExit(f"no replica reported anything for {_EVENT_TIMEOUT_S:.0f} s") from None
-            # The last reports of a killed replica count, too: it had that state.
+                raise SystemExit(f"expected a report of a replica, got none in {_EVENT_TIMEOUT_S:.0f} s") from None
+            # The last reports of a killed process count, too, so all processes are searched for the sender.
             sender = next(each for each in self._all if each.process.pid == event.process_id)
             if event.name == ENDED and sender in self._running.get(event.replica, ()):
-                raise SystemExit(f"replica {event.replica} ended before the demo did")
+                raise SystemExit(f"replica {event.replica} ended unexpectedly; its errors are above")
             self._show(event, sender)
 
     def _show(self, event: Event, sender: ReplicaProcess) -> None:
         fields = event.fields
         style = _COLORS[event.replica]
         who = event.replica if self._num_ranks == 1 else f"{event.replica}/{sender.group_rank}"
-        sender.note(event)
+        sender.record(event)
         if event.name == "serving":
             self._write_targets()
             page = sender.metrics.removesuffix("metrics")
             everyone = f"ft-transport top {self._lighthouse} --serve"
-            self._console.print(f"  {who}  watch it at {page}, or all with {everyone}", style=style, soft_wrap=True)
+            text = f"  {who}  watch it at {page}, or all replicas with {everyone}"
+            self._console.print(text, style=style, soft_wrap=True)
         elif event.name == "healed":
             self._console.print(
                 f"  {who}  healed to step {fields['step']} in {fields['seconds'] * 1e3:.0f} ms from {fields['source']}",
@@ -203,7 +204,7 @@ class Demo:
             )
 
     def _was_shown(self, who: str) -> bool:
-        """Return whether a step of this replica was shown within the last second; otherwise note that one is now."""
+        """Return whether a step of this replica was printed within the last second. If not, record that one is now."""
         now_s = time.monotonic()
         if now_s - self._shown_s.get(who, -_LINE_EVERY_S) < _LINE_EVERY_S:
             return True
@@ -212,14 +213,14 @@ class Demo:
 
 
 def main(arguments_of_caller: Sequence[str] | None = None, *, program: str = "python -m manager.demo") -> None:
-    """Command line of the demo; exit status 1 if the replicas differ.
+    """Run the demo from the command line. The exit status is 1 if states of replicas differ.
 
     Args:
-        arguments_of_caller: Without the name of the program; ``None`` takes those of the process.
-        program: Its name, for its help.
+        arguments_of_caller: Arguments without the program's name; ``None`` for those of the process.
+        program: Name of the program, for the help text.
     """
     arguments = parse(arguments_of_caller, program=program)
-    # The Lighthouse in this process would write a line for each request.
+    # Without this, the Lighthouse in this process would log a line for each request.
     os.environ.setdefault("RUST_LOG", "error")
     try:
         is_equal = Demo(Console(), arguments).run()
@@ -229,15 +230,15 @@ def main(arguments_of_caller: Sequence[str] | None = None, *, program: str = "py
 
 
 def parse(arguments_of_caller: Sequence[str] | None, *, program: str) -> argparse.Namespace:
-    """Parse size and length of a run from the command line; see `main`."""
+    """Parse the command line of the demo (see `main`)."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument(
-        "--steps", type=int, default=8, help="at least so many steps before, between and after the failures"
+        "--steps", type=int, default=8, help="minimum number of steps before, between and after the failures"
     )
     parser.add_argument("--width", type=int, default=192, help="hidden size, a multiple of 64")
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument(
-        "--targets", type=Path, metavar="FILE", help="keep Prometheus' file_sd_configs of the replicas in this file"
+        "--targets", type=Path, metavar="FILE", help="file to which to write the replicas' addresses for Prometheus"
     )
     parser.add_argument("--sharded", action="store_true", help="two replicas of two FSDP2 ranks")
     arguments = parser.parse_args(arguments_of_caller)
@@ -249,50 +250,50 @@ def parse(arguments_of_caller: Sequence[str] | None, *, program: str) -> argpars
 def compare(
     console: Console, started: Sequence[ReplicaProcess], *, names: Sequence[str], num_ranks: int, num_steps: int
 ) -> bool:
-    """Show the last steps of all replicas, and compare the states of every step over all starts.
+    """Compare the states of all processes at every step, and print a table of the last steps.
 
     Args:
         console: The terminal.
-        started: Every process that was started.
+        started: All processes that were started.
         names: Names of the replicas.
         num_ranks: Number of ranks of each replica.
-        num_steps: Number of steps to show.
+        num_steps: Number of steps in the table.
 
     Returns:
-        Whether all states of one step were equal on all replicas, and all replicas had a common step.
+        Whether the states of all replicas were equal at every step, and at least one step was common to all.
     """
-    console.rule("what they held, bit for bit")
-    # Ranks of the same number have the same part.
+    console.rule("digests of the states, bit for bit")
+    # By step and rank: ranks of the same number have the same shards.
     by_step: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
     differing: set[tuple[int, int]] = set()
     for process in started:
         for step, digest in process.digests.items():
-            held = (step, process.group_rank)
-            if any(digest != other for other in by_step[held].values()):
-                differing.add(held)
-            by_step[held][process.name] = digest
+            key = (step, process.group_rank)
+            if any(digest != other for other in by_step[key].values()):
+                differing.add(key)
+            by_step[key][process.name] = digest
     table = Table()
     place = ("step", "rank") if num_ranks > 1 else ("step",)
     for heading in (*place, *(f"state of {name}" for name in names), ""):
         table.add_column(heading, no_wrap=True)
-    common = [held for held in sorted(by_step) if len(by_step[held]) == len(names)]
-    for held in common[-num_steps * num_ranks :]:
-        verdict = "[bold red]DIFFERENT[/]" if held in differing else "[green]equal[/]"
-        shown = [str(number) for number in held[: len(place)]]
-        table.add_row(*shown, *(by_step[held][name] for name in names), verdict)
+    common = [key for key in sorted(by_step) if len(by_step[key]) == len(names)]
+    for key in common[-num_steps * num_ranks :]:
+        verdict = "[bold red]DIFFERENT[/]" if key in differing else "[green]equal[/]"
+        shown = [str(number) for number in key[: len(place)]]
+        table.add_row(*shown, *(by_step[key][name] for name in names), verdict)
     console.print(table)
-    num_held = len({step for step, _ in by_step})
+    num_compared = len({step for step, _ in by_step})
     seconds = [value for process in started for value in process.step_seconds.values()]
     num_killed = len(started) // num_ranks - len(names)
     console.print(
-        f"{num_held} steps, {num_killed} replica{'s' if num_killed > 1 else ''} killed and healed; a step took "
-        f"{statistics.median(seconds) * 1e3:.0f} ms, the longest one {max(seconds) * 1e3:.0f} ms, which waited for "
-        "the Lighthouse to notice a death"
+        f"{num_compared} steps, {num_killed} replica{'s' if num_killed > 1 else ''} killed and healed; a step took "
+        f"{statistics.median(seconds) * 1e3:.0f} ms (median), the longest one {max(seconds) * 1e3:.0f} ms, while the "
+        "Lighthouse detected that a replica had died"
     )
     if differing or not common:
-        console.print(f"[bold red]{len({step for step, _ in differing})} of {num_held} steps differ[/]")
+        console.print(f"[bold red]{len({step for step, _ in differing})} of {num_compared} steps differ[/]")
     else:
-        console.print(f"[bold green]every state of {num_held} steps was the same on all replicas[/]")
+        console.print(f"[bold green]all states of {num_compared} steps were the same on all replicas[/]")
     return not differing and bool(common)
 
 

@@ -1,9 +1,9 @@
-"""The steps of a replica: how often each optimizer stepped for each commit, and a log of lengths and results.
+"""Counts the optimizers' steps for each commit, and records the duration and outcome of the last training steps.
 
-A commit names the step that the state will show; the optimizers step after it. If an optimizer fails, skips its step or
-steps twice, the replica has other weights than its peers under the same step number. The ledger counts the steps and
-describes irregular ones. The description becomes part of the state's lineage: replicas that all did the same (a
-gradient scaler that skips a step everywhere) still match, and one that differs has another lineage and heals.
+Optimizers step after the commit. If an optimizer fails, skips its step or steps twice, the replica has other weights
+than its peers, but the same step number. So the `StepLedger` counts the steps, and describes deviations. The
+description becomes part of the state's lineage. If all replicas deviate alike, such as by a gradient scaler that skips
+a step, their lineages still match. A replica that deviates alone has another lineage, and heals.
 """
 
 from __future__ import annotations
@@ -20,40 +20,39 @@ from manager.state.optimizer_guard import local_updates_of
 
 
 class StepLedger:
-    """Counts the steps of optimizers since the last commit. Belongs to the training thread."""
+    """Counts the steps of each optimizer since the last commit. Only the training thread may use this object."""
 
     def __init__(self) -> None:
-        """Expect nothing before the first commit."""
-        self._num_steps: dict[int, int] | None = None
+        self._num_steps: dict[int, int] | None = None  # before the first commit, and after a load
         self._free: set[int] = set()
 
     def let_step_freely(self, optimizers: Sequence[Optimizer]) -> None:
-        """Do not check these optimizers: their steps do not follow commits."""
+        """Do not check these optimizers, because they do not step once for each commit."""
         self._free |= {id(optimizer) for optimizer in optimizers}
 
     def steps_with_commits(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has to step once for each commit."""
+        """Return whether the optimizer must step exactly once for each commit."""
         return id(optimizer) not in self._free and not any(local_updates_of(optimizer))
 
     def committed(self) -> None:
-        """Expect one step of each optimizer from now on."""
+        """Record a commit: each optimizer must step once from now on."""
         self._num_steps = {}
 
     def replaced(self) -> None:
-        """Expect nothing until the next commit: another state was loaded."""
+        """Record that another state was loaded: steps are not counted until the next commit."""
         self._num_steps = None
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Count a step that succeeded."""
+        """Count a successful step of this optimizer."""
         if self._num_steps is not None:
             self._num_steps[id(optimizer)] = self._num_steps.get(id(optimizer), 0) + 1
 
     def num_steps(self, optimizer: Optimizer) -> int:
-        """Return the number of the optimizer's steps since the last commit."""
+        """Return how often the optimizer has stepped since the last commit."""
         return (self._num_steps or {}).get(id(optimizer), 0)
 
     def irregularity(self, optimizers: Sequence[Optimizer]) -> str:
-        """Describe how often each optimizer stepped since the last commit; empty if each stepped once.
+        """Return how often each optimizer stepped since the last commit, as text; empty if each stepped once.
 
         Args:
             optimizers: The attached optimizers, in the order of attachment, which is the same on all replicas.
@@ -64,7 +63,7 @@ class StepLedger:
         if len(stepped) == len(optimizers) and all(stepped.get(id(each)) == 1 for each in optimizers):
             return ""
         attached = [optimizer for optimizer in optimizers if self.steps_with_commits(optimizer)]
-        # An optimizer that is attached twice reports each step twice.
+        # If an optimizer is attached twice, each of its steps is counted twice.
         num_attachments = Counter(id(optimizer) for optimizer in attached)
         numbers = {id(optimizer): self.num_steps(optimizer) / num_attachments[id(optimizer)] for optimizer in attached}
         if all(number == 1 for number in numbers.values()):
@@ -74,46 +73,51 @@ class StepLedger:
 
 
 _MAX_CAUSE: Final = 300
+"""Maximum characters of the recorded cause of a step that was not committed."""
 
 
 class StepLog:
-    """The last steps. The training thread writes; any thread may read.
+    """A log of the last training steps. The training thread writes; any thread may read.
 
     Attributes:
-        began_s: Monotonic time at which the present step began.
-        num_committed: Number of committed steps.
-        num_refused: Number of steps that were not committed.
+        began_s: Time at which the present step began, in seconds of the monotonic clock.
+        num_committed: Number of committed steps of this process.
+        num_refused: Number of steps of this process that were not committed.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.began_s = time.monotonic()
         self.num_committed = 0
         self.num_refused = 0
         self._has_begun = False
-        # Step, length, period, participants, cause. Tuples: dataclasses would take ten times as long to make.
-        self._kept: deque[tuple[int, float, float, int, str]] = deque(maxlen=NUM_STEPS)
+        # Step, length, period, participants, cause. Tuples, because a dataclass would take ten times as long to make.
+        self._recent: deque[tuple[int, float, float, int, str]] = deque(maxlen=NUM_STEPS)
         self._is_followed = True
 
     def begin(self) -> float | None:
         """Record the beginning of a step.
 
         Returns:
-            Seconds since the beginning of the previous step, if that has ended: the loop's whole time for a step,
-            including its work between the end and this boundary.
+            Seconds since the beginning of the previous step: the training loop's whole time for that step. ``None``
+            without a previous step that has ended.
         """
         now_s = time.monotonic()
         period_s = None
         if not self._is_followed:
             period_s = now_s - self.began_s
-            step, length_s, _, num_participants, cause = self._kept[-1]
-            self._kept[-1] = (step, length_s, period_s, num_participants, cause)
+            step, length_s, _, num_participants, cause = self._recent[-1]
+            self._recent[-1] = (step, length_s, period_s, num_participants, cause)
             self._is_followed = True
         self.began_s = now_s
         return period_s
 
     def boundary(self, earlier: int, step: int) -> None:
-        """Without a quorum: record the end of the previous step if the state shows a later one, and a beginning."""
+        """Record a step boundary of a manager without a quorum.
+
+        Args:
+            earlier: The step that the state showed before this boundary. It ends if the state shows a later step now.
+            step: The step that the state shows now.
+        """
         if self._has_begun and step > earlier:
             self.end(earlier)
         self._has_begun = True
@@ -123,15 +127,15 @@ class StepLog:
         """Record the end of a step.
 
         Args:
-            step: The committed step at its beginning.
-            num_participants: Number of participating replicas.
-            cause: Why the step was not committed; empty if it was.
+            step: The committed step that the state showed at the beginning.
+            num_participants: Number of replicas that took part.
+            cause: Why the step was not committed; empty for a committed step.
 
         Returns:
-            Seconds since its beginning.
+            Seconds since the beginning of the step.
         """
         length_s = time.monotonic() - self.began_s
-        self._kept.append((step, length_s, 0.0, num_participants, cause[:_MAX_CAUSE]))
+        self._recent.append((step, length_s, 0.0, num_participants, cause[:_MAX_CAUSE]))
         self._is_followed = False
         if cause:
             self.num_refused += 1
@@ -140,7 +144,7 @@ class StepLog:
         return length_s
 
     def recent(self) -> tuple[StepStatus, ...]:
-        """Return the steps, the newest last."""
+        """Return the recorded steps, the newest last."""
         return tuple(
             StepStatus(
                 step=step,
@@ -150,5 +154,5 @@ class StepLog:
                 num_participants=num_participants,
                 cause=cause,
             )
-            for step, length_s, period_s, num_participants, cause in self._kept.copy()
+            for step, length_s, period_s, num_participants, cause in self._recent.copy()
         )

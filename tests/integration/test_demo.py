@@ -15,7 +15,7 @@ from rich.console import Console
 pytest.importorskip("torchft")
 
 from manager.demo.__main__ import compare
-from manager.demo.replica_process import ReplicaProcess
+from manager.demo.replica import ReplicaProcess
 
 _SMALL = ["--steps", "3", "--width", "64", "--num-layers", "1"]
 _FORKING = Path(__file__).parents[1] / "workers" / "forking_demo.py"
@@ -34,7 +34,7 @@ def test_the_demo_heals_killed_replicas_and_exits_with_zero(start: Any, demo: li
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "3 replicas killed and healed" in finished.stdout
-    assert "was the same on all replicas" in finished.stdout
+    assert "were the same on all replicas" in finished.stdout
     assert finished.stdout.count("healed to step") >= 3
     assert finished.stdout.count("watch it at http://") >= 6
     assert "[torchft::" not in finished.stderr
@@ -46,7 +46,7 @@ def test_a_killed_replica_of_two_fsdp_ranks_heals_rank_by_rank() -> None:
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "1 replica killed and healed" in finished.stdout
-    assert "was the same on all replicas" in finished.stdout
+    assert "were the same on all replicas" in finished.stdout
     assert {f"B/{rank}  healed to step" in finished.stdout for rank in (0, 1)} == {True}
 
 

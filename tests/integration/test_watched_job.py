@@ -70,7 +70,7 @@ class Replicas:
     def __init__(self, lighthouse: str) -> None:
         from forking_demo import fork_replicas
 
-        from manager.demo.replica_process import Event, ReplicaProcess
+        from manager.demo.replica import Event, ReplicaProcess
 
         fork_replicas()
         self.lighthouse = lighthouse

@@ -17,7 +17,7 @@ from forking_demo import fork_replicas
 from rich.console import Console
 
 from manager.demo.__main__ import Demo, parse
-from manager.demo.replica_process import ReplicaProcess
+from manager.demo.replica import ReplicaProcess
 
 COUNTS = "counts: "
 KILLS = "kills: "

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from programs import Program
 
 from manager.demo import __main__ as demo
-from manager.demo import replica_process
+from manager.demo import replica
 
 
 def fork_replicas() -> None:
-    replica_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    replica.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=Program, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
 
