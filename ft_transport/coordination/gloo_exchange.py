@@ -134,11 +134,11 @@ class GlooExchange:
         return self._begin(lambda group: group.allgather([gathered], [tensor])), gathered
 
     def begin_send(self, tensor: torch.Tensor, target: int, tag: int) -> Any:
-        """Start to send a tensor, and return the work for `wait`. Until then the tensor must not change."""
+        """Start to send a tensor, and return the work for `wait`. The tensor must not change before `wait` returns."""
         return self._begin(lambda group: group.send([tensor], target, tag))
 
     def begin_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """Start to receive into a tensor, and return the work for `wait`. Until then the tensor must not be used."""
+        """Start to receive into a tensor, and return the work for `wait`. It must not be used before `wait` returns."""
         return self._begin(lambda group: group.recv([tensor], source, tag))
 
     def wait(self, work: Any) -> None:

@@ -20,8 +20,7 @@ from manager.quorum.membership import QuorumRequest
 from manager.quorum.quorum_round import Participant, QuorumRound, is_own_shortage
 from manager.quorum.rank_exchange import Exchange
 from manager.quorum.reports import NO_WHOLE_STATE, StateReport
-from manager.quorum.status_report import MembershipLog
-from manager.quorum.telemetry import span, spanned
+from manager.quorum.telemetry import MembershipLog, span, spanned
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class QuorumFormation:
         """Run the step boundary, and begin to digest the state if this step is compared.
 
         Args:
-            hold: Whether optimizers wait until the quorum is formed, so that it can still request a snapshot.
+            hold: Whether optimizers wait until the quorum is formed, so that the quorum can still request a snapshot.
 
         Returns:
             Whether a snapshot of this boundary has begun or can still be requested.
@@ -195,7 +194,7 @@ class QuorumFormation:
         with (
             self._naming_differences(),
             self._counting_failures(),
-            self._participant.watch.waiting(
+            self._participant.waiting(
                 f"{participant.name}: waiting for a quorum",
                 missing=membership.missing,
                 thread_id=state.training_thread,
@@ -284,7 +283,7 @@ class QuorumFormation:
             return
         try:
             with (
-                self._participant.watch.waiting(
+                self._participant.waiting(
                     f"{participant.name}: waiting for the members of process group {decision.group}",
                     thread_id=self._state.training_thread,
                 ),

@@ -173,7 +173,7 @@ class Healer:
         """
         participant, start_s = self._participant, time.monotonic()
         try:
-            with participant.watch.waiting(f"{participant.name}: receiving step {decision.step} from {address}"):
+            with participant.waiting(f"{participant.name}: receiving step {decision.step} from {address}"):
                 participant.peers.recover(address, decision.step, options)
             lineage = participant.state.lineage
             if lineage != decision.lineage:
@@ -263,7 +263,7 @@ class WarmJoin:
             return
         began_s = time.monotonic()
         try:
-            with participant.watch.waiting(f"{participant.name}: preparing to join while the other replicas train"):
+            with participant.waiting(f"{participant.name}: preparing to join while the other replicas train"):
                 self._prepare(sources, deadline)
         except (TransportError, ManagerError) as error:
             logger.warning(

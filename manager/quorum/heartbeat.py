@@ -131,7 +131,7 @@ class MissedHeartbeats:
         self._last = self._window = self.now()
 
     def now(self) -> Sign:
-        """Return a sign of life for a message to the Lighthouse that the caller sends next."""
+        """Return a sign of life, for the message that the caller sends to the Lighthouse next."""
         last = self._newest
         if last is not None and self._clock() - last.sent_s < self._timeout_s * _SHARE_OF_SIGN:
             return last

@@ -33,9 +33,8 @@ from manager.quorum.membership import Membership, QuorumRequest
 from manager.quorum.quorum_round import OwnErrors, Participant, QuorumRound, refusal_cause
 from manager.quorum.rank_exchange import Exchange
 from manager.quorum.reports import Claim
-from manager.quorum.status_report import loop_status
 from manager.quorum.steps import CommittedSteps, StepReductions
-from manager.quorum.telemetry import StallWatch
+from manager.quorum.telemetry import StallWatch, loop_status
 from manager.recovery.replica import Replica
 from manager.state.optimizer_guard import warn_of_unguarded
 from manager.state.optimizer_states import parameters_of
@@ -85,7 +84,7 @@ class QuorumLoop:
             ask_state=transport.ask_state,
         )
         self._executor = OwnedExecutor(1, "ft-transport-quorum")
-        self._participant = participant = Participant(config, replica, self.membership, watch)
+        self._participant = participant = Participant(config, replica, self.membership, watch.waiting)
         self._formation = QuorumFormation(participant, self._executor)
         self._reductions = StepReductions(participant, self._formation.structures)
         self._participated_last_round = False
@@ -186,7 +185,7 @@ class QuorumLoop:
             errors=current.refusals(),
             has_missed_heartbeats=self.membership.num_missed_heartbeats() != current.num_missed_heartbeats,
         )
-        with self._participant.watch.waiting(
+        with self._participant.waiting(
             f"{participant.name}: waiting for the other ranks of this replica to vote on the commit"
         ):
             # If the other ranks do not answer, this rank cannot know whether they have committed.
@@ -284,7 +283,7 @@ class QuorumLoop:
         if quorum.done():
             return
         left, name = deadline.left(), self._participant.name
-        with self._participant.watch.waiting(f"{name}: waiting for {what}"), suppress(FutureTimeoutError):
+        with self._participant.waiting(f"{name}: waiting for {what}"), suppress(FutureTimeoutError):
             quorum.exception(left.total_seconds() if left is not None else None)
         if not quorum.done():
             raise QuorumTimeoutError(f"{name}: expected {what} within the caller's timeout; call with a longer one")
@@ -391,4 +390,4 @@ class QuorumLoop:
 
 
 def _do_nothing() -> None:
-    """Do nothing: when the quorum thread has run this job, it has ended all earlier jobs."""
+    """Do nothing. The quorum thread runs this job after all earlier jobs, so its result shows that they have ended."""

@@ -6,9 +6,9 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -25,7 +25,6 @@ from manager.quorum.decision import Decision, next_lineage
 from manager.quorum.membership import Membership
 from manager.quorum.process_group import group_number
 from manager.quorum.reports import Claim
-from manager.quorum.telemetry import StallWatch
 from manager.recovery.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -126,13 +125,13 @@ class Participant:
         config: The configuration.
         replica: This replica, which must have a transport.
         membership: The membership of this replica in its job.
-        watch: Logs waits that take too long.
+        waiting: Makes the body of a ``with`` block a wait, which is logged if it takes too long (`StallWatch.waiting`).
 
     Attributes:
         config: The configuration.
         replica: This replica.
         membership: The membership of this replica in its job.
-        watch: Logs waits that take too long.
+        waiting: The argument.
         state: The replica's state.
         snapshots: Takes and serves snapshots, from which other replicas heal.
         peers: Receives the state of other replicas.
@@ -148,7 +147,13 @@ class Participant:
         healing: The record of a heal, from its quorum to the first commit after it; ``None`` at other times.
     """
 
-    def __init__(self, config: ManagerConfig, replica: Replica, membership: Membership, watch: StallWatch) -> None:
+    def __init__(
+        self,
+        config: ManagerConfig,
+        replica: Replica,
+        membership: Membership,
+        waiting: Callable[..., AbstractContextManager[None]],
+    ) -> None:
         assert replica.snapshots is not None, "there are snapshots with a transport"
         assert replica.peers is not None, "peers are received from with a transport"
         self.config = config
@@ -157,7 +162,7 @@ class Participant:
         self.snapshots = replica.snapshots
         self.peers = replica.peers
         self.membership = membership
-        self.watch = watch
+        self.waiting = waiting
         self.metrics = MetricValues("loop")
         self.round: QuorumRound | None = None
         self.is_settled = False

@@ -44,7 +44,7 @@ _PARTING: Final = timedelta(milliseconds=200)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStore:
-    """The key-value store of a replica. Its ranks agree through it, and process groups between replicas are set up.
+    """The key-value store of a replica. Its ranks agree through it, and replicas set up process groups through it.
 
     Attributes:
         channel: The channel through which this rank calls the store.

@@ -91,7 +91,7 @@ class StepReductions:
             except Exception as error:
                 participant.report_error(error)
                 forget_frames(error)
-        with participant.watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
+        with participant.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
             if not wait_all(current.works, deadline) and current.error is None:
                 participant.report_error(
                     ManagerError("expected every collective to be waited for, one was interrupted")
@@ -157,7 +157,7 @@ class StepReductions:
     def _compare(self, current: QuorumRound, deadline: Deadline) -> None:
         participant, group = self._participant, self._participant.membership.process_group
         try:
-            with participant.watch.waiting(f"{participant.name}: waiting for the reductions of the other replicas"):
+            with participant.waiting(f"{participant.name}: waiting for the reductions of the other replicas"):
                 current.reductions = group.compare_step(deadline.left())
         except ReductionMismatchError as error:
             participant.report_error(error)

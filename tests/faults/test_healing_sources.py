@@ -76,7 +76,7 @@ class Sources:
             config=ManagerConfig(timeout=timedelta(seconds=TIMEOUT_S), connect_timeout=timedelta(seconds=2)),
             state=state,
             peers=PeerRecovery(state, transport),
-            watch=watch,
+            waiting=watch.waiting,
             membership=SimpleNamespace(group_rank=0),
             name="newcomer",
         )

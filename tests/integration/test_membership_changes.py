@@ -110,7 +110,7 @@ def test_each_survivor_says_once_who_left_and_for_how_long_all_stood_still(
     lines = [
         record.getMessage()
         for record in caplog.records
-        if record.name == "manager.quorum.status_report" and record.levelno == logging.WARNING
+        if record.name == "manager.quorum.telemetry" and record.levelno == logging.WARNING
     ]
     for name in ("a", "b"):
         own = [line for line in lines if line.startswith(f"replica {name}:")]
@@ -155,4 +155,4 @@ def test_replicas_that_start_together_and_heal_at_step_0_say_nothing(caplog: pyt
     with lighthouse(min_replicas=2) as address:
         run_replicas(lambda: replica("a"), lambda: replica("b"))
 
-    assert [record for record in caplog.records if record.name == "manager.quorum.status_report"] == []
+    assert [record for record in caplog.records if record.name == "manager.quorum.telemetry"] == []
