@@ -16,8 +16,6 @@ from manager.quorum.decision import WorldSizeMode
 logger = logging.getLogger(__name__)
 
 LIGHTHOUSE_ENV: Final = "TORCHFT_LIGHTHOUSE"
-TIMEOUT_ENV: Final = "TORCHFT_TIMEOUT_SEC"
-QUORUM_TIMEOUT_ENV: Final = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_ENV: Final = "TORCHFT_CONNECT_TIMEOUT_SEC"
 QUORUM_RETRIES_ENV: Final = "TORCHFT_QUORUM_RETRIES"
 
@@ -146,8 +144,6 @@ class ManagerConfig:
             that attached optimizers change (about 0.1 s per GB on one core, in the background), and the next optimizer
             step waits for the digests. A replica that differs from the majority heals. Without a majority, all
             replicas raise `StatesDivergedError`.
-        warm_join: Whether a newcomer receives the state of a healthy replica before its first quorum, while the other
-            replicas train. In the quorum it then receives only the later changes.
         verify_heal: Whether a replica compares every bit of a loaded state with the source's state after it has
             healed.
     """
@@ -171,7 +167,6 @@ class ManagerConfig:
     max_retries: NotNegative | None = None
     quorum_retries: NotNegative = 0
     verify_heal: bool = True
-    warm_join: bool = True
     compare_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -209,8 +204,8 @@ class ManagerConfig:
         """
         changes: dict[str, Any] = {}
         for name, variable in (
-            ("timeout", TIMEOUT_ENV),
-            ("quorum_timeout", QUORUM_TIMEOUT_ENV),
+            ("timeout", "TORCHFT_TIMEOUT_SEC"),
+            ("quorum_timeout", "TORCHFT_QUORUM_TIMEOUT_SEC"),
             ("connect_timeout", CONNECT_TIMEOUT_ENV),
         ):
             if variable in environment:
@@ -281,21 +276,16 @@ class ManagerConfig:
             ConfigurationError: An inner wait has a longer deadline.
         """
         ladder = (
-            ("heartbeat_interval", "heartbeat_timeout", "the Lighthouse would declare a live replica dead"),
-            ("connect_timeout", "quorum_timeout", "a Lighthouse that cannot be reached would look like a slow quorum"),
-            (
-                "timeout",
-                "quorum_timeout",
-                "the quorum of the other replicas would time out while one replica waits in a failing collective",
-            ),
+            ("heartbeat_timeout", 2, "heartbeat_interval", "the Lighthouse would declare a live replica dead"),
+            ("quorum_timeout", 1, "connect_timeout", "an unreachable Lighthouse would look like a slow quorum"),
+            ("quorum_timeout", 1, "timeout", "it would end while a replica waits in a failing collective"),
         )
-        for inner, outer, reason in ladder:
+        for outer, factor, inner, reason in ladder:
             inner_value, outer_value = getattr(self, inner), getattr(self, outer)
-            if inner_value > outer_value or (inner == "heartbeat_interval" and 2 * inner_value > outer_value):
-                least = "twice " if inner == "heartbeat_interval" else ""
+            if factor * inner_value > outer_value:
                 raise ConfigurationError(
-                    f"expected {outer} of at least {least}{inner}, got {outer_value.total_seconds():g} s and "
-                    f"{inner_value.total_seconds():g} s: otherwise {reason}"
+                    f"expected {outer} of at least {'twice ' if factor == 2 else ''}{inner}, got "
+                    f"{outer_value.total_seconds():g} s and {inner_value.total_seconds():g} s: otherwise {reason}"
                 )
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import torch
 from torch.optim import Optimizer
 
 from ft_transport.state.placements import is_dtensor
@@ -22,14 +21,6 @@ from manager.state.optimizer_guard import GUARD_FLAG, OptimizerAttachment, flag_
 from manager.state_manager import StateManager
 
 _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_parameters")
-
-
-class DiLoCoFragment(Protocol):
-    """The attributes of torchft's ``_StreamingDiLoCoFragment`` that `guard_diloco` uses."""
-
-    original_parameters: dict[str, torch.Tensor]
-    _fragment_id: int
-    _outer_optimizer: Optimizer
 
 
 def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
@@ -94,7 +85,7 @@ def _followed(sync: Callable[[], bool], snapshots: SnapshotScheduler) -> Callabl
     return followed
 
 
-def _live_state(fragment: DiLoCoFragment) -> dict[str, object]:
+def _live_state(fragment: Any) -> dict[str, object]:
     """Return the same dict as the fragment's own state function, but with live tensors instead of copies."""
     return {
         "outer_optimizer": fragment._outer_optimizer.state_dict(),

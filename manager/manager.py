@@ -244,7 +244,7 @@ class Manager(StateManager):
 
     @spanned("should_commit")
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """End the step, and return whether it is committed: then step the optimizer. As in torchft.
+        """End the step, and return whether it is committed. If it is, step the optimizer. As in torchft.
 
         Call it once per step on every rank. All ranks of the replica receive the same result.
 

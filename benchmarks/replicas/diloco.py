@@ -11,6 +11,7 @@ import torch
 from benchmarks.machine import back_free_memory, processor_wait_s, stolen_s
 from benchmarks.processes import Channel
 from benchmarks.replicas.healing import WARM
+from benchmarks.replicas.managers import join_at_once
 from benchmarks.replicas.steps import READY
 from benchmarks.transports import TIMEOUT, our_transport
 
@@ -116,8 +117,9 @@ class _Replica:
             timeout=TIMEOUT,
             lighthouse_addr=lighthouse,
             use_async_quorum=False,
-            warm_join=warm_join,
         )
+        if not warm_join:
+            join_at_once()
         self._manager = Manager(config=config, checkpoint_transport=our_transport())
         self._manager.attach(self._inner, every_commit=False)
         outer = torch.optim.SGD(self._model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

@@ -62,12 +62,17 @@ class _NoManager:
         return self._step
 
 
-def _ours(training: Training, name: str, lighthouse: str, *, warm_join: bool = True) -> Loop:
+def join_at_once() -> None:
+    """Let managers of this process receive a state in the quorum only, and none before it."""
+    from manager.quorum.membership import Membership
+
+    Membership.running_members = lambda _self: ()  # type: ignore[method-assign]
+
+
+def _ours(training: Training, name: str, lighthouse: str) -> Loop:
     from manager import Manager, ManagerConfig
 
-    config = ManagerConfig(
-        min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse, warm_join=warm_join
-    )
+    config = ManagerConfig(min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse)
     manager = Manager(config=config, checkpoint_transport=our_transport())
     # Nothing but the attached optimizer changes it, and that inside write sections.
     manager.register("model", training.model, is_stable=True)
@@ -118,7 +123,8 @@ def _record_nothing(_recorder: PartRecorder) -> None:
 
 
 def _ours_at_once(training: Training, name: str, lighthouse: str) -> Loop:
-    return _ours(training, name, lighthouse, warm_join=False)
+    join_at_once()
+    return _ours(training, name, lighthouse)
 
 
 OURS: Final = ManagerVariant(name="ft_transport", role="ours", make=_ours, record=record_ours)

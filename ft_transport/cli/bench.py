@@ -164,15 +164,15 @@ def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[
                 command, capture_output=True, env=child_environment(), timeout=_RECEIVER_S, check=False
             )
         except (OSError, subprocess.SubprocessError) as error:
-            raise BenchFailedError(f"expected a process that receives: {error}; try --quick") from error
+            raise BenchFailedError(f"the receiving process failed: {error}; try --quick") from error
     if done.returncode:
         output = escape(done.stderr.decode("utf-8", "replace")[-_MAX_ERROR:], _MAX_ERROR)
-        raise BenchFailedError(f"expected a process that receives, it ended with {done.returncode}: {output}")
+        raise BenchFailedError(f"the receiving process ended with exit code {done.returncode}: {output}")
     return _samples_decoder.decode(done.stdout)
 
 
 def _receive() -> None:
-    """Be the main function of the receiving process: run each kind of fetch in turn, and print the seconds as JSON."""
+    """Run as the receiving process: make each kind of fetch in turn, and print the seconds as JSON."""
     from ft_transport import HTTPTransport, TransportSettings
 
     url, port, num_bytes, num_rounds = sys.argv[1], *map(int, sys.argv[2:])

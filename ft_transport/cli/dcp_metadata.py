@@ -73,17 +73,17 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
             command, input=encoded, capture_output=True, env=child_environment(), timeout=60.0, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise UnreadableError(f"expected DCP's metadata in {path}, its reading process failed: {error}") from error
+        raise UnreadableError(f"expected DCP's metadata in {path}, its reader failed: {error}") from error
     if done.returncode == _REFUSED:
         reason = escape(done.stdout.decode("utf-8", "replace"), 500)
         raise UnreadableError(f"expected DCP's metadata in {path}: {reason}")
     if done.returncode:
-        raise UnreadableError(f"expected DCP's metadata in {path}, its reading process ended with {done.returncode}")
+        raise UnreadableError(f"expected DCP's metadata in {path}, its reader ended with exit code {done.returncode}")
     return _contents_decoder.decode(done.stdout)
 
 
 def _main() -> None:
-    """Be the main function of the child: read the pickle from standard input, and write its content as JSON.
+    """Run as the child process: read the pickle from standard input, and write its content as JSON.
 
     If the pickle is refused, write the reason instead, and exit with `_REFUSED`.
     """

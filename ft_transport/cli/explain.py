@@ -115,7 +115,8 @@ def explain_command(
         chosen.sort(key=lambda record: record.length_s)
     chosen = chosen[-last:]
     if not chosen:
-        typer.echo(f"expected {kind or 'a record'} in {', '.join(map(str, files))}, there is none", err=True)
+        wanted = f"a record of kind {kind}" if kind else "a record"
+        typer.echo(f"expected {wanted} in {', '.join(map(str, files))}, there is none", err=True)
         raise typer.Exit(1)
     links = link_speeds()
     for number, record in enumerate(chosen):
@@ -280,7 +281,7 @@ def explain(
     ]
     if record.outcome != "ok":
         why = record.error or "another operation replaced it"
-        findings.insert(0, Finding(text=f"it {record.outcome}: {why}", cost_s=record.length_s))
+        findings.insert(0, Finding(text=f"{record.kind} {record.outcome}: {why}", cost_s=record.length_s))
     return tuple(sorted(findings, key=lambda each: -each.cost_s))
 
 

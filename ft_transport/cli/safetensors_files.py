@@ -109,7 +109,7 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
     except (*DECODE_ERRORS, ValueError) as error:
         raise UnreadableError(f"expected the header of a safetensors file in {name}: {error}") from error
     if len(header) < num_bytes:
-        raise UnreadableError(f"expected the header of a safetensors file in {name}: the file ends in it")
+        raise UnreadableError(f"expected the header of a safetensors file in {name}: the file ends inside the header")
     data_start = _LENGTH.size + num_bytes
     step = metadata.get(_STEP, "")
     is_number = step.isascii() and step.isdigit() and len(step) <= 18

@@ -248,7 +248,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)
         if manifest.digests is None:
-            raise ManifestError("expected digests in the file, they were to arrive after the data")
+            raise ManifestError("expected digests in the file, it has none")
 
         def views(start: int, end: int) -> Iterator[memoryview]:
             return read_pieces(file.descriptor, manifest.header_bytes + start, manifest.header_bytes + end)

@@ -244,7 +244,7 @@ class WarmJoin:
 
     def __init__(self, participant: Participant) -> None:
         self._participant = participant
-        self._is_over = not participant.config.warm_join
+        self._is_over = False
 
     def run(self, deadline: Deadline) -> None:
         """Prepare this replica if it is behind running replicas. Only the first call does anything.

@@ -160,7 +160,7 @@ class Membership:
                 heartbeat_timeout=config.heartbeat_timeout,
                 keys=self._keys,
                 # A newcomer with a warm join sends no heartbeats yet: running replicas would wait for its request.
-                starts_heartbeat=not (config.warm_join and self.running_members()),
+                starts_heartbeat=not self.running_members(),
             )
             logger.info("replica %s: connected to the Lighthouse at %s", self.replica_id, lighthouse)
 

@@ -83,7 +83,7 @@ class Checkpoints:
         """Log writer processes that have died, and save the state if a save is due at this step boundary."""
         health = self.store.check_health()
         if health.dead_writers:
-            logger.warning("the writer processes of ranks %s are dead, and are being replaced", health.dead_writers)
+            logger.warning("the writer processes of ranks %s have died, new ones are starting", health.dead_writers)
         step = self._state.step
         is_due = self._save_every is not None and step > 0 and step % self._save_every == 0
         if is_due and self._saved_step != step:
@@ -169,7 +169,7 @@ class Checkpoints:
                     "prepare to load a checkpoint", partial(_noted, own_errors, prepare), timeout=state.timeout
                 )
                 earlier = state.partial
-                state.mark_partial("latest", "loading it was interrupted")
+                state.mark_partial("latest", "the load was interrupted")
                 try:
                     try:
                         loaded = self._load_newest(own_errors, only_shared)
@@ -188,7 +188,7 @@ class Checkpoints:
                 if loaded is None:
                     state.partial = earlier
                     return None
-                state.mark_partial(loaded.step, "loading it was interrupted")
+                state.mark_partial(loaded.step, "the load was interrupted")
                 # If another rank could not load the checkpoint, this rank must not step with it.
                 store.run_on_all_ranks(
                     "load the checkpoint",
@@ -243,7 +243,7 @@ class Checkpoints:
         own_errors: list[Exception] = []
 
         def note_change() -> None:
-            state.mark_partial(step, "loading it was interrupted")
+            state.mark_partial(step, "the load was interrupted")
 
         def load() -> None:
             state.require_training_thread()
@@ -315,7 +315,7 @@ class Checkpoints:
         state = self._state
         try:
             state.load(loaded.state, only_shared=only_shared)
-            state.mark_partial(loaded.step, "comparing it was interrupted")
+            state.mark_partial(loaded.step, "the comparison after loading was interrupted")
             differences = loaded.differences(state.content_like(loaded.state))
             self._load_local(loaded.state, loaded.step, only_shared)
         except RegistryError as error:

@@ -87,14 +87,17 @@ class _Request:
         """
         stored = self.checkpoint.tensors.get(name)
         if not self.has(name):
-            self.refuse(key, f"{own_name} is not there")
+            self.refuse(key, f"{own_name} is missing")
         elif isinstance(own, torch.Tensor) != (stored is not None):
-            self.refuse(key, f"{own_name} is a tensor only {'there' if stored is not None else 'here'}")
+            self.refuse(key, f"{own_name} is a tensor only {'in the checkpoint' if stored is not None else 'here'}")
         elif not isinstance(own, torch.Tensor):
             self.values.add(name)
         elif stored != (own.dtype, own.shape):
-            shown = f"{own.dtype}{list(own.shape)} here"
-            self.refuse(key, f"{own_name} is {shown} and {stored[0]}{list(stored[1])} there" if stored else own_name)
+            assert stored is not None, "only a tensor has no value"
+            self.refuse(
+                key,
+                f"{own_name} is {own.dtype}{list(own.shape)} here and {stored[0]}{list(stored[1])} in the checkpoint",
+            )
         else:
             self.tensors[name] = own.detach()
 
@@ -123,8 +126,8 @@ class _Request:
         if self._misfits:
             names = sorted(self.checkpoint.tensors.keys() | self.checkpoint.values)
             raise RegistryError(
-                f"expected a checkpoint with the names of what is registered here, {self.checkpoint.path} of another "
-                f"program has others: {_some(self._misfits)}; its names are {_some(names)}; nothing was loaded. "
+                f"expected the registered states in the checkpoint of another program, {self.checkpoint.path}; "
+                f"{_some(self._misfits)}; the names in the checkpoint are {_some(names)}; nothing was loaded. "
                 "Register each state under its key in the checkpoint, or move that directory away to train without it",
                 keys=tuple(dict.fromkeys(self._keys)),
             )
@@ -251,7 +254,7 @@ def _plan_group(
     found = [(stem, [name for name in own if name != "param_names" and request.has(stem + name)]) for stem in stems]
     stem, below = next((each for each in found if each[1]), (stems[0], []))
     if not below:
-        request.refuse(key, f"{stem}* is not there")
+        request.refuse(key, f"{stem}* is missing")
     tensors = {name: request.copy_of(stem + name) for name in below if stem + name in request.checkpoint.tensors}
     request.values.update(stem + name for name in below if name not in tensors)
 
@@ -272,7 +275,7 @@ def _check_group(key: str, number: int, stored: Any, own: Sequence[Sequence[str]
     if not is_same:
         raise RegistryError(
             f"expected an optimizer with the same parameter groups under {key!r}; group {number} has {len(own)} "
-            f"parameters here and {len(stored)} there, {_some(list(map(str, stored)))}; nothing was loaded",
+            f"parameters here and {len(stored)} in the checkpoint, {_some(list(map(str, stored)))}; nothing was loaded",
             keys=(key,),
         )
 

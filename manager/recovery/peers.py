@@ -223,7 +223,7 @@ class PeerRecovery:
             received_s = time.monotonic()
             if options.verify:
                 phase("compare")
-                state.mark_partial(received.step, "comparing it was interrupted")
+                state.mark_partial(received.step, "the comparison after loading was interrupted")
                 self._refuse_differences(received, named)
                 state.partial = None
         if options.max_bytes_per_s is not None and options.verify:
@@ -231,7 +231,7 @@ class PeerRecovery:
         recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()
         self.counts.add("recoveries_total")
         logger.info(
-            "recovered step %d from %s: %.0f ms to receive and load it, %.0f ms to compare",
+            "recovered step %d from %s: %.0f ms to receive and load the state, %.0f ms to compare it",
             recovery.step,
             named,
             (received_s - start_s) * 1e3,
@@ -317,12 +317,12 @@ def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
     if not isinstance(addresses, Sequence) or not addresses or not all(isinstance(each, str) for each in addresses):
         raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
     if own.rstrip("/") in (address.rstrip("/") for address in addresses):
-        raise ManagerError(f"expected the address of another replica to recover from, got this one's own {own}")
+        raise ManagerError(f"expected the address of another replica to recover from, got this replica's own {own}")
     return list(addresses)
 
 
 class RecoveringRanks:
-    """Lets all ranks of one replica recover together. Each rank creates one, and all make the same calls.
+    """Lets all ranks of one replica recover together. Each rank creates an instance, and all make the same calls.
 
     The ranks agree through the key-value store of ``torch.distributed``. Messages are msgpack; nothing is unpickled.
 

@@ -100,7 +100,7 @@ def test_names_that_differ_are_named_on_both_sides_and_nothing_is_loaded(tmp_pat
     before = exact([own_model.state_dict(), own_optimizer.state_dict()])
     manager = manager_of(tmp_path, own_model, own_optimizer)
     with pytest.raises(
-        RegistryError, match=r"model\.0\.weight is not there.*its names are net\.0\.bias.*move that"
+        RegistryError, match=r"model\.0\.weight is missing.*names in the checkpoint are net\.0\.bias.*move that"
     ) as caught:
         manager.resume()
     assert caught.value.keys == ("model", "optimizer")
@@ -116,7 +116,7 @@ def test_names_that_differ_are_named_on_both_sides_and_nothing_is_loaded(tmp_pat
         (lambda state: state["model"].update({"0.weight": torch.zeros(4, 4).bfloat16()}), r"torch\.bfloat16\[4, 4\]"),
         (lambda state: state["model"].update({"0.weight": 5}), "a tensor only here"),
         (lambda state: state["optimizer"]["state"].pop(1), "no entry for 0.bias"),
-        (lambda state: state["optimizer"]["param_groups"].pop(), r"param_groups\.1\.\* is not there"),
+        (lambda state: state["optimizer"]["param_groups"].pop(), r"param_groups\.1\.\* is missing"),
         (lambda state: state["optimizer"]["param_groups"][0]["params"].pop(), "same parameter groups"),
         (lambda state: state["optimizer"]["state"][0].update(a={"b": torch.ones(1)}), "nested"),
     ],

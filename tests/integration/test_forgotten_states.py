@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, let_join_at_once, lighthouse, make_manager, run_replicas
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR, StepLR
 
 from manager import HyperparametersDivergedError, Manager, RegistryError
@@ -274,15 +274,13 @@ class Trainer:
         address: str,
         name: str,
         beginning: threading.Barrier | None = None,
-        *,
-        warm_join: bool = True,
         **flags: Any,
     ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.Linear(4, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **flags)
         self.scheduler: LRScheduler = StepLR(self.optimizer, 1, gamma=0.5)
-        self.manager = make_manager(address, name, min_replica_size=2, warm_join=warm_join)
+        self.manager = make_manager(address, name, min_replica_size=2)
         self.manager.register("model", self.model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.register("scheduler", self.scheduler)
@@ -405,7 +403,8 @@ def test_what_may_differ_is_not_compared(address: str, caplog: pytest.LogCapture
     assert not [each for each in errors(caplog) if "hyperparameters" in each]
 
 
-def test_a_newcomer_takes_over_the_schedule(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newcomer_takes_over_the_schedule(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_join_at_once(monkeypatch, "replica_2")
     with lighthouse(min_replicas=2) as address:
         trainers = [Trainer(address, f"replica_{index}") for index in range(2)]
         is_begun, has_joined = threading.Event(), threading.Event()
@@ -418,7 +417,7 @@ def test_a_newcomer_takes_over_the_schedule(caplog: pytest.LogCaptureFixture) ->
         def join() -> dict[int, tuple[torch.Tensor, float]]:
             assert is_begun.wait(LONG_S)
             # The others wait for it from here on.
-            late = Trainer(address, "replica_2", warm_join=False)
+            late = Trainer(address, "replica_2")
             has_joined.set()
             return late.run()
 

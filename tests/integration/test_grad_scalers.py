@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, let_join_at_once, lighthouse, make_manager, run_replicas
 
 from manager import Manager, ManagerError, RegistryError
 
@@ -227,8 +227,9 @@ def test_a_scaler_in_a_function_is_known(address: str, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_newcomer_has_the_scale_and_names_a_source_that_is_not_finite(
-    address: str, is_damaged: bool, caplog: pytest.LogCaptureFixture
+    address: str, is_damaged: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    let_join_at_once(monkeypatch, "replica_2")
     first, second = Trainer(address, "replica_0"), Trainer(address, "replica_1")
     is_begun, has_joined = threading.Event(), threading.Event()
 
@@ -243,7 +244,7 @@ def test_a_newcomer_has_the_scale_and_names_a_source_that_is_not_finite(
     def join() -> dict[int, tuple[torch.Tensor, float]]:
         assert is_begun.wait(LONG_S)
         # The others wait for it from here on.
-        late = Trainer(address, "replica_2", warm_join=False)
+        late = Trainer(address, "replica_2")
         has_joined.set()
         return late.run()
 

@@ -146,11 +146,8 @@ def test_in_the_quorum_a_newcomer_fetches_no_more_than_what_steps_change(trainin
     assert 3 * ADAPTER_BYTES <= healed.num_bytes_fetched <= 1.02 * 3 * ADAPTER_BYTES
 
 
-@pytest.mark.parametrize("keywords", [{"warm_join": False}, {"is_frozen": False}], ids=["turned off", "all is trained"])
-def test_nothing_is_asked_for_where_it_would_not_help(
-    training: Training, address: str, keywords: dict[str, bool]
-) -> None:
-    newcomer = joined(training, address, **keywords)
+def test_nothing_is_asked_for_where_it_would_not_help(training: Training, address: str) -> None:
+    newcomer = joined(training, address, is_frozen=False)
     first, second = training.end()
     assert first == second
     assert not newcomer.fetches.before

@@ -10,8 +10,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import pytest
+
 from ft_transport import HTTPTransport, TransportSettings
 from manager import Manager
+from manager.quorum.members import RunningMember
+from manager.quorum.membership import Membership
 
 T = TypeVar("T")
 
@@ -55,6 +59,16 @@ def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywo
     if "checkpoint_transport" not in chosen:
         chosen["checkpoint_transport"] = loopback_transport()
     return kind(lighthouse_addr=address, replica_id=name, **chosen)
+
+
+def let_join_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the replica of this name receive a state in the quorum only; the others wait for it from its start."""
+    running_members = Membership.running_members
+
+    def members(self: Membership) -> tuple[RunningMember, ...]:
+        return () if self._config.replica_id == name else running_members(self)
+
+    monkeypatch.setattr(Membership, "running_members", members)
 
 
 def run_replicas(*replicas: Callable[[], T]) -> list[T]:

@@ -250,7 +250,7 @@ def test_retries_are_told_by_cause_and_peer() -> None:
 
 def test_what_failed_is_told_first() -> None:
     findings = explain(record(error="FetchFailedError: all gone", manifest=5.0))
-    assert findings[0].text == "it failed: FetchFailedError: all gone"
+    assert findings[0].text == "heal failed: FetchFailedError: all gone"
 
 
 def test_an_empty_record_is_explained_too() -> None:
