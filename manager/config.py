@@ -16,8 +16,6 @@ from manager.quorum.decision import WorldSizeMode
 logger = logging.getLogger(__name__)
 
 LIGHTHOUSE_ENV: Final = "TORCHFT_LIGHTHOUSE"
-CONNECT_TIMEOUT_ENV: Final = "TORCHFT_CONNECT_TIMEOUT_SEC"
-QUORUM_RETRIES_ENV: Final = "TORCHFT_QUORUM_RETRIES"
 
 _DEFAULT_TIMEOUT: Final = timedelta(seconds=60)
 _DEFAULT_QUORUM_TIMEOUT: Final = timedelta(seconds=90)
@@ -206,13 +204,13 @@ class ManagerConfig:
         for name, variable in (
             ("timeout", "TORCHFT_TIMEOUT_SEC"),
             ("quorum_timeout", "TORCHFT_QUORUM_TIMEOUT_SEC"),
-            ("connect_timeout", CONNECT_TIMEOUT_ENV),
+            ("connect_timeout", "TORCHFT_CONNECT_TIMEOUT_SEC"),
         ):
             if variable in environment:
                 changes[name] = timedelta(seconds=_number_from(environment, variable))
         changes.update(self._fitted_to(changes))
-        if QUORUM_RETRIES_ENV in environment:
-            changes["quorum_retries"] = _number_from(environment, QUORUM_RETRIES_ENV)
+        if "TORCHFT_QUORUM_RETRIES" in environment:
+            changes["quorum_retries"] = _number_from(environment, "TORCHFT_QUORUM_RETRIES")
         for name, variable, default in (("rank", "RANK", 0), ("world_size", "WORLD_SIZE", 1)):
             if getattr(self, name) is None:
                 changes[name] = _number_from(environment, variable) if variable in environment else default

@@ -123,7 +123,7 @@ class Unclosed:
     def __init__(self, owner: object, closers: Iterable[Callable[[], object]]) -> None:
         self._closers = list(closers)
         self._finalizer = weakref.finalize(owner, _end, type(owner).__name__, self._closers, os.getpid())
-        # The end of the process ends its threads.
+        # At the end of the process, the threads end anyway.
         self._finalizer.atexit = False
 
     def add(self, close: Callable[[], object]) -> None:

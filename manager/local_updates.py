@@ -26,7 +26,7 @@ _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_par
 def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
     """Make ``diloco`` hold the manager's write lock whenever it changes the state.
 
-    Its backup of the global parameters is then served without a copy. Call this function once, after making the
+    Peers can then read its backup of the global parameters without a copy. Call this function once, after making the
     ``DiLoCo`` and before training. Attach the inner optimizer with ``manager.attach``.
 
     Args:

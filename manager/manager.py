@@ -76,7 +76,7 @@ class Manager(StateManager):
         save_every: int | None = None,
         **keywords: Unpack[TorchftKeywords],
     ) -> None:
-        """Create a manager. It joins the job at once if a setting of the quorum is given.
+        """Create a manager. The manager joins the job at once if a setting of the quorum is given.
 
         Args:
             pg: Process group for collectives between replicas: one of torchft, or one of torch that can be
@@ -192,8 +192,8 @@ class Manager(StateManager):
         Wait for the returned work before you read or change the tensor. To average gradients, call
         `average_gradients`, which waits. All replicas must reduce the same tensors in the same order.
 
-        A replica that does not participate contributes zeros. A failed reduction raises no error. It is reported, the
-        work completes, the tensor's values are undefined, and the step is not committed.
+        A replica that does not participate contributes zeros. A failed reduction raises no error. The failure is
+        reported, the work completes, the tensor's values are undefined, and the step is not committed.
 
         Args:
             tensor: A dense tensor. Of a DTensor, the local part is reduced; it must be the same part of the whole

@@ -99,7 +99,7 @@ class StateManager:
         return transport.metadata()
 
     def allow_state_dict_read(self) -> None:
-        """Release the lock that `disallow_state_dict_read` took, if it is held. As in torchft; any thread may call."""
+        """Release the lock of `disallow_state_dict_read`; idempotent. As in torchft; any thread may call."""
         self._state.lock.allow()
 
     def disallow_state_dict_read(self) -> None:
@@ -108,14 +108,14 @@ class StateManager:
         Call it before an optimizer steps. State that is registered with ``is_stable`` may change only inside `writing`.
 
         Raises:
-            LockTimeoutError: Readers held the lock until the deadline. Readers are not blocked then.
+            LockTimeoutError: Readers held the lock until the deadline. After this error, readers are not blocked.
         """
         self._state.lock.disallow()
 
     def writing(
         self, what: str = "changing the state", timeout: timedelta | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that holds the write lock, so that this thread may change the state. It nests.
+        """Return a context manager that holds the write lock, so that this thread may change the state; may be nested.
 
         Raises:
             LockTimeoutError: Other threads held the lock until the deadline.
@@ -192,7 +192,7 @@ class StateManager:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Return an iterator over a registered loader, epoch after epoch. Call ``next`` after each step boundary.
 
-        When a state is loaded, the iterator continues at the loaded position; one of ``iter(loader)`` would not.
+        After a load of its state, the iterator continues at the loaded position; ``iter(loader)`` does not.
 
         Raises:
             RegistryError: The loader is not registered.
@@ -328,7 +328,7 @@ class StateManager:
             StateMismatchError: The peer's state does not fit the registered objects. Nothing was received.
             RegistryError: A load function failed.
             LockTimeoutError: Other threads held the lock until the deadline.
-            ManagerError: The manager has no transport, ``metadata`` is its own address, or an argument is missing.
+            ManagerError: There is no transport, ``metadata`` is this replica's address, or an argument is missing.
         """
         self._usability.require()
         options = PeerOptions(timeout=timeout if timeout is not None else self._state.timeout, verify=verify)
@@ -379,16 +379,16 @@ class StateManager:
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, and end the manager's threads and transport. Idempotent; a signal handler may call this.
 
-        On the training thread, it also ends the worker processes of `batches`. In a signal handler that interrupted
-        another call of this package, it returns at once and shuts down after the handler. In a forked child it does
-        nothing. ``wait``: Whether to return only when the transport's server has ended.
+        On the training thread, this also ends the worker processes of `batches`. In a signal handler that interrupted
+        another call of this package, ``shutdown`` returns at once and takes effect after the handler. In a forked child
+        it does nothing. ``wait``: Whether to return only when the transport's server has ended.
         """
         if self._usability.is_of_parent():
             return
         self._usability.is_shut_down = True
         is_interrupting = interrupts_own_call()
         self._end(lambda: self._shut_down(wait), wait=wait and not is_interrupting)
-        # On another thread this would leave the training thread waiting for a batch for ever.
+        # If another thread ended the workers, the training thread could wait for a batch for ever.
         if self._state.training_thread == threading.get_ident() and not is_interrupting:
             self._state.registry.loaders.end_workers()
 

@@ -225,7 +225,7 @@ class MemoryCopy:
 
         self._sources = [source.detach().reshape(-1).view(torch.uint8) for source in sources if source.nbytes]
         sizes = [source.nbytes for source in self._sources]
-        # Filling touches every page.
+        # Writing every page allocates the memory.
         self._memory = memory if memory is not None else torch.full((sum(sizes),), 1, dtype=torch.uint8)
         self._targets = list(torch.split(self._memory, sizes))
         self._num_threads = torch.get_num_threads()

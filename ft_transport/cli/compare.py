@@ -112,7 +112,7 @@ def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
 
 
 class _Comparer:
-    """Compares spans in one thread. Each thread has one, with its own buffers."""
+    """Compares spans in one thread. Each thread creates its own comparer, with buffers."""
 
     def __init__(self) -> None:
         buffers = [bytearray(_BLOCK_BYTES) for _ in range(2)]

@@ -124,7 +124,7 @@ class Contents:
 
 
 def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Check that boxes cover each element of a tensor exactly once. Return a description of the fault, or "".
+    """Describe the first gap or overlap of boxes that should cover a tensor; return an empty text if there is none.
 
     Time and memory depend on the number of boxes, not on their sizes.
 

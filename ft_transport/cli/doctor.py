@@ -44,7 +44,7 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        verdict: ``bad`` if the finding breaks or slows recovery, ``warn`` if it may do so.
+        verdict: ``bad`` if the finding breaks or slows recovery, ``warn`` if the finding may do so.
         found: The finding.
         remedy: How to fix the fault; empty for a good result.
     """
@@ -138,7 +138,6 @@ def check_host() -> Iterator[Check]:
     """Check this host: versions, memory, limits, network interfaces, GPU."""
     yield _versions()
     yield _memory_file()
-    yield _sendfile()
     yield _free_memory()
     yield _open_files()
     yield _ipv6()
@@ -194,12 +193,6 @@ def _memory_file() -> Check:
         remedy = "Linux with memfd_create(2) is needed; a container's seccomp profile may forbid it"
         return _check("memory file", str(error), remedy, "bad")
     return _check("memory file", "memfd_create works")
-
-
-def _sendfile() -> Check:
-    if hasattr(os, "sendfile"):
-        return _check("sendfile", "os.sendfile works: the kernel sends state without a copy")
-    return _check("sendfile", "os.sendfile is missing", "Python copies the state to the socket, which is slower")
 
 
 def _free_memory() -> Check:

@@ -1,7 +1,7 @@
 """Collects the state of a job for ``ft-transport top``: requests ``/state`` of all processes, and joins the responses.
 
-It connects only to addresses that a quorum or the Lighthouse names, never to an address in a browser's request. If
-there is a job token, each process must prove that it knows the token before any other request.
+Only addresses that a quorum or the Lighthouse names are contacted, never an address in a browser's request. If there is
+a job token, each process must prove that it knows the token before any other request.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class JobWatch:
     def recent(self) -> JobState:
         """Return the last collected state, or collect a new one if the last is older than its collection took.
 
-        It is never older than half a second or that time. However many browsers ask, this collects at most twice a
-        second, and at most half of the time.
+        The result may always be half a second old. However many browsers ask, this collects at most twice a second,
+        and at most half of the time.
         """
         with self._mutex:
             if self._last is None or self._clock() - self._last[0] > max(_FRESH_S, self._last[1].took_s):

@@ -18,7 +18,7 @@ from ft_transport.errors import ConfigurationError, TransportError
 _LOOK: Final[dict[str, Any]] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
-    # Joins the lines of a paragraph, so that it fits a terminal of any width.
+    # Join the lines of a paragraph, so that the help fits a terminal of any width.
     "rich_markup_mode": "markdown",
 }
 _MODULES: Final = {

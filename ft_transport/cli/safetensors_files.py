@@ -222,7 +222,7 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
 
 
 def _moved(tensor: TensorEntry, offsets: tuple[int, ...] | None) -> TensorEntry:
-    """Return a shard of a tensor, placed at its first index. As in DCP's reader, the shape is taken to end with it."""
+    """Return a shard of a tensor, placed at its first index. As in DCP's reader, the tensor is assumed to end there."""
     (piece,) = tensor.pieces
     if offsets is None or len(offsets) != len(piece.sizes):
         return tensor

@@ -152,7 +152,7 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
 
 @lru_cache(1024)
 def _walk(pickled: bytes) -> Any:
-    """Parse a pickle into tuples, strings and numbers. Results are cached: tensors of one dtype and shape have one.
+    """Parse a pickle into tuples, strings and numbers. Results are cached: equal tensors have equal pickles.
 
     A name becomes ``(module, name)``, a call ``(name, arguments)``, a persistent id ``("persistent", id)``. Time and
     memory are proportional to the length of the pickle.

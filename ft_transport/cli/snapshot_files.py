@@ -241,7 +241,7 @@ def _of_the_one_behind(ask: _Ask, steps: list[int]) -> Manifests | None:
 
 
 def _of_a_step_to_come(ask: _Ask, steps: list[int], wait_s: float) -> Manifests | None:
-    """Request a future step that both replicas reach. If one has passed it, double the lead and request again.
+    """Request a future step that both replicas reach. If a replica has passed the step, request one further ahead.
 
     Return ``None`` if the replicas do not reach the step in time.
     """

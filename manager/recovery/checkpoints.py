@@ -15,10 +15,11 @@ from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.telemetry.metrics import MetricValues
 from manager.errors import ManagerError, RegistryError
 from manager.quorum.decision import next_lineage
-from manager.recovery.peers import Recovery, shown
+from manager.recovery.peers import Recovery
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.compatibility import check_fit
 from manager.state.parameter_order import MANAGER_KEY, TAKEN_OVER, USER_KEY, OrderTakenOverError, incoming_names
+from manager.state.registry import listed
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Checkpoints:
                 return state.content()
 
             try:
-                # A refusal here reaches the other ranks, so that they do not wait for a checkpoint.
+                # If this rank refuses, the other ranks receive the refusal, and do not wait for a checkpoint.
                 self._refuse_to_save()
                 lease = self._lease(self._snapshots) if self._snapshots is not None else None
             except ManagerError as error:
@@ -122,7 +123,7 @@ class Checkpoints:
         return handle
 
     def _lease(self, snapshots: SnapshotScheduler) -> Callable[[], SnapshotLease] | None:
-        """Begin a snapshot of the present step, and return a function that waits for it and leases it.
+        """Begin a snapshot of the present step, and return a function that waits for the snapshot and leases it.
 
         Return ``None`` if receivers are reading all snapshots that the transport's limit allows.
         """
@@ -325,7 +326,7 @@ class Checkpoints:
             state.mark_partial(
                 loaded.step,
                 "the loaded state differs from the saved state, because a load function has changed it: "
-                + shown(differences),
+                + listed(differences, "; "),
             )
             state.refuse_partial()
         self._note_other_keys(loaded)

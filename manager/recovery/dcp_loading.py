@@ -1,7 +1,7 @@
 """Loads a replica's state from a checkpoint that another program wrote with ``torch.distributed.checkpoint`` (DCP).
 
 DCP names each leaf of a state by its path. This module looks up the leaves of a registered state below the state's key.
-It supports two other layouts: torchtitan's models, whose names have no key in front, and the optimizer states of
+Two other layouts are supported: torchtitan's models, whose names have no key in front, and the optimizer states of
 torchtitan and ``get_optimizer_state_dict``, which name parameters instead of numbering them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -19,14 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manager.errors import RegistryError
 from manager.state.parameter_order import parameter_names, without_wrappers
-from manager.state.registry import StateEntry, StateRegistry
+from manager.state.registry import StateEntry, StateRegistry, listed
 
 if TYPE_CHECKING:
     from ft_transport import DCPCheckpoint
 
 logger = logging.getLogger(__name__)
-
-_MAX_SHOWN: Final = 5
 
 
 def load_dcp(
@@ -59,7 +57,7 @@ def load_dcp(
     # Settings of a parameter group are stored for each of its parameters, and read only for the first one.
     unused = sorted(name for name in left if ".param_groups." not in name)
     if unused:
-        logger.warning("%s: %s are not loaded: no registered state has these names", checkpoint.path, _some(unused))
+        logger.warning("%s: %s are not loaded: no registered state has these names", checkpoint.path, listed(unused))
     return loaded
 
 
@@ -127,7 +125,7 @@ class _Request:
             names = sorted(self.checkpoint.tensors.keys() | self.checkpoint.values)
             raise RegistryError(
                 f"expected the registered states in the checkpoint of another program, {self.checkpoint.path}; "
-                f"{_some(self._misfits)}; the names in the checkpoint are {_some(names)}; nothing was loaded. "
+                f"{listed(self._misfits)}; the names in the checkpoint are {listed(names)}; nothing was loaded. "
                 "Register each state under its key in the checkpoint, or move that directory away to train without it",
                 keys=tuple(dict.fromkeys(self._keys)),
             )
@@ -192,7 +190,7 @@ def _plan_optimizer(
     below = request.below(f"{key}.state.")
     for name in below:
         parameter_name, _, slot = name.rpartition(".")
-        # A name below exactly one parameter's name belongs to a nested state.
+        # Find the parameter. If the rest of the name has several parts, the state is nested.
         while parameter_name and parameter_name not in owners:
             parameter_name, _, part = parameter_name.rpartition(".")
             slot = f"{part}.{slot}"
@@ -211,7 +209,7 @@ def _plan_optimizer(
         names[number][-1] for number, each in enumerate(parameters) if number not in state and each.requires_grad
     ]
     if below and lacking:
-        request.refuse(key, f"{key}.state has no entry for {_some(lacking)}")
+        request.refuse(key, f"{key}.state has no entry for {listed(lacking)}")
     groups = [_plan_group(request, key, number, group, names) for number, group in enumerate(own["param_groups"])]
 
     def finish(values: Mapping[str, object]) -> dict[str, object]:
@@ -275,7 +273,7 @@ def _check_group(key: str, number: int, stored: Any, own: Sequence[Sequence[str]
     if not is_same:
         raise RegistryError(
             f"expected an optimizer with the same parameter groups under {key!r}; group {number} has {len(own)} "
-            f"parameters here and {len(stored)} in the checkpoint, {_some(list(map(str, stored)))}; nothing was loaded",
+            f"parameters here and {len(stored)} in the checkpoint: {listed([*map(str, stored)])}; nothing was loaded",
             keys=(key,),
         )
 
@@ -285,8 +283,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if type(value) is list else value
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
-    return (", ".join(texts[:_MAX_SHOWN]) or "none") + more

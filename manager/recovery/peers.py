@@ -25,6 +25,7 @@ from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateM
 from manager.state.compatibility import check_fit
 from manager.state.optimizer_states import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
 from manager.state.parameter_order import TAKEN_OVER, OrderTakenOverError, incoming_names
+from manager.state.registry import listed
 from manager.state.replica_state import ReplicaState, checked_step
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LAYOUT_ADVICE: Final = "to recover from a replica of another layout, pass the addresses of all its ranks"
-_MAX_SHOWN: Final = 5
 _MAX_SHOWN_CHARACTERS: Final = 500
 
 _addresses_decoder: Final = msgspec.msgpack.Decoder(list[str])
@@ -84,11 +84,6 @@ class PeerOptions:
     max_bytes_per_s: float | None = None
     others: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
-
-
-def shown(differences: Sequence[str]) -> str:
-    """Return the first few differences, for a message."""
-    return "; ".join(differences[:_MAX_SHOWN]) + ("; …" if len(differences) > _MAX_SHOWN else "")
 
 
 class PeerRecovery:
@@ -207,7 +202,7 @@ class PeerRecovery:
                     self._part = ft_transport.PartialState()
                     received = receive(into=state.content(), before=None)
             except (RegistryError, TransportError) as error:
-                # The receiver may have overwritten tensors in an earlier attempt, from a snapshot that is replaced now.
+                # An earlier attempt may have overwritten tensors, with data of a snapshot that was replaced since.
                 if getattr(error, "destination_touched", False):
                     state.mark_partial(step, str(error))
                 else:
@@ -261,7 +256,7 @@ class PeerRecovery:
                 unreachable=options.unreachable_timeout,
                 progress=options.progress_timeout,
             ),
-            # It compares every byte after loading.
+            # With ``verify``, `_refuse_differences` compares every byte after loading.
             "is_comparable": options.verify,
             "check": partial(self._check_incoming, into=into, step=step),
         }
@@ -300,13 +295,13 @@ class PeerRecovery:
             raise OrderTakenOverError(TAKEN_OVER)
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
-        """Check that the loaded state equals the received state; if not, mark it as partial and raise."""
+        """Check that the loaded state equals the received state; if not, mark the state as partial and raise."""
         differences = received.differences(self._state.content_like(received.state))
         if differences:
             self._state.mark_partial(
                 received.step,
                 f"the loaded state differs from the state that {source} sent; a load function has changed it, or it "
-                f"was damaged in the transfer: {shown(differences)}",
+                f"was damaged in the transfer: {listed(differences, '; ')}",
             )
             self._state.refuse_partial()
 

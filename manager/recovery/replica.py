@@ -169,7 +169,7 @@ class Replica:
         return self.checkpoints
 
     def closers(self) -> list[Callable[[], object]]:
-        """Return functions for `Unclosed`, to be called in reverse order. They do not refer to the replica's state."""
+        """Return closers for `Unclosed`, which calls them in reverse order. None refers to the replica's state."""
         closers: list[Callable[[], object]] = []
         if self.transport is not None:
             closers.append(self.transport.shutdown)

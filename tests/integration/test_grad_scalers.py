@@ -127,7 +127,7 @@ def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(addres
         trainer = Trainer(address, name)
         trainer.is_bucketed = is_bucketed
         trainer.at_quorum = lambda: together.wait(LONG_S)
-        with pytest.raises(ManagerError, match=r"still scaled.*average them first, and call scaler\.unscale_"):
+        with pytest.raises(ManagerError, match=r"still scaled.*average gradients first, and call scaler\.unscale_"):
             trainer.run(overflows=overflows, is_late=False)
         return trainer.states
 

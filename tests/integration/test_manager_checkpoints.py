@@ -255,7 +255,7 @@ def test_a_dead_writer_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCa
             time.sleep(0.005)
         trainer.manager.start_step(1)
         trainer.manager.start_step(1)
-        assert "writer processes of ranks (0,) are dead" in caplog.text
+        assert "writer processes of ranks (0,) have died" in caplog.text
         trainer.manager.save(wait=True)
         assert trainer.store.latest() == 1
 

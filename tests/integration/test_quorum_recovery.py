@@ -15,7 +15,6 @@ from state_equality import exact
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import Manager, QuorumError, StateTornError
-from manager.config import CONNECT_TIMEOUT_ENV
 
 pytest.importorskip("torchft")
 
@@ -72,7 +71,7 @@ def test_a_late_lighthouse_does_not_cost_the_transport(monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv(CONNECT_TIMEOUT_ENV, "2")
+    monkeypatch.setenv("TORCHFT_CONNECT_TIMEOUT_SEC", "2")
     try:
         with pytest.raises(QuorumError, match=rf"127\.0\.0\.1:{port}"):
             manager.start_quorum()

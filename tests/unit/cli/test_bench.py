@@ -39,4 +39,4 @@ def test_a_receiver_that_fails_is_an_error_that_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")
     result = CliRunner().invoke(app, ["bench", "--quick"])
     assert isinstance(result.exception, BenchFailedError)
-    assert "it ended with 1" in str(result.exception)
+    assert "ended with exit code 1" in str(result.exception)

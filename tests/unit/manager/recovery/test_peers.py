@@ -345,7 +345,11 @@ def _adamw() -> torch.optim.Optimizer:
     ("ours", "theirs", "message"),
     [
         (_adamw, _adamw, None),
-        (lambda: torch.optim.SGD([_W, _B]), _adamw, "'part', what comes has no momentum, dampening, nesterov; nothing"),
+        (
+            lambda: torch.optim.SGD([_W, _B]),
+            _adamw,
+            "'part', but the peer's state lacks momentum, dampening, nesterov; nothing",
+        ),
         (
             _adamw,
             lambda: torch.optim.AdamW([{"params": [_W]}, {"params": [_B]}]),
@@ -360,7 +364,7 @@ def _adamw() -> torch.optim.Optimizer:
         (
             lambda: torch.optim.lr_scheduler.StepLR(_adamw(), 3),
             lambda: torch.optim.lr_scheduler.CosineAnnealingLR(_adamw(), 3),
-            "'part', what comes has no step_size, gamma; nothing was received",
+            "'part', but the peer's state lacks step_size, gamma; nothing was received",
         ),
     ],
     ids=["same", "other optimizer", "more groups", "fewer parameters", "other step", "other scheduler"],
