@@ -1,5 +1,5 @@
-"""The torch side: turns a state into a snapshot, and a snapshot back into a state.
+"""Turns a nested state of torch tensors into a snapshot, and a snapshot back into a state.
 
-Flattening, copying, copy-on-write, digests, DTensor layouts, and restoring into the receiver's own tensors.
+Modules flatten, copy, share and digest states, handle layouts of DTensors, and restore into the receiver's own tensors.
 ``transfer``, ``checkpoint`` and ``publish`` import this package. It does not use the network.
 """

@@ -1,8 +1,8 @@
-"""Arenas: reusable host buffers. Each is an anonymous memory file, from which the kernel can send.
+"""Arenas: reusable host buffers for snapshots. Each is an anonymous memory file, from which the kernel can send.
 
-Filling a fresh mapping takes ten times as long as filling resident memory, because the kernel has to find and clear
-every page. So an arena becomes resident once and then serves many snapshots. ``ArenaPool.prefault`` prepares arenas on
-a thread of its own, before the first request.
+Filling a fresh mapping takes ten times as long as filling resident memory, because the kernel must find and clear
+every page. So an arena is made resident once, and is reused for many snapshots. ``ArenaPool.prefault`` prepares arenas
+on a separate thread, before the first snapshot needs one.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ from ft_transport.wire.manifest import MAX_HEADER_BYTES
 HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
 """Position of the tensor data in an arena's file.
 
-The header is encoded after the copy, when the digests are known, and is written right before the data. The rest of the
-room before the data is a hole in the file and takes no memory.
+The header is encoded after the copy, when the digests are known, and is written directly before the data. The unused
+bytes before the header are a hole in the file, and use no memory.
 """
 _NAME: Final = "ft-transport-snapshot"
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
 _REST_SHARE: Final = 4.0
-"""Pause for each second of work on memory without a waiting caller: training needs the core and the page tables."""
+"""Seconds of pause for each second of prefaulting that no caller waits for, so that training is not slowed down."""
 
 logger = logging.getLogger(__name__)
 
 
 class Arena:
-    """One memory file with room for ``capacity_bytes`` of tensor data, mapped and resident.
+    """One memory file for the header and ``capacity_bytes`` of tensor data, mapped and resident.
 
-    Not thread-safe: its holder writes it once; then it stays unchanged until it returns to its pool.
+    Not thread-safe. The holder writes an arena once; then the content stays unchanged until the pool gets the arena
+    back.
 
     Args:
-        capacity_bytes: Room for data.
-        pin: See ``ArenaPool``.
-        is_wanted: Called repeatedly while the memory becomes resident (about a second for one or two gigabytes).
-        rest: Called repeatedly meanwhile, with the seconds of work since the last call.
+        capacity_bytes: Largest number of data bytes.
+        pin: Page-locks the memory for device copies, and returns a function that unlocks it; ``None`` for no pinning.
+        is_wanted: Called repeatedly while the memory becomes resident (about a second for one or two gigabytes). If it
+            returns ``False``, the construction fails.
+        rest: Called repeatedly during the same time, with the seconds of work since the last call. May pause.
 
     Attributes:
-        capacity_bytes: Room for data.
-        data: ``uint8 [capacity_bytes]``, the mapping as a CPU tensor.
+        capacity_bytes: Largest number of data bytes.
+        data: The mapped data as a CPU tensor, ``uint8 [capacity_bytes]``.
         view: The same memory as a memoryview.
-        descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``. On Linux it is sealed: other holders of the
-            descriptor cannot change its content or length, only this object can through its mappings.
-        place: Its place in a pool; ``None`` without a holder.
+        descriptor: Descriptor of the memory file, whose data begins at ``HEADER_ROOM_BYTES``. On Linux the file is
+            sealed: other processes with the descriptor cannot change its content or length.
+        place: The place in the pool that this arena occupies; ``None`` while the arena is free.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class Arena:
         self.place: Place | None = None
         descriptors: list[int] = []
         self._unpin: list[Callable[[], None]] = []
-        # Also frees the memory of an arena that a handler's exception drops.
+        # A finalizer, because a signal handler may raise before the caller gets this object.
         self._end = weakref.finalize(self, _release, self._unpin, descriptors)
         if sys.platform == "linux":
-            # One call, in which no handler can raise before the number is stored.
+            # In C, so that no signal handler can raise between the creation and the store of the descriptor.
             descriptors.extend(map(os.memfd_create, (_NAME,), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
         else:
             descriptors.append(_temporary_file())
@@ -91,18 +93,18 @@ class Arena:
                 self._unpin.append(pin(self.data))
         except BaseException:
             self._end()
-            # The error's traceback refers to this object.
+            # The traceback of the error refers to this object, which would keep the memory alive.
             vars(self).clear()
             raise
 
     def write_header(self, header: bytes) -> int:
-        """Write ``header`` right before the data; return its position in the file."""
+        """Write ``header`` directly before the data. Return the position of the header in the file."""
         start = HEADER_ROOM_BYTES - len(header)
         self._header_room[start:] = header
         return start
 
     def close(self) -> None:
-        """Free the memory when the last tensor that shares it is deleted."""
+        """Close the file. The memory is freed when the last tensor that shares it is deleted."""
         self._end()
         self._header_room.close()
         # Tensors that share the mapping keep it alive.
@@ -110,7 +112,7 @@ class Arena:
 
 
 class ArenaPool:
-    """At most ``max_arenas`` reusable arenas, each with one holder at a time. Thread-safe.
+    """Lends at most ``max_arenas`` reusable arenas, each to one snapshot at a time. Thread-safe.
 
     Args:
         max_arenas: Maximum number of arenas.
@@ -129,13 +131,13 @@ class ArenaPool:
         self._closed = False
 
     def prefault(self, data_bytes: int) -> None:
-        """Make, in the background, the maximum number of arenas with room for ``data_bytes``. Returns at once.
+        """Start to make ``max_arenas`` arenas for ``data_bytes`` each, on a background thread. Returns at once.
 
-        Does nothing during an earlier call's work. A failure is logged; ``take`` tries again. Allocates in advance only
-        if the same amount of memory stays free.
+        Does nothing if an earlier call is still at work. Makes an arena only if twice its memory is free. A failure is
+        logged, and ``take`` tries again.
 
         Raises:
-            SnapshotError: The system has no further thread.
+            SnapshotError: The system refuses another thread.
         """
         with self._changed:
             if self._closed or self._preparing is not None or not self._is_one_missing(data_bytes):
@@ -145,22 +147,22 @@ class ArenaPool:
             try:
                 preparing.start()
             except BaseException as error:
-                # A thread that a handler interrupted at its start may never run; no caller must wait for it.
+                # If a signal handler raised during `start`, the thread may never run, and nobody must wait for it.
                 self._preparing = None
                 if isinstance(error, ThreadRefusedError):
                     raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
                 raise
 
     def num_taken(self) -> int:
-        """Return the number of arenas with a holder, including those in construction for one."""
+        """Return the number of arenas in use, including those that `take` is making."""
         return self._places.num_taken()
 
     def take(self, data_bytes: int) -> Arena:
-        """Return a free arena with room for ``data_bytes``, or a new one.
+        """Return a free arena for ``data_bytes`` of data, or make a new one.
 
         Raises:
-            SnapshotLimitError: Every arena is taken.
-            SnapshotError: Not enough memory, or the pool is closed.
+            SnapshotLimitError: All arenas are in use.
+            SnapshotError: Not enough memory is free, or the pool is closed.
         """
         with self._changed:
             while True:
@@ -169,21 +171,21 @@ class ArenaPool:
                 fitting = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
                 if fitting:
                     arena = min(fitting, key=lambda candidate: candidate.capacity_bytes)
-                    # In this order: after an interruption the arena must not be both free and taken.
+                    # In this order: if a signal handler raises in between, the arena must not be both free and in use.
                     self._free.remove(arena)
                     arena.place = self._places.take()
                     return arena
                 is_coming = self._preparing is not None and self._prepared_bytes >= data_bytes
                 if not is_coming or self.num_taken() >= self._max_arenas:
                     break
-                # An arena in preparation is ready sooner than a new one, and its thread always ends.
+                # Wait for the arena that the background thread is making: a new one would take longer.
                 self._num_waiting += 1
                 self._changed.notify_all()
                 try:
                     self._changed.wait()
                 finally:
                     self._num_waiting -= 1
-            # Arenas in preparation for a smaller state are useless now.
+            # Tell the background thread that arenas for a smaller state are useless now.
             self._prepared_bytes = max(self._prepared_bytes, data_bytes)
             if self.num_taken() >= self._max_arenas:
                 raise SnapshotLimitError(
@@ -195,7 +197,7 @@ class ArenaPool:
         for arena in outgrown:
             arena.close()
         try:
-            # A missing snapshot costs a receiver time; an out-of-memory kill costs a replica.
+            # Fail rather than risk an out-of-memory kill: a receiver can wait, a killed replica is lost.
             _refuse_beyond_available(data_bytes)
             arena = self._make(data_bytes, is_wanted=lambda: not self._closed)
             arena.place = place
@@ -207,7 +209,7 @@ class ArenaPool:
             raise
 
     def give_back(self, arena: Arena) -> None:
-        """Return an arena without readers to the pool; a second call does nothing."""
+        """Return an arena to the pool when nobody reads it any more. A second call does nothing."""
         with self._changed:
             if arena.place is None:
                 return
@@ -221,7 +223,7 @@ class ArenaPool:
             arena.close()
 
     def close(self) -> None:
-        """Close free arenas now, and the others when they return."""
+        """Close all free arenas now, and each other arena when it is given back."""
         with self._changed:
             self._closed = True
             preparing = self._preparing
@@ -265,7 +267,7 @@ class ArenaPool:
         return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=is_wanted, rest=rest)
 
     def _rest(self, worked_s: float) -> None:
-        """Pause in favour of training, unless a caller waits for the memory."""
+        """Pause so that training is not slowed down, unless a caller waits for the memory."""
         with self._changed:
             if not (self._num_waiting or self._closed):
                 self._changed.wait(_REST_SHARE * worked_s)
@@ -278,7 +280,7 @@ class ArenaPool:
         return self.num_taken() + num_fitting < self._max_arenas
 
     def _drop_outgrown(self, data_bytes: int) -> list[Arena]:
-        """Remove and return free arenas that are too small for the present state."""
+        """Remove free arenas with room for less than ``data_bytes`` from the pool, and return them."""
         outgrown = [arena for arena in self._free if arena.capacity_bytes < data_bytes]
         self._free = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
         return outgrown
@@ -303,9 +305,9 @@ def _temporary_file() -> int:
 
 
 def _seal(descriptor: int) -> None:
-    """Make the present mappings the only way to write the file (``man 2 fcntl``, file sealing)."""
+    """Forbid all writes to the file except through its existing mappings (``man 2 fcntl``, file sealing)."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # A kernel before 5.1; then the descriptor is not shared.
+        with contextlib.suppress(OSError):  # Linux before 5.1: such a descriptor is never passed to other processes.
             fcntl.fcntl(
                 descriptor,
                 fcntl.F_ADD_SEALS,

@@ -1,8 +1,8 @@
-"""A flattened state before its copy: a tree of nodes, and the memory of its tensors in columns.
+"""A flattened state: a tree of nodes, and the columns of a table that describes its tensors and their memory.
 
-`FastLane` describes the usual tensors of a large state: row-major, on the CPU, and sharing neither memory nor name with
-another one. The walk through the state only lists these tensors; one tight loop describes them. Tensors that turn out
-to be different are walked again, off the lane.
+`FastLane` fills the columns for the usual tensors of a large state: tensors that are row-major and on the CPU, and that
+share neither memory nor name with another tensor. The walk through the state only lists these tensors; one tight loop
+then describes them. If a listed tensor turns out to be unusual, the walk starts again without listing it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ def _column() -> array[int]:
 
 @dataclass(slots=True)
 class Blocks:
-    """The memory to copy, one entry of the tensor table each; the lists and arrays (of 64-bit ints) run in parallel.
+    """The columns of the tensor table. Each list or array has one element for each tensor; arrays are of 64-bit ints.
 
     Attributes:
         names: Unique names, made from the paths.
-        sources: Live tensors on any device, of any stride.
-        dtypes: safetensors dtype of each entry.
-        shapes: Shape of each entry as it stands in the file; may be ``torch.Size``.
-        num_bytes: Size of each entry.
-        item_bytes: Size of one element of the source, which is also its alignment.
-        addresses: Address of a row-major source on the CPU, whose bytes can be copied directly; 0 for others.
-        casts: By index, the dtype to cast a source to during the copy; the other columns describe the result.
+        sources: Live tensors on any device, with any strides.
+        dtypes: The safetensors dtype of each tensor in the file.
+        shapes: The shape of each tensor in the file; may be ``torch.Size``.
+        num_bytes: The number of bytes of each tensor in the file.
+        item_bytes: The number of bytes of one element, which is also the alignment of the tensor.
+        addresses: The address of a source that is row-major and on the CPU, so that its bytes can be copied directly; 0
+            for any other source.
+        casts: By index, the dtype to which the copy casts a source. The other columns describe the cast tensor.
     """
 
     names: list[str] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """A state ready for its copy; the tree's nodes index ``blocks`` and ``layouts``."""
+    """A flattened state, ready to be copied. Nodes of ``tree`` refer to tensors and layouts by their index."""
 
     tree: Node
     blocks: Blocks
@@ -64,13 +65,13 @@ class FlatState:
 _PLAIN_NAMES: Final = {dtype: name for dtype, name in SAFETENSORS_NAMES.items() if not dtype.is_complex}
 _ITEM_BYTES: Final = {dtype: dtype.itemsize for dtype in _PLAIN_NAMES}
 _TAKEN_NAMES: Final = ("__metadata__", "")
-"""Reserved names: the header's metadata, and the root, which has another name."""
+"""Names that no tensor may have: that of the metadata in the header, and the empty path of the root."""
 
 _facts_of: Final = attrgetter("dtype", "shape", "nbytes", "requires_grad", "is_cpu")
 
 
 class OffLaneError(Exception):
-    """Some tensors in the fast lane are not of the usual kind; ``ids`` names them."""
+    """Some tensors in the fast lane are unusual; ``ids`` has their ids."""
 
     def __init__(self, ids: frozenset[int]) -> None:
         super().__init__(len(ids))
@@ -78,10 +79,10 @@ class OffLaneError(Exception):
 
 
 class FastLane:
-    """Describes the tensors that the walk has added to ``blocks.names`` and ``blocks.sources`` alone.
+    """Fills the other columns for tensors that the walk has added only to ``blocks.names`` and ``blocks.sources``.
 
     Args:
-        blocks: The state's blocks.
+        blocks: The columns of the state.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -92,26 +93,26 @@ class FastLane:
         self._index_at: dict[int, int] = {}
 
     def settle(self) -> None:
-        """Describe the tensors listed since the last call.
+        """Describe the tensors that were listed since the last call.
 
-        Reads few attributes of each tensor and makes few objects: the caller holds the lock.
+        Reads few attributes and makes few objects for each tensor, because the caller holds the lock.
 
         Raises:
-            OffLaneError: A tensor is not row-major, not on the CPU, or shares its name with another one.
+            OffLaneError: A tensor is not row-major, not on the CPU, or has the name of another tensor.
         """
         start, end = len(self._blocks.shapes), len(self._blocks.names)
         if start == end:
             return
         try:
             is_plain = self._describe_from(start)
-        except RuntimeError:  # Tensors of another layout have no address, and nested ones no shape.
+        except RuntimeError:  # A sparse tensor has no address, and a nested tensor has no shape.
             is_plain = False
         if not is_plain:
             raise OffLaneError(self._off_lane_ids())
         self._in_lane.append(range(start, end))
 
     def _describe_from(self, start: int) -> bool:
-        """Fill the columns; return false, with partly filled columns, if a tensor or name is not of the usual kind."""
+        """Fill the columns. If a tensor or a name is unusual, return ``False``, with columns filled in part."""
         blocks = self._blocks
         sources, names = blocks.sources[start:], blocks.names[start:]
         num_names = len(self._names)
@@ -121,7 +122,7 @@ class FastLane:
         dtypes: list[torch.dtype] = []
         add_dtype, add_shape = dtypes.append, blocks.shapes.append
         add_num_bytes, add_address = blocks.num_bytes.append, blocks.addresses.append
-        # Row by row, while each tensor is in the processor's cache.
+        # All attributes of one tensor before the next tensor, while it is in the processor's cache.
         facts = map(_facts_of, sources)
         for source, (dtype, shape, num_bytes, requires_grad, is_cpu) in zip(sources, facts, strict=True):
             if requires_grad or not is_cpu or not source.is_contiguous() or source.is_neg():
@@ -144,18 +145,23 @@ class FastLane:
     def store(
         self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int | None = None
     ) -> int:
-        """Add a block off the lane under a free name; return its index.
+        """Add an unusual tensor to all columns, under a free name. Return its index.
 
-        ``address`` is that of a row-major source on the CPU, and 0 for others; ``None`` if the caller has not looked.
+        Args:
+            source: The tensor.
+            path: Its path, which becomes its name unless another tensor has that name.
+            dtype: Its safetensors dtype.
+            shape: Its shape in the file.
+            address: Its address if it is row-major and on the CPU, else 0; ``None`` to find out here.
 
         Raises:
-            OffLaneError: See `settle`.
+            OffLaneError: A tensor listed before is unusual (see `settle`).
         """
         self.settle()
         blocks = self._blocks
         name = path or "(root)"
         if not name.isascii():
-            # A str key may contain lone surrogates, which JSON cannot.
+            # A str key may contain lone surrogates, which JSON cannot encode.
             name = name.encode("utf-8", "backslashreplace").decode()
         if name in self._names:
             numbered = (f"{name}#{number}" for number in count(2))
@@ -173,10 +179,10 @@ class FastLane:
         return len(blocks.names) - 1
 
     def check(self) -> None:
-        """Make sure that the lane's tensors have memory, and share no address with other tensors.
+        """Check that each tensor in the lane has memory, at an address that no other tensor has.
 
         Raises:
-            OffLaneError: A tensor has no memory, or shares its address with another one.
+            OffLaneError: A tensor has no memory, or the address of another tensor.
         """
         if not self._in_lane:
             return
@@ -211,7 +217,7 @@ class FastLane:
         return frozenset(found)
 
     def first_at(self, address: int) -> int | None:
-        """The index of the first row-major tensor that begins at an address."""
+        """Return the index of the first row-major tensor at an address; ``None`` if there is none."""
         for lane in self._in_lane[self._num_indexed :]:
             for index in lane:
                 self._index_at.setdefault(self._blocks.addresses[index], index)
@@ -219,19 +225,19 @@ class FastLane:
         return self._index_at.get(address)
 
     def note(self, address: int, index: int) -> None:
-        """Notes a row-major tensor off the lane."""
+        """Record the address of a row-major tensor that is not in the lane, for `first_at`."""
         self._index_at.setdefault(address, index)
 
 
 CASTABLE: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Other dtypes need scales (float8) or are not floating-point."""
+"""The dtypes that `cast_floating` casts from and to. Other dtypes are no floating-point types or need scales."""
 
 
 def cast_floating(flat: FlatState, dtype: torch.dtype) -> FlatState:
-    """Return the state with floating-point tensors to be cast to ``dtype``; changes the blocks of ``flat``.
+    """Return the state so that its copy casts floating-point tensors to ``dtype``. Changes the blocks of ``flat``.
 
     Args:
-        flat: The state.
+        flat: The flattened state.
         dtype: One of `CASTABLE`.
     """
     blocks = flat.blocks
@@ -241,14 +247,14 @@ def cast_floating(flat: FlatState, dtype: torch.dtype) -> FlatState:
         blocks.dtypes[index] = SAFETENSORS_NAMES[dtype]
         blocks.num_bytes[index] = math.prod(blocks.shapes[index]) * dtype.itemsize
         blocks.item_bytes[index] = dtype.itemsize
-        # A cast source cannot be copied as bytes.
+        # 0, because the copy of a cast tensor is no copy of bytes.
         blocks.addresses[index] = 0
         blocks.casts[index] = dtype
     return replace(flat, tree=_cast_layouts(flat.tree, blocks.casts)) if blocks.casts else flat
 
 
 def _cast_layouts(node: Any, casts: dict[int, torch.dtype]) -> Node:
-    """Return the tree with the new dtypes, which only nodes of strided tensors have."""
+    """Return the tree with the dtypes after the casts. Only a `LayoutNode` names the dtype of its tensor."""
     if isinstance(node, LayoutNode):
         cast: Node = msgspec.structs.replace(node, dtype=name_of(casts[node.index])) if node.index in casts else node
         return cast

@@ -1,7 +1,7 @@
 """Refuses collectives inside state functions.
 
-A state function runs on one rank, whenever a receiver requests that rank's state. A collective in it (a full state
-dict, an unsharding hook) would wait for the other ranks until the process group's timeout.
+A state function runs on one rank, when a receiver requests the state of that rank. A collective in it (for a full state
+dict, or in an unsharding hook) would wait for the other ranks until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ from ft_transport.errors import CollectiveRefusedError
 from ft_transport.state.placements import dtensor_type
 
 _NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
-"""Namespaces of torch's collectives; those of every process group pass through them (``torch/distributed``)."""
+"""Namespaces of torch's operators for collectives. Every process group uses them (``torch/distributed``)."""
 _WAITS: Final = frozenset({"wait_tensor"})
 
 
 @contextmanager
 def refusing_collectives() -> Iterator[None]:
-    """Return a context in which this thread's collectives raise. Does nothing without other ranks.
+    """Return a context in which a collective on this thread raises `CollectiveRefusedError`.
 
-    It adds a few microseconds to each torch operation.
-
-    Raises:
-        CollectiveRefusedError: From the collective.
+    Does nothing if this process is the only rank. Adds a few microseconds to each torch operation in the context.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield
@@ -39,7 +36,7 @@ def refusing_collectives() -> Iterator[None]:
         with mode:
             yield
     finally:
-        # If a signal handler raised inside torch's ``__enter__`` or ``__exit__``.
+        # The mode is still active if a signal handler raised inside torch's ``__enter__`` or ``__exit__``.
         if mode in _get_current_dispatch_mode_stack():
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -50,13 +47,13 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         dtensor = dtensor_type()
         if dtensor is not None and any(issubclass(each, dtensor) for each in types):
-            return NotImplemented  # Its inner operations arrive here again (as in torch's CommDebugMode).
+            return NotImplemented  # DTensor then calls inner operators, which arrive here too (see CommDebugMode).
         if isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES:
             name = func._schema.name.rpartition("::")[2]
             if name not in _WAITS:
                 raise CollectiveRefusedError(
-                    f"expected a function that one rank can call alone, and it runs the collective {name!r}, in which "
-                    "the other ranks take no part; return local shards instead of a full state dict (FSDP2's own "
+                    f"expected a function that one rank can call alone, it runs the collective {name!r}, in which the "
+                    "other ranks take no part; return local shards in place of a full state dict (FSDP2's own "
                     "state_dict, or get_state_dict without full_state_dict): a receiver gets the parts that it needs "
                     "from all ranks"
                 )

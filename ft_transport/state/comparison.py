@@ -1,7 +1,8 @@
-"""Compares states: by their digests without a transfer, or a live state with a manifest bit for bit.
+"""Compares states bit for bit: two states by their digests, or a live state with the manifest of a snapshot.
 
-A receiver's state after its load functions may differ from the received one: a function may skip, convert or reorder.
-`find_differences` computes the digests of the manifest's chunks again from the live tensors; it reads each byte once.
+After a receiver has called its load functions, its state may differ from the received one: a function may skip, convert
+or reorder values. `find_differences` detects that: it computes the digests of the manifest's chunks from the live
+tensors. It reads each byte once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ft_transport.wire.nodes import DefaultDictNode, LayoutNode, MappingNode, Te
 
 
 def state_digest(state: object) -> int:
-    """Return the xxh3-64 digest of a state: every bit of every tensor and leaf, with types, paths, dtypes and shapes.
+    """Return the xxh3-64 digest of a state: of every bit of its tensors and leaves, and of types, paths and shapes.
 
-    Two states have the same digest if a snapshot of one restores to the other. A DTensor counts with its local shard
-    and its placement. Device tensors are copied to the host, one at a time.
+    Two states have the same digest if the snapshot of one restores to the other. Of a DTensor, the digest covers the
+    local shard and its layout. Device tensors are copied to the host, one at a time.
 
     Args:
-        state: Any nesting of supported kinds; must not change meanwhile.
+        state: Any nesting of supported kinds. It must not change during the call.
 
     Returns:
         An unsigned 64-bit number.
@@ -51,11 +52,11 @@ def state_digest(state: object) -> int:
 
 
 class TensorDigests:
-    """Digests of selected tensors of a state, computed later on any thread.
+    """Selects tensors of a state now, and computes their digests later, on any thread.
 
     Args:
-        state: Any nesting of supported kinds; flattened here, on the calling thread.
-        chosen: Selects tensors. The caller keeps them from changing until `compute` has returned.
+        state: Any nesting of supported kinds, which is flattened on the calling thread.
+        chosen: Returns whether to digest a tensor. These tensors must not change until `compute` has returned.
 
     Raises:
         SnapshotError: The state cannot be flattened.
@@ -70,13 +71,13 @@ class TensorDigests:
             )
             if chosen(source)
         ]
-        # Reads must come after work that is already queued on the device.
+        # `compute` waits for these events: then all work that is queued on the devices now has finished.
         self._events = [
             _event_on(device) for device in {source.device for _, source in self._chosen} if device.type != "cpu"
         ]
 
     def compute(self) -> dict[str, int]:
-        """Return the xxh3-64 digest of each tensor by its path, dtype and shape. Called once."""
+        """Return the xxh3-64 digest of each selected tensor, by its path, dtype and shape. Called once."""
         for event in self._events:
             event.synchronize()
         chosen, self._chosen = self._chosen, []
@@ -109,13 +110,13 @@ def find_differences(manifest: Manifest, state: object, *, num_threads: int) -> 
     """Return the differences between ``state`` and the state that ``manifest`` describes.
 
     Args:
-        manifest: Describes the expected state.
-        state: The live state; nothing may change it meanwhile. The order of keys in mappings does not matter.
-        num_threads: Number of reading threads.
+        manifest: The manifest of the expected state, with digests.
+        state: The live state, which must not change during the call. The order of keys in mappings does not matter.
+        num_threads: Number of threads that read the tensors.
 
     Returns:
-        A text with path and difference each; empty if the states are equal. A difference in bytes names all tensors of
-        the chunk.
+        One text for each difference, with its path; empty if the states are equal. If the bytes of a chunk differ, the
+        text names all tensors in that chunk.
 
     Raises:
         UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
@@ -130,7 +131,7 @@ def find_differences(manifest: Manifest, state: object, *, num_threads: int) -> 
 
 
 class _Walk:
-    """Compares two trees, and pairs the entries of their tensor tables."""
+    """Compares two trees, and finds which tensor of one tree corresponds to which of the other."""
 
     def __init__(self, manifest: Manifest, flat: FlatState) -> None:
         self._manifest = manifest
@@ -158,7 +159,7 @@ class _Walk:
                 self._note(path, f"{len(expected)} items", f"{len(actual)}")
             for position, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
                 self.compare(f"{path}[{position}]", theirs, ours)
-        # A nan is a node of bits, and True is not 1.
+        # The types as well, because True == 1. (A nan is encoded as a node with its bits.)
         elif type(expected) is not type(actual) or expected != actual:
             self._note(path, _shown(expected), _shown(actual))
 
@@ -171,13 +172,13 @@ class _Walk:
         if theirs.keys() != ours.keys():
             missing = sorted(label for key, (label, _) in theirs.items() if key not in ours)
             unexpected = sorted(label for key, (label, _) in ours.items() if key not in theirs)
-            self._note(path, "the same keys", f"no {_shown(missing)}, and {_shown(unexpected)} besides")
+            self._note(path, "the same keys", f"missing keys {_shown(missing)} and further keys {_shown(unexpected)}")
         for key, (label, value) in theirs.items():
             if key in ours:
                 self.compare(f"{path}.{label}".lstrip(_ENDS), value, ours[key][1])
 
     def _compare_tensors(self, path: str, expected: TensorNode | LayoutNode, actual: TensorNode | LayoutNode) -> None:
-        """Compare dtype and shape. Entries have row-major order; the strides of the receiver's memory do not matter."""
+        """Compare dtype and shape, but not strides: the bytes in a snapshot are always in row-major order."""
         entry, own = self._manifest.tensors[expected.index], actual.index
         theirs = _meaning(expected, entry.dtype, entry.shape)
         ours = _meaning(actual, self._blocks.dtypes[own], self._blocks.shapes[own])
@@ -188,7 +189,7 @@ class _Walk:
 
     def _pair(self, path: str, theirs: int, ours: int) -> None:
         if self.counterparts.setdefault(theirs, ours) != ours:
-            self._note(path, "a tensor that is tied to another", "one of its own")
+            self._note(path, "a tensor that shares memory with another one", "a tensor that does not")
             return
         entry, blocks = self._manifest.tensors[theirs], self._blocks
         own = (blocks.dtypes[ours], tuple(blocks.shapes[ours]))
@@ -205,12 +206,12 @@ class _Walk:
 
 
 def _meaning(node: TensorNode | LayoutNode, dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the torch dtype and shape of a tensor, given the dtype and shape of its entry."""
+    """Return the torch dtype and shape of a tensor. ``dtype`` and ``shape`` are those in the tensor table."""
     return (node.dtype, tuple(node.shape)) if isinstance(node, LayoutNode) else (torch_name_of(dtype), tuple(shape))
 
 
 def _part(layout: Layout) -> list[object]:
-    """Return the properties that two ranks with the same part share; their coordinates may differ."""
+    """Return what must be equal for two ranks to have the same shard; their mesh coordinates may differ."""
     return [layout.placements, layout.global_shape, layout.local_offset]
 
 
@@ -220,7 +221,7 @@ def _kind(node: MappingNode | DefaultDictNode) -> str:
 
 
 def _by_key(node: MappingNode | DefaultDictNode) -> dict[str, tuple[str, object]]:
-    """Return label and value by key. The keys 1, True and "1" are distinct."""
+    """Return the label and value of each item of a mapping, by the ``repr`` of its key: 1, True and "1" differ."""
     pairs = zip(node.items[::2], node.items[1::2], strict=True)
     return {repr(key): (key if isinstance(key, str) else repr(key), value) for key, value in pairs}
 
@@ -232,17 +233,17 @@ def _shown(value: object) -> str:
 def _differing_tensors(
     manifest: Manifest, flat: FlatState, counterparts: dict[int, int], num_threads: int
 ) -> Iterator[str]:
-    """Yield a difference for each chunk whose digest over the live tensors differs."""
+    """Yield one text for each chunk whose digest, computed from the live tensors, differs from the manifest."""
     order = sorted(counterparts, key=lambda index: manifest.tensors[index].start)
     filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
     plan = DestinationPlan([manifest.tensors[index].start for index in filled], manifest.data_bytes)
     sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
-    # The threads below use other streams.
+    # The threads below read on other streams, so wait for the work on this thread's streams.
     for device in {source.device for source in sources if not source.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
 
     digests = manifest.digests
-    assert digests is not None, "whoever has received the data has asked for them"
+    assert digests is not None, "a receiver of the data has requested the digests"
 
     def agrees(chunk: int) -> bool:
         pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
@@ -254,9 +255,9 @@ def _differing_tensors(
             if not is_equal:
                 pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
                 names = [manifest.tensors[filled[slot]].name for slot, _, _ in pieces]
-                yield f"expected other bytes in {', '.join(names[:5])}" + (" …" if len(names) > 5 else "")
+                yield f"the bytes differ in {', '.join(names[:5])}" + (" …" if len(names) > 5 else "")
 
 
 def _flat(source: torch.Tensor) -> torch.Tensor:
-    """Return the elements in row-major order as uint8 on the tensor's device; a view if they are contiguous."""
+    """Return the bytes of a tensor in row-major order, on its device. A view if the tensor is contiguous."""
     return as_bytes(source.detach().view(carrier_of(source.dtype)).contiguous())

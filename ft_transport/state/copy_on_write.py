@@ -1,10 +1,10 @@
-"""Shared memory: a snapshot is read from the live state itself, and copied only if the state is about to change.
+"""Snapshots that are read from the live state, and copied only when the state is about to change.
 
-The owner of the memory calls ``CopyOnWriteMemory.materialize`` before a change. The shared blocks are then copied once,
-and later reads take the copy. A state that does not change while it is read costs neither memory nor a copy.
+The owner of the state calls ``CopyOnWriteMemory.materialize`` before a change. This copies the shared memory once, and
+later reads use the copy. If the state does not change while it is read, no memory and no copy are needed.
 
-A reader pins the memory for as long as it reads. ``materialize`` waits for the pins of shared memory, so a reader never
-waits for a receiver while it holds one; pins of the copy keep nobody waiting.
+A reader pins the memory while it reads. ``materialize`` waits until no live memory is pinned, so a reader must not wait
+for the network while it has such a pin. Pins of the copy delay nobody.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ logger = logging.getLogger(__name__)
 
 _MAX_GATHERING: Final = 4
 _gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)  # noqa: TID251 # taken by threads of the server alone
-"""Receivers in other layouts gather while they hold a pin; many at one time would delay the owner."""
+"""Maximum number of readers that gather slices at one time. Each has a pin, so more would delay `materialize`."""
 _LONGEST_PIN_S: Final = 10.0
-"""Maximum duration of a pin. A reader waits for nothing during it, so only a stalled machine exceeds this."""
+"""How long `materialize` waits for pins. A pin lasts only for a read of memory, unless the machine stalls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotResources:
-    """The resources that all snapshots of a stager share.
+    """The resources that all snapshots of a `Stager` use.
 
     Attributes:
-        pool: Has the arenas.
+        pool: Lends the arenas.
         copier: Copies and digests host memory.
         device_copier: Copies from accelerators.
-        chunk_bytes: Maximum bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
+        chunk_bytes: Maximum number of bytes in a chunk, the unit of digest and fetch. Small states have smaller chunks.
         is_digested: Whether snapshots have digests.
-        digester: Chooses for each snapshot how its digests are made.
+        digester: Returns the digest function for a new snapshot.
         lasting: Caches the digests of lasting tensors.
-        costs: Metrics of all copies.
+        costs: Counts the bytes and seconds of all copies, as metrics.
     """
 
     pool: ArenaPool
@@ -66,24 +66,24 @@ class SnapshotResources:
 
 
 class CopyOnWriteMemory:
-    """The data of one snapshot, block by block in live memory or in copies of it. Thread-safe.
+    """The data of one snapshot, of which some or all blocks are still in live memory. Thread-safe.
 
     Args:
-        starts: Where in the data each block begins; int64.
+        starts: Position of each block in the data; int64.
         num_bytes: Length of each block; int64.
-        addresses: Address of each block now; int64.
-        shared: Indices of the blocks in live memory.
-        owners: Tensors that keep the shared memory from being freed.
-        chunks: Division of the data into the chunks that are digested.
-        arena: Holds the blocks that are not shared; ``None`` if ``owners`` do. This object owns it.
-        resources: Supply an arena on ``materialize`` without one, take it back at the end, and copy.
-        digester: Chooses how they are digested.
-        keys: The cache key of each chunk; ``None`` for a chunk that is not cached.
-        check: Raises if the shared memory has changed without a `materialize`. Called before it is copied, and before
-            the digests are sent: no receiver relies on bytes without these.
+        addresses: Present address of each block; int64.
+        shared: Indices of the blocks that are in live memory.
+        owners: Tensors whose references keep the live memory from being freed.
+        chunks: Division of the data into chunks, each with a digest.
+        arena: The arena with the blocks that are not shared, which this object owns; ``None`` if all are shared.
+        resources: The pool and the copiers for `materialize`.
+        digester: Computes the digests.
+        keys: The cache key of each chunk's digest; ``None`` for a chunk whose digest is not cached.
+        check: Raises a `SnapshotError` if live memory has changed without `materialize`. Called before the copy, and
+            before the digests are sent: no receiver uses bytes without their digests.
 
     Attributes:
-        storages: Addresses of the storages that are shared; a change of any other storage needs no `materialize`.
+        storages: Addresses of the shared storages. Only a change in one of these requires `materialize`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CopyOnWriteMemory:
         self._blocks = _views_of(self._addresses, self._num_bytes)
         self._block_starts: list[int] = self._starts.tolist()
         to_copy = np.zeros(len(starts), dtype=np.bool_)
-        # Without an arena yet, all data needs a place in a new one.
+        # If there is no arena yet, `materialize` copies all data into a new one.
         to_copy[shared if arena is not None else slice(None)] = True
         self._to_copy = np.flatnonzero(to_copy[order])
         self._owners = owners
@@ -121,7 +121,7 @@ class CopyOnWriteMemory:
         self._chunks = chunks
         self._keys = keys
         self._generation, self._digests = resources.lasting.known(keys, self._digest)
-        # One thread copies; other threads that materialize meanwhile wait for its copy.
+        # Held by the thread that copies. Other threads that call `materialize` wait for that copy.
         self._copying = threading.Lock()
         self._digesting = threading.Lock()
         self._changed = SafeCondition()
@@ -133,23 +133,23 @@ class CopyOnWriteMemory:
         self.storages = frozenset(owner.untyped_storage().data_ptr() for owner in owners)
 
     def set_header(self, header: bytes) -> None:
-        """Set the beginning of the file; called before the first pin."""
+        """Set the header, with which the file begins. Called before the first pin."""
         self._header = header
 
     @contextmanager
     def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """See ``wire.snapshot.SharedFile``."""
+        """Yield views of a byte range of the file, whose content does not change during the ``with`` block."""
         header_bytes = len(self._header)
         head = [memoryview(self._header)[start:end]] if start < header_bytes else []
         start, end = max(0, start - header_bytes), max(0, end - header_bytes)
         with self._pinned():
-            # This loads the bytes into the processor's cache, from which the kernel reads them next.
+            # The digest loads the bytes into the processor's cache, from which the kernel then sends them.
             self._digest_chunks_that_begin_in(start, end)
             yield head + self._views(start, end)
 
     @contextmanager
     def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """See ``wire.snapshot.SharedFile``."""
+        """Yield views of a byte range of the data, as `pin` does, without computing digests."""
         with _gathering, self._pinned():
             yield self._views(start, end)
 
@@ -157,8 +157,8 @@ class CopyOnWriteMemory:
     def _pinned(self) -> Iterator[None]:
         with self._changed:
             if self._is_lost or self._is_closed:
-                raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
-            # Later readers get the copy; materialize() does not wait for them.
+                raise SnapshotError("expected a snapshot that can still be read, it was closed or its memory changed")
+            # `materialize` waits only for pins of live memory.
             is_of_shared = self._is_shared
             self._num_pins += 1
             self._num_pins_of_shared += is_of_shared
@@ -172,7 +172,7 @@ class CopyOnWriteMemory:
                 self._changed.notify_all()
 
     def encoded_digests(self) -> str:
-        """See ``wire.snapshot.SharedFile``."""
+        """Return the digests of all chunks, encoded for the header. Computes those that no read has computed yet."""
         with self._digesting:
             for chunk, known in enumerate(self._digests):
                 if known is None:
@@ -183,17 +183,17 @@ class CopyOnWriteMemory:
         return encode_digests([digest for digest in self._digests if digest is not None])
 
     def materialize(self) -> None:
-        """Copy the shared memory, and return when it is not pinned any more; the owner may change it then.
+        """Copy the live memory, and wait until no reader has pinned it. The owner may change it afterwards.
 
-        May be called again, also after an error. Without memory for the copy the snapshot is lost: its readers get an
-        error, and the owner goes on.
+        Further calls are allowed, even after an error. If no memory is free for the copy, the snapshot is lost: its
+        readers get an error, and the owner continues.
         """
         began_s = time.monotonic()
         is_to_copy = False
         with self._copying:
             try:
                 with self._changed:
-                    # An own pin: a concurrent close must not give back the arena that is being written.
+                    # A pin of its own, so that a concurrent `close` cannot give back the arena during the copy.
                     is_shared = self.is_shared
                     self._num_pins += is_shared
                     is_to_copy = is_shared
@@ -206,7 +206,7 @@ class CopyOnWriteMemory:
                         self._let_go()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._num_pins_of_shared, _LONGEST_PIN_S):
-                logger.error("shared memory is still being read after %.0f s", _LONGEST_PIN_S)
+                logger.error("a reader still uses live memory after %.0f s; it may read changed bytes", _LONGEST_PIN_S)
             self._let_go()
         if is_to_copy:
             num_bytes = 0 if self._is_lost else int(self._num_bytes[self._to_copy].sum())
@@ -215,22 +215,22 @@ class CopyOnWriteMemory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the memory changed without a `materialize`, or there was no memory for the copy."""
+        """Whether the snapshot is lost: its memory changed without `materialize`, or no memory was free for a copy."""
         return self._is_lost
 
     @property
     def is_shared(self) -> bool:
-        """Whether any of it is still live memory."""
+        """Whether the snapshot still reads live memory."""
         return self._is_shared and not self._is_closed
 
     def close(self) -> None:
-        """Release the memory as soon as the last pin has ended."""
+        """Free the memory as soon as no reader has pinned it."""
         with self._changed:
             self._is_closed = True
             self._let_go()
 
     def _let_go(self) -> None:
-        """Free memory that is not needed any more; called under the mutex."""
+        """Free memory that nobody can read any more. The caller holds the mutex."""
         if not self._num_pins_of_shared and not self.is_shared:
             self._owners = []
         if self._is_closed and not self._num_pins and self._arena is not None:
@@ -238,13 +238,13 @@ class CopyOnWriteMemory:
             self._resources.pool.give_back(arena)
 
     def _refuse_moved(self) -> None:
-        """Give the snapshot up if its memory has changed while it was shared.
+        """Raise if live memory has changed without `materialize`; the snapshot is lost then.
 
         Raises:
-            SnapshotError: The memory has changed.
+            SnapshotError: The memory has changed, or the snapshot was lost before.
         """
         with self._copying:
-            # A copy was checked when it was made; the live memory may have changed since.
+            # A copy was checked when it was made, and the owner may have changed the live memory since.
             if self._is_shared:
                 try:
                     self._check()
@@ -253,10 +253,10 @@ class CopyOnWriteMemory:
                         self._is_lost, self._is_shared = True, False
                     raise
             if self._is_lost:
-                raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
+                raise SnapshotError("expected a snapshot that can still be read, its memory changed")
 
     def _copy(self) -> None:
-        """Copy the shared blocks into the arena; later pins are of the copy."""
+        """Copy the shared blocks into the arena, which later pins then read."""
         arena, taken = self._arena, None
         try:
             self._check()
@@ -273,7 +273,7 @@ class CopyOnWriteMemory:
                     self._blocks = _views_of(addresses, self._num_bytes)
                     self._arena, taken, self._is_shared = arena, None, False
         except SnapshotError as error:
-            logger.warning("a snapshot that is being read is lost, because its memory changes: %s", error)
+            logger.warning("a snapshot that receivers read is lost, because its memory changes: %s", error)
             with self._changed:
                 self._is_lost, self._is_shared = True, False
         finally:

@@ -1,9 +1,9 @@
-"""Copies host memory at its own speed, and digests it; caches the digests of memory that seldom changes.
+"""Copies host memory as fast as memory allows, digests it, and caches the digests of memory that seldom changes.
 
-`LastingDigests` caches the digest of a chunk from one snapshot to the next, while the chunk has the same address, torch
-has counted no change of it, and its owner has announced none (`LastingDigests.forget`). torch does not count changes
-through ``Tensor.data``; owners of shared memory must announce them anyway. To detect a missing announcement, each
-snapshot digests a few cached chunks again, and discards the cache if one differs.
+`LastingDigests` caches the digest of a chunk from one snapshot to the next. A cached digest is valid while the chunk
+has the same address, torch has counted no change of it, and its owner has announced none (`LastingDigests.forget`).
+torch does not count changes through ``Tensor.data``; owners must announce these. To detect a missing announcement, each
+snapshot digests a few cached chunks again, and discards the cache if a digest differs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ R = TypeVar("R")
 Column: TypeAlias = npt.NDArray[np.int64]
 
 _MIN_SHARE_BYTES: Final = 1 << 20
-"""Below this a second thread costs more than it saves."""
+"""Smallest share of a copy for one thread. For less, starting the thread takes longer than the copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopies:
-    """Copies of ``num_bytes[i]`` from address ``sources[i]`` to ``targets[i]``. The caller keeps both alive.
+    """Copies of ``num_bytes[i]`` bytes from address ``sources[i]`` to ``targets[i]``. The caller keeps both alive.
 
-    Arrays, because a state may have tens of thousands of tensors, and their division among threads holds the lock.
+    Arrays rather than objects: a state may have tens of thousands of tensors, and the caller holds the lock.
     """
 
     targets: Column
@@ -49,8 +49,8 @@ class HostCopies:
 class HostCopier:
     """A pool of threads that copy and digest memory. Thread-safe.
 
-    ``ctypes.memmove`` releases the GIL and starts no intra-op threads of torch, which would compete with those of the
-    training thread.
+    The threads copy with ``ctypes.memmove``, which releases the GIL. torch's own copy would start intra-op threads,
+    which compete with those of the training thread.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -58,7 +58,7 @@ class HostCopier:
         self._pool = SafeExecutor(num_threads, "ft-transport-copy")
 
     def copy(self, copies: HostCopies) -> None:
-        """Run all copies, divided evenly by bytes among the threads; return when the last is done."""
+        """Copy everything, with the same number of bytes on each thread. Return when all copies are complete."""
         total = int(copies.num_bytes.sum())
         if total < 2 * _MIN_SHARE_BYTES or self._num_threads == 1:
             _copy_all(copies)
@@ -70,12 +70,12 @@ class HostCopier:
             for future in futures:
                 future.result()
         finally:
-            # Even if a signal handler raises: the caller may free the memory after this call.
+            # Wait even if a signal handler raises: the caller may free the memory after this call.
             for future in futures:
                 future.exception()
 
     def digests(self, data: memoryview, chunks: ChunkTable, digester: Digester = PLAIN) -> list[int]:
-        """Return the digest of each chunk of ``data``, computed by all threads."""
+        """Return the digest of each chunk of ``data``, computed on all threads."""
 
         def digest_of(index: int) -> int:
             start, end = chunks.range_of(index, index + 1)
@@ -89,10 +89,10 @@ class HostCopier:
         except ExecutorClosedError as error:
             raise SnapshotError("expected an open transport, got one that was shut down") from error
         except ThreadRefusedError as error:
-            raise SnapshotError(f"expected a further thread ({self._pool.name}): {error}") from error
+            raise SnapshotError(f"expected another thread ({self._pool.name}): {error}") from error
 
     def close(self) -> None:
-        """End the threads after their present work."""
+        """Finish running copies, and end the threads."""
         self._pool.shutdown(wait=True)
 
 
@@ -105,7 +105,7 @@ def _copy_all(copies: HostCopies) -> None:
 
 
 def _divide(copies: HostCopies, share_bytes: int) -> list[HostCopies]:
-    """Split the copies into shares of ``share_bytes``; cuts large copies."""
+    """Divide the copies into shares of ``share_bytes`` bytes. A large copy may be cut into several shares."""
     ends = np.cumsum(copies.num_bytes)
     total = int(ends[-1]) if len(ends) else 0
     shares = []
@@ -131,14 +131,14 @@ def _divide(copies: HostCopies, share_bytes: int) -> list[HostCopies]:
 logger = logging.getLogger(__name__)
 
 ChunkKey: TypeAlias = tuple[object, ...]
-"""Addresses and versions of a chunk's bytes, and the kind of digest."""
+"""The addresses and versions of the tensors in a chunk, and the name of the digest function."""
 _NUM_CHECKED: Final = 2
 _own_random = random.Random()
-"""Separate from the process's generator, which the trainer uses."""
+"""Separate from the generator of ``random``, which the trainer uses and saves."""
 
 
 class LastingDigests:
-    """The digests of one replica's lasting memory. Thread-safe."""
+    """Caches digests of chunks in lasting memory, which its owner seldom changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -146,20 +146,20 @@ class LastingDigests:
         self._digests: dict[ChunkKey, int] = {}
 
     def forget(self) -> None:
-        """Discard all digests: any of the memory may change from now on."""
+        """Discard all digests. Called before any of the memory may change."""
         with self._mutex:
             self._generation += 1
             self._digests = {}
 
     def known(self, keys: Sequence[ChunkKey | None], digest: Callable[[int], int]) -> tuple[int, list[int | None]]:
-        """Return the cached digests of a snapshot's chunks, and discard all others.
+        """Return the cached digests of the chunks of a snapshot. Discards the digests of all other chunks.
 
         Args:
-            keys: The key of each chunk; ``None`` for a chunk without lasting memory.
-            digest: Digests a chunk.
+            keys: The cache key of each chunk; ``None`` for a chunk that is not only lasting memory.
+            digest: Returns the digest of a chunk, by its number.
 
         Returns:
-            The present generation, and each chunk's digest or ``None``.
+            The number of `forget` calls so far (the generation), and the digest of each chunk, ``None`` if not cached.
         """
         with self._mutex:
             generation = self._generation
@@ -171,15 +171,15 @@ class LastingDigests:
         for chunk in _own_random.sample(kept, min(_NUM_CHECKED, len(kept))):
             if digest(chunk) != found[chunk]:
                 logger.warning(
-                    "memory that is registered as stable has changed outside of a write section, and torch has not "
-                    "counted it (Tensor.data?): its digests are computed anew"
+                    "memory that is registered as stable has changed outside a write section, in a way that torch does "
+                    "not count (Tensor.data?): all its digests are computed again"
                 )
                 self.forget()
                 return generation, [None] * len(keys)
         return generation, found
 
     def keep(self, generation: int, key: ChunkKey | None, digest: int) -> None:
-        """Cache a chunk's digest, unless a change was announced since that generation."""
+        """Cache the digest of a chunk, unless `forget` was called since ``generation``."""
         if key is None:
             return
         with self._mutex:

@@ -1,13 +1,12 @@
-"""Copies between devices and the host, bit for bit, ordered behind the work that produced the tensors.
+"""Copies between devices and the host, bit for bit, after the queued work that computes the tensors.
 
-`DeviceCopier` copies into a pinned arena on a side stream, which first waits for an event on the training thread's
-stream. Without that event the side stream would read parameters while the optimizer's kernels, which ``step()`` only
-queues, still write them. All streams come from ``torch.accelerator``.
+`DeviceCopier` copies into a page-locked arena on a side stream. The side stream first waits for an event on the
+training thread's stream. Without that event, it would read parameters while the optimizer's kernels still write them:
+``step()`` only queues these kernels. All streams are made by ``torch.accelerator``.
 
-`BounceBuffers` copies from and to ordinary host memory through page-locked buffers. A device reads and writes
-page-locked memory directly. For other memory the driver copies through its own buffers, on one thread: 4 GiB to an H200
-took 440 ms that way and 80 ms through these buffers, on 16 cores. Locking the memory itself, copying and unlocking took
-207 ms.
+`BounceBuffers` copies from and to ordinary host memory through page-locked buffers, which the device reads and writes
+directly. For ordinary memory, the driver would copy through its own buffers, on one thread. For 4 GiB to an H200 on 16
+cores, the driver took 440 ms, these buffers 80 ms; locking the memory itself, copying and unlocking took 207 ms.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ _CUDA_HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for 
 
 
 Marks: TypeAlias = dict[torch.device, Any]
-"""By device, the event after which copies may read its memory."""
+"""For each device, the event after which copies may read its memory."""
 
 
 class Accelerator:
-    """The part of torch's device-neutral interface that copies need; tests replace it by a recording fake."""
+    """The functions of ``torch.accelerator`` that copies need. Tests replace this class by a fake."""
 
     def current_stream(self, device: torch.device) -> Any:
-        """Return the stream on which the calling thread queues work for ``device``."""
+        """Return the stream on which the calling thread queues work for a device."""
         return torch.accelerator.current_stream(device)
 
     def new_stream(self, device: torch.device) -> Any:
-        """Return a new stream, usable as a context manager."""
+        """Return a new stream of a device, which is a context manager."""
         return torch.Stream(device=device)
 
     def new_event(self, device: torch.device) -> Any:
-        """Return an event that streams record and wait for."""
+        """Return a new event of a device, for streams to record and wait for."""
         return torch.Event(device=device)
 
 
 class DeviceCopier:
-    """Queues copies on one side stream per device.
+    """Copies from devices to the host, on one side stream for each device.
 
     Args:
-        accelerator: Provides streams and events.
+        accelerator: Makes streams and events.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -58,9 +57,9 @@ class DeviceCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, devices: Sequence[torch.device]) -> Marks:
-        """Record an event on the calling thread's stream of each device, behind all queued work.
+        """Record an event on the calling thread's stream of each device, after all work that is queued now.
 
-        The training thread calls this at the step boundary.
+        The training thread calls this at the step boundary (before ``forward``).
         """
         events = {}
         for device in devices:
@@ -70,13 +69,16 @@ class DeviceCopier:
         return events
 
     def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Marks) -> None:
-        """Copy each ``(host target, device source)`` pair after the events; return when all copies are complete.
+        """Copy each source on a device to its host target, after the events of `mark`. Return when all are complete.
 
-        For any thread. The caller keeps the sources alive meanwhile, so that the caching allocator cannot reuse their
-        memory.
+        Any thread may call this. The caller keeps the sources alive, so that torch does not reuse their memory.
+
+        Args:
+            copies: Pairs of a host target and a device source.
+            after: For each device, the event after which its sources may be read.
         """
         finished: list[Any] = []
-        # Waits for all events in one call, so that no signal handler can raise between two devices.
+        # The list at the end waits for all events in C, so that no signal handler can raise between two of them.
         synchronized = map(methodcaller("synchronize"), finished)
         try:
             for device, event in after.items():
@@ -92,12 +94,12 @@ class DeviceCopier:
                 finally:
                     done.record(stream)
         finally:
-            # After an error too: queued copies must not write into memory that the caller frees.
+            # Even after an error: queued copies must not write into memory that the caller frees.
             list(synchronized)
 
 
 def _queue(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
-    """Queue the copies from one device. A function of its own: ``runtime.signal_safe`` explains why for loops."""
+    """Queue the copies from one device. ``runtime.signal_safe`` explains why this loop is in its own function."""
     for target, source in copies:
         if source.device == device:
             target.copy_(source, non_blocking=True)
@@ -106,17 +108,17 @@ def _queue(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.de
 def pinning() -> Callable[[torch.Tensor], Callable[[], None]] | None:
     """Return a function that page-locks an arena; ``None`` without a CUDA device.
 
-    The driver stages device copies to unpinned memory, and blocks the host meanwhile.
+    Without page-locking, the driver copies through its own buffers, and blocks the host during the copy.
     """
     if not torch.cuda.is_available():
         return None
 
     def pin(data: torch.Tensor) -> Callable[[], None]:
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch declares no types
         address = data.data_ptr()
         status = cudart.cudaHostRegister(address, data.numel(), _CUDA_HOST_REGISTER_PORTABLE)
         if int(status) != 0:
-            raise SnapshotError(f"expected to page-lock {data.numel()} bytes, cudaHostRegister answered {status}")
+            raise SnapshotError(f"expected to page-lock {data.numel()} bytes, cudaHostRegister returned {status}")
 
         def unpin() -> None:
             cudart.cudaHostUnregister(address)
@@ -131,18 +133,18 @@ logger = logging.getLogger(__name__)
 _HALF_BYTES: Final = 32 << 20
 _ALIGN_BYTES: Final = 64
 _LEAST_BYTES: Final = 1 << 20
-"""Smaller copies use ordinary memory: torch keeps page-locked memory until the process ends."""
+"""Smaller copies use ordinary memory, because torch frees page-locked memory only when the process ends."""
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Target and source."""
+"""Target and source of a copy."""
 
 
 class BounceBuffers:
-    """Two alternating buffers: the host fills or empties one while the device copies the other.
+    """Copies through two page-locked buffers: the host fills or empties one while the device copies the other.
 
     Args:
-        accelerator: Provides streams and events.
-        half_bytes: Maximum length of each buffer.
+        accelerator: Makes streams and events; torch's own by default.
+        half_bytes: Largest size of each buffer.
     """
 
     def __init__(self, accelerator: Accelerator | None = None, *, half_bytes: int = _HALF_BYTES) -> None:
@@ -150,9 +152,9 @@ class BounceBuffers:
         self._half_bytes = half_bytes
 
     def to_device(self, pairs: Sequence[Pair]) -> None:
-        """Copy row-major sources on the host to targets on devices; return when all copies are complete.
+        """Copy row-major sources on the host to targets on devices. Return when all copies are complete.
 
-        Copies are queued on the calling thread's stream of each device, behind its earlier work.
+        The copies are queued on the calling thread's stream of each device, after its earlier work.
         """
         for device, own in _by_device(pairs, [target for target, _ in pairs]):
             halves = self._page_locked(own)
@@ -170,14 +172,14 @@ class BounceBuffers:
                         event.record(self._accelerator.current_stream(device))
                         copied.append(event)
             finally:
-                # After an error too: the next user of this memory must not write while the device reads it.
+                # Even after an error: the next user of the buffers must not write to them while the device reads.
                 for event in copied[-len(halves) :]:
                     event.synchronize()
 
     def to_host(self, pairs: Sequence[Pair]) -> None:
-        """Copy row-major sources on devices to targets on the host; return when all copies are complete.
+        """Copy row-major sources on devices to targets on the host. Return when all copies are complete.
 
-        Copies are queued as in `to_device`.
+        The copies are queued on the calling thread's stream of each device, after its earlier work.
         """
         for device, own in _by_device(pairs, [source for _, source in pairs]):
             halves = self._page_locked(own)
@@ -198,20 +200,23 @@ class BounceBuffers:
                     _empty(event, emptied)
 
     def _page_locked(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-        """Return the buffers; slower ordinary memory for small copies, or if locking fails."""
+        """Return two page-locked buffers. For small copies, or if locking fails, return ordinary memory."""
         num_bytes = min(self._half_bytes, sum(target.nbytes + _ALIGN_BYTES for target, _ in pairs))
         if num_bytes >= _LEAST_BYTES:
             try:
                 return [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             except RuntimeError as error:
-                logger.debug("copies to and from the device are slow, nothing can be page-locked: %s", error)
+                logger.debug("copies to and from the device are slow, because no memory can be page-locked: %s", error)
         return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
 
 def _batches(
     pairs: Sequence[Pair], halves: Sequence[torch.Tensor]
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Yield batches of parts that share one buffer, as (place in the buffer, target, source); buffers alternate."""
+    """Divide copies into batches that fit into one buffer. Yield each as tuples of buffer slice, target and source.
+
+    Consecutive batches use different buffers.
+    """
     half_bytes = len(halves[0])
     number = at = 0
     batch: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -245,12 +250,12 @@ def _by_device(pairs: Sequence[Pair], on_device: Sequence[torch.Tensor]) -> list
 
 
 def copy_bits(pairs: Sequence[Pair]) -> None:
-    """Copy each source to its target; return when all copies are complete.
+    """Copy each source to its target, bit for bit, on any devices. Return when all copies are complete.
 
-    Device copies are queued on the calling thread's stream, behind its earlier work.
+    The copies are queued on the calling thread's stream of each device, after its earlier work.
 
     Args:
-        pairs: A target and a source of the same dtype and shape.
+        pairs: Pairs of a target and a source with the same dtype and shape.
     """
     to_device: list[Pair] = []
     to_host: list[Pair] = []
@@ -266,20 +271,20 @@ def copy_bits(pairs: Sequence[Pair]) -> None:
         for target, source in others:
             _copy_one(target, source)
     finally:
-        # For another layout, torch waits only for the transfer, and then copies on the device.
+        # If a tensor is not row-major, torch waits only for the transfer, and then queues a copy on the device.
         for device in {tensor.device for pair in others for tensor in pair if not tensor.is_cpu}:
             torch.accelerator.current_stream(device).synchronize()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory holds its values in row-major order, without lazy conjugate or negative."""
+    """Return whether the bytes in memory are the values in row-major order: no lazy conjugate or negative."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _copy_one(target: torch.Tensor, source: torch.Tensor) -> None:
     target, source = target.detach(), source.detach()
     if not any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
-        # torch has no copy kernels for many small dtypes, so copy their bits.
+        # Copy through a carrier dtype, because torch has no copy kernels for many small dtypes.
         carrier = carrier_of(target.dtype)
         target, source = target.view(carrier), source.view(carrier)
     target.copy_(source)

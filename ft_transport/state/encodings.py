@@ -1,12 +1,12 @@
-"""Leaves other than tensors, the registry of encodings for a user's own types, and a limit of hash collisions.
+"""Encodes and decodes leaves other than tensors, registers encodings for a user's own types, limits hash collisions.
 
-Decoding never imports, calls or unpickles an object that the bytes name: constants come from fixed tables, named tuples
-from classes that the receiver already has, and custom types from functions that the receiver has registered.
+Decoding never imports, calls or unpickles an object that the received bytes name. It takes constants from fixed tables,
+named tuples from classes that this process has already loaded, and custom types from registered functions.
 
-Python randomizes hashes of str and bytes in each process, and at most a few dozen small ints and floats share a hash.
-But an int hashes to its remainder by 2^61 - 1, and a tuple, a frozenset or a complex number to a formula of its parts
-(``sys.hash_info``; Objects/tupleobject.c). So a peer can send any number of keys with one hash, and a dict of n such
-keys takes quadratic time in one call, which blocks all other threads. `HashWatch` limits them.
+Hash collisions: Python randomizes the hashes of str and bytes in each process. But an int hashes to its remainder by
+2^61 - 1, and a tuple, a frozenset or a complex number to a formula of its parts (``sys.hash_info``;
+Objects/tupleobject.c). So a peer could send any number of keys with the same hash. Building a dict of n such keys takes
+quadratic time, in one call that blocks all other threads. `HashWatch` limits the number of keys with the same hash.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DEFAULT_FACTORIES: Final[dict[str, Callable[[], object] | None]] = {
     "tuple": tuple,
 }  # fmt: skip
 _NUMPY_DTYPE: Final = re.compile(r"[|<>](b1|[iufcSUV][1-9][0-9]{0,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,7}\])?)")
-"""numpy's type strings for dtypes of plain values; ``numpy.dtype`` itself accepts far more."""
+"""The type strings of numpy dtypes that a peer may send. ``numpy.dtype`` itself accepts many more strings."""
 
 _CONSTANTS: Final[dict[str, Mapping[str, object]]] = {
     "dtype": DTYPES_BY_NAME,
@@ -61,7 +61,7 @@ _CONSTANTS: Final[dict[str, Mapping[str, object]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """The encoding of a user's own type as a value of supported kinds, under a name that both sides have registered."""
+    """The functions that encode and decode a user's own type, and the name under which both sides register them."""
 
     name: str
     type: type[Any]
@@ -76,48 +76,48 @@ _by_name: dict[str, Encoding] = {}
 def register_encoding(
     type_: type[Any], *, name: str, encode: Callable[[Any], object], decode: Callable[[Any], object]
 ) -> None:
-    """Register an encoding, so that a state may contain values of exactly ``type_``.
+    """Register an encoding, so that a state may contain values of the type ``type_``.
 
-    Both sides must register it before the first snapshot or fetch. Not thread-safe during snapshots and fetches.
+    Both sides must register the encoding before the first snapshot or fetch: this function is not thread-safe.
 
     Args:
-        type_: The type; subclasses are not included.
-        name: Its name on the wire, the same on both sides and not taken.
-        encode: Turns a value into any nesting of supported kinds, tensors included. Called under the read lock.
-        decode: The inverse. Its argument comes from the network and is not trustworthy.
+        type_: The type. Values of its subclasses do not use this encoding.
+        name: Name of the encoding on the wire: the same on both sides, and not that of another encoding.
+        encode: Turns a value into any nesting of supported kinds, including tensors. Called under the read lock.
+        decode: The inverse of ``encode``. Its argument comes from the network, and may be forged.
 
     Raises:
-        ConfigurationError: The name or the type is taken by another encoding.
+        ConfigurationError: Another encoding has this name or this type.
     """
     encoding = Encoding(name=name, type=type_, encode=encode, decode=decode)
     for taken in (_by_type.get(type_), _by_name.get(name)):
         if taken is not None and (taken.type, taken.name) != (type_, name):
             raise ConfigurationError(
-                f"expected a free name and type for an encoding, {name!r} / {type_.__qualname__} clashes with "
-                f"{taken.name!r} / {taken.type.__qualname__}"
+                f"expected a new name and a new type for an encoding, got {name!r} for {type_.__qualname__}, but "
+                f"{taken.name!r} is registered for {taken.type.__qualname__}"
             )
     _by_type[type_] = encoding
     _by_name[name] = encoding
 
 
 def encoding_for_type(type_: type[Any]) -> Encoding | None:
-    """Return the encoding registered for exactly this type."""
+    """Return the encoding that is registered for this type, but not for a base class; ``None`` if there is none."""
     return _by_type.get(type_)
 
 
 def encoding_for_name(name: str) -> Encoding | None:
-    """Return the encoding registered under this name."""
+    """Return the encoding that is registered under this name; ``None`` if there is none."""
     return _by_name.get(name)
 
 
 def key_label(key: object) -> str:
-    """Return the text of a mapping's key in paths. Runs no code of types other than Python's own."""
+    """Return the text by which paths name a key of a mapping. Calls no methods of user-defined types."""
     if type(key) is str:
         return key
     if type(key) is tuple:
         return f"({', '.join(key_label(item) for item in key)})"
     if type(key) is int:
-        # Python limits decimal digits, whose conversion takes quadratic time.
+        # Hexadecimal, because the conversion to decimal digits takes quadratic time.
         return str(key) if key.bit_length() <= 64 else f"{key:#x}"
     if key is None or type(key) in (bool, float, complex, bytes) or isinstance(key, np.generic):
         return repr(key)
@@ -125,7 +125,7 @@ def key_label(key: object) -> str:
 
 
 def is_small_int(value: object) -> TypeIs[int]:
-    """Return whether the value is an int of 64 bits, which is its own node."""
+    """Return whether the value is an int of at most 64 bits, which the tree contains as it is."""
     return type(value) is int and -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT
 
 
@@ -147,7 +147,7 @@ def encode_int(value: int, path: str) -> Node:
 
 
 def encode_float(value: float) -> Node:
-    """Encode a float; a nan keeps its sign and payload."""
+    """Encode a float bit for bit; a nan or an infinity becomes a node with its bits."""
     return value if value - value == 0.0 else FloatNode(float_bits(value))
 
 
@@ -168,7 +168,7 @@ def encode_complex(value: complex) -> Node:
 
 
 def encode_str(value: str) -> Node:
-    """Encode a str; lone surrogates survive."""
+    """Encode a str; one with lone surrogates becomes a node with its bytes."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -182,10 +182,10 @@ def encode_numpy_scalar(value: np.generic[Any]) -> Node:
 
 
 def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
-    """Return the values of dtype ``text`` in ``data``, in one dimension; shares its memory.
+    """Return the bytes ``data`` as a one-dimensional array of dtype ``text``, which shares their memory.
 
     Raises:
-        ManifestError: The dtype is unknown or one of pointers or records, or the bytes are not values of it.
+        ManifestError: The dtype is unknown or has pointers or records, or the bytes are not values of this dtype.
     """
     if _NUMPY_DTYPE.fullmatch(text) is None:
         raise ManifestError(f"expected the type string of a numpy dtype of plain values, got {text[:64]!r}")
@@ -207,7 +207,7 @@ def default_factory_name(value: defaultdict[Any, object], path: str) -> str:
     """Return the name of a defaultdict's factory.
 
     Raises:
-        UnsupportedLeafError: The factory is not a builtin that a receiver may call.
+        UnsupportedLeafError: The factory is not in `DEFAULT_FACTORIES`.
     """
     name = next((name for name, factory in DEFAULT_FACTORIES.items() if factory is value.default_factory), None)
     if name is None:
@@ -218,10 +218,10 @@ def default_factory_name(value: defaultdict[Any, object], path: str) -> str:
 
 
 def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
-    """Return a copy of an array's bytes in C order, which torch can wrap.
+    """Return a copy of an array's bytes in C order.
 
     Raises:
-        UnsupportedLeafError: The array has no plain values.
+        UnsupportedLeafError: The values are no plain bytes, such as objects or records.
     """
     if not _is_plain(value.dtype):
         raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
@@ -229,13 +229,13 @@ def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Return whether the dtype's values are self-contained bytes that its type string describes."""
+    """Return whether the values are plain bytes of a dtype that its type string describes: no objects or records."""
     has_parts = dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None
     return not has_parts and dtype.isbuiltin != 2 and dtype.itemsize > 0
 
 
 def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
-    """Return whether dtype and bytes restore the scalar: strings would lose trailing zeros, empty ones everything."""
+    """Return whether a scalar can be restored from its dtype and bytes. numpy drops zeros at the end of a string."""
     if not _is_plain(value.dtype):
         return False
     match value:
@@ -259,12 +259,12 @@ def encode_constant(value: object) -> Node | None:
 
 
 def decode_constant(node: ConstantNode) -> object:
-    """Decode a constant from fixed tables."""
+    """Decode a dtype, device, layout or memory format of torch."""
     value: object | None = None
     if node.kind != "device":
         value = _CONSTANTS[node.kind].get(node.name)
     else:
-        # Deprecated kinds warn, and a warning may be an error; torch keeps 8 bits of an index.
+        # A deprecated device warns, and a warning may be an error. torch cuts an index to 8 bits, so compare the name.
         with suppress(RuntimeError, Warning):
             value = found if str(found := torch.device(node.name)) == node.name else None
     if value is None:
@@ -273,7 +273,7 @@ def decode_constant(node: ConstantNode) -> object:
 
 
 def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | BytesNode | NumpyScalarNode) -> object:
-    """Decode a leaf that is complete in its node."""
+    """Decode a leaf whose node contains the whole value."""
     match node:
         case BigIntNode():
             if len(node.digits) > MAX_BIG_INT_DIGITS + 1:
@@ -298,17 +298,17 @@ def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | Byte
 
 
 def is_named_tuple_type(type_: type[Any]) -> bool:
-    """Return whether the type looks like a ``collections.namedtuple`` or ``typing.NamedTuple``."""
+    """Return whether the type is a named tuple, judging by its attribute ``_fields``."""
     fields = getattr(type_, "_fields", None) if issubclass(type_, tuple) else None
     return isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
 
 
 def find_named_tuple_type(node: NamedTupleNode) -> type[Any] | None:
-    """Return this process's class of the node's name if it is a named tuple of the same fields."""
+    """Return the named tuple class that a node names, if this process has loaded one with the same fields."""
     found: Any = sys.modules.get(node.module)
     for part in node.qualname.split("."):
-        # Only plain dictionaries of modules and classes: other look-ups could run code for a name from the network (a
-        # module's __getattr__, the import behind a lazy module, a property).
+        # Look only into the dictionaries of modules and classes. Any other look-up could run code for a received name:
+        # a module's __getattr__, the import of a lazy module, a property.
         if issubclass(type(found), ModuleType):
             found = object.__getattribute__(found, "__dict__").get(part)
         elif issubclass(type(found), type):
@@ -321,7 +321,7 @@ def find_named_tuple_type(node: NamedTupleNode) -> type[Any] | None:
 
 
 def named_tuple_type(node: NamedTupleNode) -> type[Any]:
-    """Return the receiver's own class for a named tuple, from loaded modules only.
+    """Return the named tuple class that a node names, from a module that this process has loaded.
 
     Raises:
         ManifestError: No loaded module has the class, or its fields differ.
@@ -339,22 +339,22 @@ def named_tuple_type(node: NamedTupleNode) -> type[Any]:
 T = TypeVar("T", bound=Sized)
 
 MAX_EQUAL_HASHES: Final = 256
-"""Far more than in any real state: -1 and -2 share a hash, and so do tuples of them."""
+"""Maximum number of keys with the same hash in one container. Real states have few: -1 and -2 share a hash."""
 
 _SPREAD: Final = frozenset({str, bytes, bool, float, type(None)})
 
 
 class HashWatch:
-    """Counts hash collisions among the keys of one container, before each insertion."""
+    """Limits hash collisions among the keys of one container. Called before each insertion."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
     def admit(self, key: object, path: str) -> None:
-        """Count a key.
+        """Count a key, and raise if too many keys have its hash.
 
         Raises:
-            ManifestError: Too many keys have the same hash.
+            ManifestError: More than `MAX_EQUAL_HASHES` keys have the same hash.
             TypeError: The key is not hashable.
         """
         if type(key) in _SPREAD or is_small_int(key):
@@ -363,16 +363,16 @@ class HashWatch:
         count = self._counts[hashed] = self._counts.get(hashed, 0) + 1
         if count > MAX_EQUAL_HASHES:
             raise ManifestError(
-                f"expected keys that Python can tell apart quickly, got more than {MAX_EQUAL_HASHES} of one hash",
+                f"expected keys with different hashes, got more than {MAX_EQUAL_HASHES} keys with the same one",
                 path=path,
             )
 
 
 def set_of(items: Sequence[object], path: str, check_time: CheckTime) -> set[object]:
-    """Return the set of these members, built one by one so that other threads can run.
+    """Build a set one member at a time, so that other threads can run.
 
     Raises:
-        ManifestError: Two members are equal, or too many have the same hash.
+        ManifestError: Two members are equal, or too many members have the same hash.
         TypeError: A member is not hashable.
     """
     watch = HashWatch()
@@ -386,10 +386,10 @@ def set_of(items: Sequence[object], path: str, check_time: CheckTime) -> set[obj
 
 
 def distinct(container: T, num_expected: int, path: str) -> T:
-    """Return ``container`` if it has the expected length.
+    """Return ``container`` if it has the expected number of keys or members.
 
     Raises:
-        ManifestError: Some keys or members were equal.
+        ManifestError: The container has fewer, because some were equal.
     """
     if len(container) != num_expected:
         raise ManifestError(f"expected {num_expected} distinct keys or members, got {len(container)}", path=path)

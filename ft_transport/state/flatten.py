@@ -1,6 +1,6 @@
-"""Turns a nested state into a tree of nodes and a list of memory blocks to copy.
+"""Turns a nested state into a tree of nodes and a table of its tensors.
 
-Flattening copies nothing: blocks refer to live tensors, so flatten and copy need one common read section.
+Flattening copies nothing: the table refers to live tensors. So the caller must flatten and copy under one read lock.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 _MAX_LANE_ATTEMPTS: Final = 3
 _INLINE_BYTES: Final = 4096
-"""Longer bytes leaves become part of the data: copied, chunked and digested like tensors."""
+"""Longer ``bytes`` leaves are not stored in the tree, but with the tensors."""
 
 
 def flatten(state: object) -> FlatState:
-    """Describe ``state`` and list the memory of its tensors.
+    """Turn a state into a tree of nodes and a table of its tensors.
 
-    Tensors with exactly the same memory are stored once (a tie). A tensor that is a view of another one in the state is
-    described as its view, so that the receiver's tensors share memory as the sender's do.
+    Tensors with the same memory, dtype and layout (tied tensors) have one entry in the table. A tensor that is a view
+    of another tensor in the state is described as a view, so that the receiver's tensors share memory in the same way.
 
     Raises:
-        UnsupportedLeafError: A leaf has no safe encoding; the error names its path.
-        SnapshotError: The state contains itself or is nested too deeply.
+        UnsupportedLeafError: A leaf has no safe encoding; ``path`` names the leaf.
+        SnapshotError: The state contains itself, or is nested too deeply.
     """
     with _named_errors():
         flat = _flatten_in_lane(state)
@@ -49,15 +49,15 @@ def flatten(state: object) -> FlatState:
 
 
 def check_encodable(state: object, *, with_tensors: bool = True) -> None:
-    """Make sure that a snapshot can hold ``state``. Copies no tensor.
+    """Check that a snapshot of ``state`` is possible. Copies no tensor.
 
     Args:
         state: Any nesting of supported kinds.
-        with_tensors: Whether to check tensors; otherwise they count as supported.
+        with_tensors: Whether to check tensors. Otherwise every tensor counts as supported.
 
     Raises:
-        UnsupportedLeafError: See `flatten`.
-        SnapshotError: See `flatten`.
+        UnsupportedLeafError: A leaf has no safe encoding; ``path`` names the leaf.
+        SnapshotError: The state contains itself, or is nested too deeply.
     """
     with _named_errors():
         (_Flattener if with_tensors else _StructureFlattener)({}, None).flatten(state)
@@ -68,14 +68,14 @@ def _named_errors() -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        raise SnapshotError(f"expected a state that Python's recursion limit lets through: {error}") from error
+        raise SnapshotError(f"expected a state nested less deeply than Python's recursion limit: {error}") from error
     except SnapshotError as error:
         error.path = error.path or "(root)"
         raise
 
 
 def _flatten_in_lane(state: object) -> FlatState:
-    """Flatten with the fast lane for all tensors of the usual kind."""
+    """Flatten a state with the fast lane for all usual tensors."""
     off_lane: frozenset[int] = frozenset()
     for _ in range(_MAX_LANE_ATTEMPTS):
         try:
@@ -86,11 +86,11 @@ def _flatten_in_lane(state: object) -> FlatState:
 
 
 class _Flattener:
-    """Walks one state once.
+    """Walks through one state once.
 
     Args:
-        views: Tensors that are views of others.
-        off_lane: Ids of tensors that must not enter the fast lane; ``None`` to close it.
+        views: The tensors that are views of other tensors, with their bases.
+        off_lane: Ids of unusual tensors, which must not enter the fast lane; ``None`` to use no fast lane.
     """
 
     def __init__(self, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> None:
@@ -101,7 +101,7 @@ class _Flattener:
         self._is_lane_open = off_lane is not None
         self._off_lane = off_lane or frozenset()
         self._node_by_memory: dict[tuple[object, ...], Node] = {}
-        # Keeps tensors alive whose addresses are keys above, so that no other tensor gets the address.
+        # Keeps tensors alive, so that no other tensor gets an address that is a key above.
         self._kept: list[torch.Tensor] = []
         self._open: set[int] = set()
         self.encoders: dict[type[Any], Callable[[Any, str], Node]] = {
@@ -134,12 +134,12 @@ class _Flattener:
             try:
                 tree = self.encode(state, "")
             finally:
-                # After an error too: an earlier tensor may be the first fault, and only the slow lane can tell.
+                # Even after an error: an earlier tensor in the lane may also be invalid, and must be reported first.
                 self._lane.settle()
                 self._lane.check()
             return FlatState(tree=tree, blocks=self.blocks, layouts=self.layouts.table)
         finally:
-            # Breaks the cycle with its own methods: live tensors must not wait for the garbage collector.
+            # Break the reference cycle with this object's own methods, so that live tensors are freed at once.
             self.encoders.clear()
 
     def encode(self, value: object, path: str) -> Node:
@@ -224,7 +224,7 @@ class _Flattener:
     ) -> Node:
         items = self._items(value, value, path)
         if kind in ("set", "frozenset"):
-            # Iteration order differs between processes (hash randomisation); equal sets read the same everywhere.
+            # Sorted, so that equal sets have equal encodings: their order differs between processes (random hashes).
             items.sort(key=msgspec.json.encode)
         return nodes.SequenceNode(kind, items)
 
@@ -281,10 +281,10 @@ class _Flattener:
 
     def _dtensor(self, value: DTensor, path: str) -> Node:
         self._check_leaf(value, path)
-        # DTensor.clone() and friends dispatch collectively; the local shard is all that this process has.
+        # Use only the local shard: methods of the DTensor itself, such as clone(), may run collectives.
         layout = self.layouts.index_of(value, path)
         node = nodes.DTensorNode(self._plain_tensor(value.to_local().detach(), path), layout)
-        # A Parameter made of a DTensor has the class DTensor, and only isinstance tells.
+        # The class of a Parameter made from a DTensor is DTensor; isinstance still returns True for Parameter.
         is_parameter = isinstance(value, torch.nn.Parameter)
         if is_parameter or value.requires_grad:
             return LeafNode(node, parameter=is_parameter, requires_grad=value.requires_grad)
@@ -321,7 +321,7 @@ class _Flattener:
         contiguous = value.is_contiguous() and not is_lazy
         try:
             shape = value.shape
-        except RuntimeError as error:  # nested tensors, which say that they are strided
+        except RuntimeError as error:  # a nested tensor, whose layout is also strided
             raise UnsupportedLeafError(f"expected a tensor with a shape: {error}", path=path) from error
         memory: tuple[object, ...] | None = None
         address = 0
@@ -357,9 +357,9 @@ class _Flattener:
         return node
 
     def _described(self, value: torch.Tensor, path: str, wire_dtype: str | None, shape: tuple[int, ...]) -> Node:
-        """Encode a tensor whose entry alone does not show its dtype or memory layout."""
+        """Encode a tensor that needs a `LayoutNode`, because the tensor table lacks its dtype or memory layout."""
         source = value.resolve_conj().resolve_neg()
-        # Holes belong to other tensors, and are left out.
+        # A tensor with holes is stored row-major, because the holes may be memory of other tensors.
         is_row_major = source.is_contiguous() or not is_dense(shape, source.stride())
         stride = torch.empty(shape, device="meta").stride() if is_row_major else source.stride()
         if wire_dtype is not None:
@@ -375,7 +375,7 @@ class _Flattener:
     def _view(self, value: torch.Tensor, base: Base) -> Node:
         tensor, name = base
         node = self._plain_tensor(tensor, name)
-        assert isinstance(node, TensorNode), "a base is row-major and of a dtype that safetensors knows"
+        assert isinstance(node, TensorNode), "a base is row-major, and has a dtype of safetensors"
         offset = (value.data_ptr() - tensor.data_ptr()) // value.dtype.itemsize
         return nodes.ViewNode(node.index, tuple(value.shape), value.stride(), offset)
 
@@ -394,7 +394,7 @@ class _Flattener:
 
 
 class _StructureFlattener(_Flattener):
-    """Ignores tensors, which may still lack memory or shape."""
+    """A flattener that ignores tensors, which may still lack memory or a shape."""
 
     def encode(self, value: object, path: str) -> Node:
         return None if isinstance(value, torch.Tensor) else super().encode(value, path)

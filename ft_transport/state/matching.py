@@ -1,4 +1,4 @@
-"""Matches a snapshot's tensors with the receiver's own tensors."""
+"""Finds which of the receiver's own tensors can receive the tensors of a snapshot."""
 
 from __future__ import annotations
 
@@ -45,9 +45,13 @@ if TYPE_CHECKING:
 
 
 class Mismatch(NamedTuple):
-    """A tensor of the receiver whose counterpart in the snapshot has another dtype, shape or division among ranks.
+    """A tensor of the receiver that differs from the tensor at the same path in the snapshot.
 
-    ``own`` and ``received`` describe both, e.g. ``float32[2, 3]``. If ``is_division``, only the division differs.
+    Attributes:
+        path: Path of the tensor.
+        own: Dtype and shape of the receiver's tensor, such as ``float32[2, 3]``, or its division among ranks.
+        received: Dtype and shape, or division, of the tensor in the snapshot.
+        is_division: Whether only the division among ranks differs.
     """
 
     path: str
@@ -58,11 +62,11 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """Describes a state before its first byte arrives.
+    """Describes a state that a receiver is about to load, before its first byte arrives.
 
     Attributes:
-        step: The committed step that it shows.
-        mismatches: Differences in dtype, shape or division from the receiver's own state.
+        step: The committed step of the state.
+        mismatches: Tensors that differ from the receiver's own in dtype, shape or division among ranks.
     """
 
     step: int
@@ -70,19 +74,19 @@ class Incoming:
     _tree: Node
 
     def keys(self, *path: str | int) -> tuple[str, ...] | None:
-        """Return the str keys of the mapping at ``path``; ``None`` without a mapping there."""
+        """Return the str keys of the mapping at ``path``; ``None`` if no mapping is there."""
         node = self._node(path)
         if not isinstance(node, MappingNode):
             return None
         return tuple(key for key in node.items[::2] if isinstance(key, str))
 
     def num_items(self, *path: str | int) -> int | None:
-        """Return the length of the list or tuple at ``path``; ``None`` without one."""
+        """Return the length of the list or tuple at ``path``; ``None`` if no list or tuple is there."""
         node = self._node(path)
         return len(node.items) if isinstance(node, SequenceNode) else None
 
     def texts(self, *path: str | int) -> tuple[str, ...]:
-        """Return the items of the list or tuple at ``path``, other items than str as empty; empty without one."""
+        """Return the str items of the list or tuple at ``path``. An item that is no str becomes an empty text."""
         node = self._node(path)
         items = node.items if isinstance(node, SequenceNode) else []
         return tuple(item if isinstance(item, str) else "" for item in items)
@@ -102,7 +106,10 @@ class Incoming:
 
 
 class Offer(NamedTuple):
-    """A tensor of the receiver that fits a node, and the range of its memory."""
+    """A tensor of the receiver with the dtype and shape of a node, and the addresses where its memory starts and ends.
+
+    ``is_direct`` tells whether the bytes can be received in place.
+    """
 
     node: TensorNode | LayoutNode
     tensor: torch.Tensor
@@ -112,25 +119,25 @@ class Offer(NamedTuple):
 
 
 class Matcher:
-    """Finds, for each entry of the table, a tensor of the receiver that can take its bytes.
+    """Finds, for each tensor of a snapshot, the tensors of the receiver that can receive it.
 
     Args:
-        manifest: Describes the snapshot.
-        check_time: Called repeatedly.
+        manifest: The manifest of the snapshot.
+        check_time: Called repeatedly; an error that it raises ends the search.
 
     Attributes:
-        direct: By entry, the tensor that receives the bytes in place.
-        indirect: Tensors that get a copy at the end.
-        destinations: Entry and memory of the tensors in ``direct`` and ``indirect``; may lack tensors in ``direct``
-            that are the receiver's own objects.
-        mismatches: Tensors whose counterpart has another dtype or shape.
+        direct: By index in the snapshot's table, the receiver's tensor into which the bytes are received directly.
+        indirect: Tensors of the receiver into which the data is copied after it was received.
+        destinations: All tensors of ``indirect``, and those of ``direct`` that were not found on the fast way, by index
+            in the table and `view_key`.
+        mismatches: Tensors of the receiver that differ from the snapshot in dtype, shape or division.
     """
 
     def __init__(self, manifest: Manifest, check_time: CheckTime = unbounded) -> None:
         self._manifest = manifest
         self._check_time = check_time
         self._num_seen = 0
-        # Tensors of the fast lane, as columns: an object for each would trigger the garbage collector.
+        # Tensors found on the fast way. In columns, since an object for each would trigger the garbage collector.
         self._plain: dict[int, torch.Tensor] = {}
         self._plain_starts: list[int] = []
         self._has_fast_lane = True
@@ -140,7 +147,7 @@ class Matcher:
         self.mismatches: list[Mismatch] = []
 
     def match(self, node: Node, into: object) -> None:
-        """Walk the tree and the receiver's state side by side.
+        """Walk through the tree and the receiver's state in parallel, and fill the attributes. Called once.
 
         Raises:
             RestoreError: The memory of a matching tensor is read-only.
@@ -149,7 +156,7 @@ class Matcher:
         memory = self._memory()
         self._refuse_read_only(*memory)
         if _overlap(*memory):
-            # Again without the fast lane, in the order of the tree.
+            # Some tensors share memory: search again without the fast way, which does not handle that.
             self._has_fast_lane = False
             self._plain.clear()
             self._plain_starts.clear()
@@ -169,7 +176,7 @@ class Matcher:
         if self._num_seen % STRIDE == 0:
             self._check_time()
         if isinstance(into, torch.Tensor):
-            if is_lazy(into):  # Its module allocates it during the load.
+            if is_lazy(into):  # The lazy module allocates this tensor when it loads the state.
                 return
             if into.is_nested:
                 self._note_nested(node)
@@ -187,7 +194,7 @@ class Matcher:
                     self._collect_values(node.items, into)
             case SequenceNode(kind="list" | "tuple") | NamedTupleNode() | DequeNode():
                 if isinstance(into, Sequence):
-                    # If the lengths differ, as in histories, the common part is received in place.
+                    # Lengths may differ, for example of histories; the first items are received in place.
                     for item, counterpart in zip(node.items, into, strict=False):
                         self._collect(item, counterpart)
             case LeafNode():
@@ -197,7 +204,7 @@ class Matcher:
                 if is_dtensor(into):
                     self._collect_part(node, into)
                 elif isinstance(into, torch.Tensor):
-                    self._note_other_division(node.local, into, "a part of a DTensor")
+                    self._note_other_division(node.local, into, "a shard of a DTensor")
             case LayoutNode():
                 if isinstance(into, torch.Tensor) and not is_dtensor(into):
                     self._consider_layout(node, into)
@@ -207,7 +214,7 @@ class Matcher:
     def _collect_part(self, node: DTensorNode, into: DTensor) -> None:
         manifest = self._manifest
         if node.layout >= len(manifest.layouts):
-            return  # Reported with its path when the state is built.
+            return  # `Unflattener` reports this error with its path.
         layout = manifest.layouts[node.layout]
         if placements.matches(into, layout, manifest.meshes[layout.mesh]):
             self._collect(node.local, into.to_local().detach())
@@ -223,7 +230,7 @@ class Matcher:
         elif into.shape == layout.global_shape:
             mesh = manifest.meshes[layout.mesh]
             at = placements.decode_placements(layout.placements)
-            self._note_other_division(local, into, f"the part of coordinate {mesh.coordinate} of {mesh.shape} by {at}")
+            self._note_other_division(local, into, f"the shard of coordinate {mesh.coordinate} of {mesh.shape} by {at}")
 
     def _note_other_division(self, node: Node, into: torch.Tensor, received: str) -> None:
         if isinstance(node, (TensorNode, LayoutNode)) and node.index < len(self._manifest.tensors):
@@ -231,7 +238,7 @@ class Matcher:
             if is_dtensor(into):
                 mesh = into.device_mesh
                 at = mesh.get_coordinate()
-                own = f"the part of coordinate {tuple(at or ())} of {tuple(mesh.mesh.shape)} by {into.placements}"
+                own = f"the shard of coordinate {tuple(at or ())} of {tuple(mesh.mesh.shape)} by {into.placements}"
             self._add_mismatch(Mismatch(self._manifest.tensors[node.index].name, own, received, True))
 
     def _collect_values(self, items: Sequence[Node], into: Mapping[object, object]) -> None:
@@ -249,9 +256,9 @@ class Matcher:
                 self._collect(value, counterpart)
 
     def _take_plain(self, index: int, into: torch.Tensor) -> bool:
-        """Match a tensor of the usual kind; return false for others.
+        """Match a usual tensor in a fast way; return ``False`` for an unusual one.
 
-        Such a tensor is row-major, on the CPU, has its own memory, and its entry has no other match.
+        A usual tensor is row-major and on the CPU, has its own memory, and is the first match of the snapshot's tensor.
         """
         if not self._has_fast_lane or index >= len(self._manifest.tensors) or index in self._plain:
             return False
@@ -277,7 +284,7 @@ class Matcher:
     def _consider(self, node: TensorNode, into: torch.Tensor) -> None:
         index = node.index
         if index >= len(self._manifest.tensors):
-            return  # Reported with its path when the state is built.
+            return  # `Unflattener` reports this error with its path.
         entry = self._manifest.tensors[index]
         if into.shape == entry.shape and DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is into.dtype:
             self._offer(node, into, is_row_major=True)
@@ -293,7 +300,7 @@ class Matcher:
             self._note_mismatch(self._manifest.tensors[node.index].name, into, node.dtype, node.shape)
 
     def _note_nested(self, node: Node) -> None:
-        """Note a mismatch for a nested tensor, whose shape may not be readable."""
+        """Record a mismatch for a nested tensor of the receiver, whose shape may not be readable."""
         while isinstance(node, (LeafNode, DTensorNode)):
             node = node.value if isinstance(node, LeafNode) else node.local
         if isinstance(node, (TensorNode, LayoutNode)) and node.index < len(self._manifest.tensors):
@@ -308,7 +315,7 @@ class Matcher:
         self._add_mismatch(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
 
     def _add_mismatch(self, mismatch: Mismatch) -> None:
-        """Add a mismatch, at most one for each tensor: a tree that repeats keys is refused later."""
+        """Add a mismatch. Limits their number, because a forged tree could name the same tensor many times."""
         if len(self.mismatches) <= len(self._manifest.tensors):
             self.mismatches.append(mismatch)
 
@@ -321,12 +328,12 @@ class Matcher:
             return
         key = view_key(tensor)
         num_bytes = tensor.nbytes if is_contiguous else extent_bytes(tensor)
-        if key[0] or not num_bytes:  # a storage that was freed has no address
+        if key[0] or not num_bytes:  # a freed storage has address 0
             is_direct = is_row_major and is_contiguous and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
             self.destinations.setdefault((node.index, key), Offer(node, tensor, is_direct, key[0], key[0] + num_bytes))
 
     def _memory(self) -> tuple[Column, Column]:
-        """Return addresses and sizes of the receiver's tensors: those of the fast lane, then the offers."""
+        """Return addresses and sizes of all matched tensors: those found on the fast way, then the other ones."""
         table = self._manifest.tensors
         starts = [*self._plain_starts, *(offer.start for offer in self.destinations.values())]
         num_bytes = [
@@ -340,18 +347,18 @@ class Matcher:
         plain, offers = list(self._plain), list(self.destinations.values())
         for position in found:
             offer = offers[position - len(plain)] if position >= len(plain) else None
-            # Addresses on a device may lie in a mapping that the process may not use.
+            # The address of a device tensor may be in a mapping of the driver that is read-only for the process.
             if offer is None or offer.tensor.is_cpu:
                 raise RestoreError(
-                    "expected a tensor in memory that can be written to, and this one is mapped for reading alone: map "
-                    "it privately (MAP_PRIVATE with PROT_WRITE, mmap.ACCESS_COPY), or leave it out of the state that "
-                    "is received into",
+                    "expected a tensor in writable memory, this one is in a read-only mapping: map the file privately "
+                    "(MAP_PRIVATE with PROT_WRITE, mmap.ACCESS_COPY), or leave the tensor out of the state to load "
+                    "into",
                     path=self._manifest.tensors[offer.node.index if offer is not None else plain[position]].name,
                     step=self._manifest.step,
                 )
 
     def _refuse_overlapping(self) -> None:
-        """Keep the first of the receiver's tensors that share memory: each byte has one entry that writes it."""
+        """Remove tensors that share memory with an earlier one, so that no byte is written twice."""
         by_start = sorted(self.destinations.items(), key=lambda item: item[1].start)
         written: dict[torch.device, int] = {}
         for key, offer in by_start:
@@ -364,7 +371,7 @@ class Matcher:
 
 
 def _overlap(starts: Column, num_bytes: Column) -> bool:
-    """Return whether any two ranges of memory share a byte, without a comparison of pairs."""
+    """Return whether any two memory ranges overlap, without comparing all pairs."""
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], starts[order] + num_bytes[order]
     return bool((starts[1:] < np.maximum.accumulate(ends)[:-1]).any())

@@ -1,4 +1,4 @@
-"""The memory of tensors: bytes at an address, extents, and tensors that are views of others."""
+"""The memory of tensors: views of bytes at an address, extents, and tensors that are views of other tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Column: TypeAlias = npt.NDArray[np.int64]
 
 _WRITABLE: Final = 0x200  # PyBUF_WRITE in Include/cpython/object.h
 _NOT_WRITABLE: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
-_FIRST_ADDRESS: Final = 1  # NULL is none
+_FIRST_ADDRESS: Final = 1  # not NULL
 _from_memory: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 _all_memory: Final[memoryview] = _from_memory(_FIRST_ADDRESS, sys.maxsize - _FIRST_ADDRESS, _WRITABLE)
-"""Spans all addresses, mapped or not; only slices of it are used."""
+"""Covers all addresses, whether mapped or not. Only slices of mapped memory may be read."""
 
 
 def bytes_at(address: int, num_bytes: int) -> memoryview:
-    """Return a writable uint8 view. The caller keeps the owner of the memory alive.
+    """Return a writable view of the bytes at an address. The caller keeps the owner of the memory alive.
 
-    Slicing one large view is six times as fast as making a view by the C function. A ctypes array would need a type for
-    each length, which is slow to make and never freed.
+    A slice of one large view is six times as fast as a new view from the C function. A ctypes array would need a type
+    for each length, which is slow to make and never freed.
 
     Raises:
         ValueError: ``address`` is NULL or negative, or the end is beyond the last address.
@@ -46,9 +46,9 @@ def bytes_at(address: int, num_bytes: int) -> memoryview:
 
 
 def read_only_positions(starts: Column, ends: Column) -> list[int]:
-    """Return the positions of memory ranges that are read-only: a write there would end the process.
+    """Return which memory ranges are read-only, as positions in the arguments. A write there would kill the process.
 
-    The system lists the process's mappings in half a millisecond. Without that list no range counts as read-only.
+    Reads the list of mappings from ``/proc``, in half a millisecond. Returns no positions on systems without ``/proc``.
 
     Args:
         starts: The first address of each range.
@@ -63,7 +63,7 @@ def read_only_positions(starts: Column, ends: Column) -> list[int]:
     )
     if not len(read_only):
         return []
-    # Only the last mapping that begins before a range ends can overlap the end of the range.
+    # If any read-only mapping overlaps a range, so does the last one that begins before the end of the range.
     last = np.searchsorted(read_only[:, 0], ends.astype(np.uint64), side="left").astype(np.int64) - 1
     reaches_into = read_only[np.maximum(last, 0), 1] > starts.astype(np.uint64)
     return [int(each) for each in np.flatnonzero((last >= 0) & reaches_into)]
@@ -72,16 +72,16 @@ def read_only_positions(starts: Column, ends: Column) -> list[int]:
 ViewKey: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Address, dtype, shape and strides of a tensor."""
 Base: TypeAlias = tuple[torch.Tensor, str]
-"""A tensor that others are views of, and the name of its entry."""
+"""A tensor of which other tensors are views, and its name in the tensor table."""
 
 
 def view_key(tensor: torch.Tensor) -> ViewKey:
-    """Return a key that is equal for two tensors exactly if they show the same elements of the same memory."""
+    """Return a key that two tensors share exactly if they have the same elements in the same memory."""
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether the value is a plain tensor with elements at its address and strides; subclasses may differ."""
+    """Return whether the value is a strided tensor or parameter with memory, and not of another tensor subclass."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided  # type: ignore[attr-defined]
@@ -91,18 +91,18 @@ def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_lazy(value: object) -> bool:
-    """Return whether the value is a lazy module's tensor, without shape and memory before a load or run."""
+    """Return whether the value is a tensor of a lazy module, which has no shape or memory before its first use."""
     return torch.nn.parameter.is_lazy(cast("torch.Tensor", value))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a row-major tensor as uint8 in one dimension; shares its memory."""
-    # A single element may have any stride, which a view as bytes does not accept.
+    """Return the bytes of a row-major tensor as a one-dimensional uint8 tensor, which shares its memory."""
+    # `view` refuses the strides that a tensor with a single element may have.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the tensor's first element to the end of its last."""
+    """Return the number of bytes from the first element of a tensor to the end of its last element."""
     if tensor.is_contiguous():
         return tensor.nbytes
     if tensor.numel() == 0:
@@ -114,13 +114,16 @@ def extent_bytes(tensor: torch.Tensor) -> int:
 def find_views(
     names: Sequence[str], tensors: Sequence[torch.Tensor], addresses: Sequence[int], num_bytes: Sequence[int]
 ) -> dict[ViewKey, Base]:
-    """Return the tensors inside another contiguous tensor of the same dtype and storage, with that base.
+    """Find the tensors that are views of another tensor in the list.
 
     Args:
         names: Name of each tensor.
         tensors: The tensors; no two have the same `view_key`.
         addresses: Address of each contiguous tensor; 0 if unknown.
         num_bytes: Number of bytes of each tensor's elements.
+
+    Returns:
+        For each tensor inside another contiguous tensor of the same dtype and storage, that other tensor (the base).
     """
     starts = np.array(addresses, dtype=np.int64)
     ends = starts + np.asarray(num_bytes, dtype=np.int64)
@@ -128,10 +131,10 @@ def find_views(
         starts[index] = tensors[index].data_ptr()
         ends[index] = starts[index] + extent_bytes(tensors[index])
     order = np.lexsort((-ends, starts))
-    # Usually nothing overlaps; this finds out without comparing pairs.
+    # In the usual state no memory overlaps, which this detects without comparing pairs.
     if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
         return {}
-    # Among tensors with the same range, the row-major one comes first: it is the base of the others.
+    # Sort the row-major tensor first among those with the same range, so that it becomes their base.
     is_strided = np.fromiter((not tensor.is_contiguous() for tensor in tensors), dtype=np.bool_, count=len(tensors))
     order = np.lexsort((is_strided, -ends, starts))
     views: dict[ViewKey, Base] = {}

@@ -1,4 +1,4 @@
-"""DTensors: the description of a shard's placement, and the receiver's DTensor on its own mesh."""
+"""Describes how DTensors are sharded, and builds the receiver's DTensors on the receiver's own meshes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-# torch.distributed.tensor takes half a second to import, so a function that needs it does: a state with a DTensor has
-# imported it already.
+# The functions that need torch.distributed.tensor import it themselves, because that takes half a second. A process
+# with a DTensor has already imported it.
 
 
 def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
-    """Return the placements of a DTensor.
+    """Return the placements of a DTensor, as the wire format describes them.
 
     Raises:
-        UnsupportedLeafError: A partial placement: its value is only known after a reduction over the mesh.
+        UnsupportedLeafError: A placement is partial: only a reduction over the mesh would yield the values.
     """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
@@ -35,7 +35,7 @@ def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
     encoded = []
     for placement in dtensor.placements:
         match placement:
-            # The strided shard first: in some releases of torch it is a subclass of the plain one.
+            # The strided shard must come first: in some releases of torch it is a subclass of `Shard`.
             case _StridedShard():
                 encoded.append(Placement("strided_shard", placement.dim, int(placement.split_factor)))
             case Shard():
@@ -52,7 +52,7 @@ def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
 
 
 def decode_placements(placements: Sequence[Placement]) -> tuple[TorchPlacement, ...]:
-    """Return torch's placements."""
+    """Return placements of the wire format as torch's placements."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
@@ -69,10 +69,10 @@ def decode_placements(placements: Sequence[Placement]) -> tuple[TorchPlacement, 
 
 
 class LayoutEncoder:
-    """Collects the layouts of the DTensors of one state.
+    """Collects the layouts of the DTensors in one state.
 
     Attributes:
-        table: The collected layouts.
+        table: The layouts so far.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ class LayoutEncoder:
         self._known: dict[tuple[object, ...], int] = {}
 
     def index_of(self, dtensor: DTensor, path: str) -> int:
-        """Return the index of its layout in the table, with this process's offset and coordinate.
+        """Return the index of a DTensor's layout in the table, after adding the layout if it is new.
 
         Raises:
-            UnsupportedLeafError: A partial placement.
+            UnsupportedLeafError: A placement is partial.
         """
         mesh = dtensor.device_mesh
         key = (id(mesh), dtensor.placements, dtensor.shape, dtensor.stride())
@@ -99,13 +99,13 @@ class LayoutEncoder:
     def _mesh(self, mesh: DeviceMesh) -> Mesh:
         known = self._meshes.get(id(mesh))
         if known is None:
-            # A reference to the mesh, so that no other mesh gets its id.
+            # Keep a reference to the mesh, so that no other mesh gets its id.
             known = self._meshes[id(mesh)] = (mesh, describe_mesh(mesh))
         return known[1]
 
 
 def describe_mesh(mesh: DeviceMesh) -> Mesh:
-    """Describe a mesh in plain numbers, with this process's coordinate."""
+    """Describe a mesh for the wire format, with the coordinate of this process."""
     coordinate = mesh.get_coordinate()
     return Mesh(
         device_type=mesh.device_type,
@@ -117,7 +117,7 @@ def describe_mesh(mesh: DeviceMesh) -> Mesh:
 
 
 def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
-    """Return whether the receiver's DTensor has exactly the described part, so that bytes can land in it."""
+    """Return whether the receiver's DTensor has the described shard, so that its bytes can be received in place."""
     coordinate = dtensor.device_mesh.get_coordinate()
     placements = decode_placements(layout.placements)
     return (
@@ -131,7 +131,7 @@ def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
 
 
 def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: Sequence[Placement]) -> bool:
-    """Return whether two coordinates have the same part; replicating mesh dimensions do not matter."""
+    """Return whether two coordinates have the same shard: they may differ in dimensions that replicate."""
     if here is None or there is None:
         return here is there
     return all(
@@ -140,15 +140,15 @@ def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: 
 
 
 def spans_ranks(state: object) -> bool:
-    """Return whether a DTensor of the state is on a mesh of several ranks."""
+    """Return whether a state contains a DTensor on a mesh of several ranks."""
     return any(dtensor.device_mesh.size() > 1 for dtensor in _dtensors(state))
 
 
 class MeshResolver:
-    """Finds the receiver's mesh for a DTensor without a counterpart in the receiver's state.
+    """Finds a mesh of the receiver for a received DTensor that the receiver's state lacks.
 
     Args:
-        state: The receiver's own state, whose DTensors' meshes are candidates; may be ``None``.
+        state: The receiver's own state. The meshes of its DTensors are candidates. May be ``None``.
         meshes: Further candidates.
     """
 
@@ -158,10 +158,10 @@ class MeshResolver:
         self._resolved: dict[Mesh, DeviceMesh] = {}
 
     def resolve(self, described: Mesh, path: str) -> DeviceMesh:
-        """Return a mesh with the described shape and names.
+        """Return a mesh of the receiver with the described shape and dimension names; build one if there is none.
 
         Raises:
-            RestoreError: The receiver has no such mesh and torch.distributed is not initialised to build one.
+            RestoreError: The receiver has no such mesh, and torch.distributed is not initialised to build one.
         """
         known = self._resolved.get(described)
         if known is None:
@@ -175,7 +175,7 @@ class MeshResolver:
             for mesh in chain(self._meshes, (dtensor.device_mesh for dtensor in _dtensors(self._state)))
             if tuple(mesh.mesh.shape) == described.shape and mesh.mesh_dim_names == names
         ]
-        # Prefer the mesh with the same ranks; a mesh with other ranks is the counterpart in another job.
+        # Prefer a mesh of the same ranks. If the sender is another job, its ranks may differ.
         for mesh in candidates:
             if tuple(mesh.mesh.flatten().tolist()) == described.ranks:
                 return mesh
@@ -187,7 +187,7 @@ class MeshResolver:
                 "found none, and torch.distributed is not initialised to build one; receive into a state that has it",
                 path=path,
             )
-        # No process group is created: a collective over this mesh is the caller's to set up.
+        # Without a process group, because creating one is a collective; the caller may create one later.
         ranks = torch.tensor(described.ranks, dtype=torch.int).reshape(described.shape)
         mesh = DeviceMesh(described.device_type, ranks, mesh_dim_names=names, _init_backend=False)
         self._meshes.append(mesh)
@@ -195,18 +195,18 @@ class MeshResolver:
 
 
 def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMesh, path: str) -> DTensor:
-    """Return a DTensor around ``local`` on ``mesh``; no collective runs.
+    """Build a DTensor on ``mesh`` from its local shard. No collective runs.
 
     Args:
-        local: The shard.
-        layout: The sender's layout.
-        described: The sender's mesh.
-        mesh: The receiver's mesh of the same shape.
-        path: Path in the state, for errors.
+        local: The received shard.
+        layout: The layout of the DTensor at the sender.
+        described: The mesh of the sender.
+        mesh: The mesh of the receiver, with the same shape.
+        path: Path of the tensor, for errors.
 
     Raises:
-        ManifestError: The layout contradicts the local shard.
-        RestoreError: The receiver's coordinate in the mesh needs another part.
+        ManifestError: The layout contradicts the shape of the shard.
+        RestoreError: The receiver's coordinate in the mesh requires another shard.
     """
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
@@ -214,7 +214,7 @@ def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMe
     here = mesh.get_coordinate()
     if not _is_same_place(here, described.coordinate, layout.placements):
         raise RestoreError(
-            f"expected the shard of mesh coordinate {tuple(here or ())}, which is this process's own, got that of "
+            f"expected the shard of mesh coordinate {tuple(here or ())}, that of this process, got the shard of "
             f"{described.coordinate}",
             path=path,
         )
@@ -228,9 +228,9 @@ def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMe
             stride=layout.global_stride,
         )
     except (RuntimeError, ValueError) as error:
-        raise ManifestError(f"expected a global shape that torch can count: {error}", path=path) from error
+        raise ManifestError(f"expected a global shape within the limits of torch: {error}", path=path) from error
     if here is None:
-        # Outside the mesh from_local drops the shard; distribute_tensor, for example, keeps it.
+        # On a rank outside the mesh, from_local replaces the shard by an empty one, but distribute_tensor does not.
         dtensor._local_tensor = local
     return dtensor
 
@@ -238,13 +238,13 @@ def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMe
 def _is_device_type(name: str) -> bool:
     try:
         return torch.device(name).type == name
-    except (RuntimeError, Warning):  # deprecated kinds warn, and a warning may be an error
+    except (RuntimeError, Warning):  # a deprecated type warns, and a warning may be an error
         return False
 
 
 def _check(local: torch.Tensor, layout: Layout, mesh: Mesh, path: str) -> None:
-    """Refuse a layout that contradicts the local shard; torch does not check."""
-    if mesh.coordinate is None:  # a process outside the mesh holds an empty tensor of any rank
+    """Raise if a layout contradicts the shape of the local shard, which torch itself does not check."""
+    if mesh.coordinate is None:  # a process outside the mesh has an empty shard with any number of dimensions
         return
     if local.dim() != len(layout.global_shape):
         raise ManifestError(
@@ -273,11 +273,11 @@ def _dtensors(state: object) -> Iterator[DTensor]:
 
 
 def dtensor_type() -> type[DTensor] | None:
-    """Return ``DTensor``, or ``None`` if it is not imported; then no value of this process is one."""
+    """Return the class ``DTensor``; ``None`` if no module has imported it, so that no value can be a DTensor."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Return ``isinstance(value, DTensor)``."""
+    """Return whether the value is a DTensor."""
     dtensor = dtensor_type()
     return dtensor is not None and isinstance(value, dtensor)

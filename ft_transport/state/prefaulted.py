@@ -1,9 +1,9 @@
-"""Memory that is made resident before its first use, and the limits of the host's memory.
+"""Makes memory resident before its first use, and finds out how much memory of the host is free.
 
-A fresh page costs the kernel a search and a clearing: filling a fresh mapping takes ten times as long as filling
-resident memory. Small pages cost three times: the kernel finds and clears each one (0.3 s for half a gigabyte, 0.03 s
-with huge pages), each one occupies the processor's page tables while a snapshot is written, and each reader of the file
-(a receiver on the same host, or a socket) looks each one up again.
+The kernel must find and clear a page at its first use, so filling a fresh mapping takes ten times as long as filling
+resident memory. Small pages are slow in three ways. The kernel finds and clears each of them (0.3 s for half a
+gigabyte, 0.03 s with huge pages). Each one needs an entry in the page tables while a snapshot is written. And each
+reader of the file, a receiver on the same host or a socket, looks up each page again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MADV_COLLAPSE: Final = 25  # Linux 6.1, ibid.
 _MAP_FIXED: Final = 0x10  # include/uapi/asm-generic/mman-common.h
 _MAP_NORESERVE: Final = 0x4000  # ibid.; Python has it since 3.13
 _PIECE_BYTES: Final = 16 << 20
-"""Size of one step, during which other threads that map memory may wait."""
+"""Number of bytes that are made resident in one call. Other threads that map memory may have to wait for the call."""
 _HUGE_PAGE_SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
@@ -40,21 +40,21 @@ def map_file(descriptor: int, num_bytes: int, *, offset: int) -> mmap.mmap | mem
     """Map a part of a file for shared reading and writing, aligned for huge pages if it is large.
 
     Args:
-        descriptor: The file; may be closed afterwards.
+        descriptor: Descriptor of the file. The caller may close it afterwards.
         num_bytes: Length of the part.
         offset: Position of the part, a multiple of the page size.
 
     Returns:
-        A writable buffer, unmapped with the last reference to it or its memory.
+        A writable buffer. The memory is unmapped when the last reference to the buffer or to a view of it is deleted.
 
     Raises:
-        OSError: The system cannot map it.
+        OSError: The system refuses the mapping.
     """
     huge = huge_page_bytes()
     if not huge or offset % huge or num_bytes < huge:
         return mmap.mmap(descriptor, num_bytes, offset=offset)
-    # The kernel chooses aligned addresses only if it is configured to use huge pages for all shared memory. So the file
-    # is mapped over a part of a larger mapping, which Python owns and unmaps with the last view.
+    # The kernel aligns a mapping of a file only if it is configured to use huge pages for all shared memory. So map the
+    # file over an aligned part of a larger mapping, which Python unmaps when the last view is deleted.
     whole = mmap.mmap(-1, num_bytes + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
     at = -begin % huge
@@ -67,23 +67,23 @@ def map_file(descriptor: int, num_bytes: int, *, offset: int) -> mmap.mmap | mem
 def make_resident(
     address: int, num_bytes: int, *, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None
 ) -> None:
-    """Make the kernel find and clear all pages of fresh memory of `map_file`; its content stays zero.
+    """Let the kernel find and clear all pages of fresh memory from `map_file`. The content stays zero.
 
     Args:
         address: Address of the memory.
         num_bytes: Length of the memory.
-        is_wanted: Called repeatedly; false ends the work.
-        rest: Called repeatedly, with the seconds of work since the last call.
+        is_wanted: Called repeatedly; ``False`` ends the work.
+        rest: Called repeatedly, with the seconds of work since the last call. May pause.
 
     Raises:
-        SnapshotError: ``is_wanted`` returned false.
-        OSError: Not enough memory.
+        SnapshotError: ``is_wanted`` returned ``False``.
+        OSError: Not enough memory is free.
     """
     huge = huge_page_bytes()
     for start in range(0, num_bytes, _PIECE_BYTES):
         started_s = time.monotonic()
         if not is_wanted():
-            raise SnapshotError("expected to be still wanted: the transport was shut down, or the state has grown")
+            raise SnapshotError("stopped making memory ready: the transport was shut down, or the state has grown")
         piece = min(_PIECE_BYTES, num_bytes - start)
         if huge and not _collapse(address + start, piece, huge):
             huge = 0
@@ -92,7 +92,7 @@ def make_resident(
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):  # no memory
                 raise
-            # A kernel before 5.14.
+            # Linux before 5.14.
             ctypes.memset(address + start, 0, piece)
         if rest is not None:
             rest(time.monotonic() - started_s)
@@ -100,7 +100,7 @@ def make_resident(
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """Return the size of a huge page in bytes; 0 if there are none of a usable size."""
+    """Return the size of a huge page in bytes; 0 if the system has no huge pages of a usable size."""
     if sys.platform != "linux":
         return 0
     try:
@@ -111,21 +111,21 @@ def huge_page_bytes() -> int:
 
 
 def _collapse(address: int, num_bytes: int, huge: int) -> bool:
-    """Back the aligned part with huge pages; return whether another attempt is worthwhile.
+    """Move the aligned part of the memory to huge pages. Return whether to try that for the next part.
 
-    This request of the process does not depend on ``shmem_enabled``, which is ``never`` on most systems.
+    This works even if ``shmem_enabled`` is ``never``, as on most systems.
     """
     start, end = -(-address // huge) * huge, (address + num_bytes) // huge * huge
     if start >= end:
         return True
     try:
         for page in range(start, end, huge):
-            # The kernel refuses a range without any page. A plain write there could end the process (SIGBUS) without
-            # memory.
+            # The kernel collapses only a range that has a page. Populate one: a plain write would end the process
+            # (SIGBUS) if no memory is free.
             _populate(page, mmap.PAGESIZE)
         _advise(start, end - start, _MADV_COLLAPSE)
     except OSError as error:
-        # Busy pages; otherwise no free huge page is left, or the kernel lacks the call.
+        # True for busy pages. Other errors: no huge page is free, or the kernel does not have the call.
         return error.errno in (errno.EAGAIN, errno.EBUSY)
     return True
 
@@ -137,7 +137,7 @@ def _populate(address: int, num_bytes: int) -> None:
 def _advise(address: int, num_bytes: int, advice: int) -> None:
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    # Not mmap.madvise, which holds the GIL.
+    # mmap.madvise would hold the GIL during the call.
     if _libc().madvise(address, num_bytes, advice):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -158,9 +158,10 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Return the minimum of free memory over the machine and this process's control groups; ``None`` if unknown.
+    """Return the number of bytes that this process can still allocate; ``None`` if unknown.
 
-    Droppable memory of files counts as free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max``
+    That is the smallest free memory of the machine and of the control groups of this process. Cached files count as
+    free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max``
     and ``memory.current`` (Linux, Documentation/admin-guide/cgroup-v2.rst), ``memory.limit_in_bytes`` and
     ``memory.usage_in_bytes`` (cgroup-v1/memory.rst).
 
@@ -186,7 +187,7 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
 
 
 def _groups_left(root: Path, path: str, *, limit: str, usage: str, prefix: str) -> list[int | None]:
-    """Return the free memory of each group from ``path`` up to the root. In a container the path may not exist."""
+    """Return the free bytes of each control group from ``path`` up to the root. Skips groups that do not exist."""
     group = root / path.lstrip("/")
     left: list[int | None] = []
     while True:
@@ -200,7 +201,7 @@ def _groups_left(root: Path, path: str, *, limit: str, usage: str, prefix: str) 
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; ``None`` without a file, or for a word (``max``)."""
+    """Return the number in a file; ``None`` if the file does not exist or contains a word (``max``)."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
@@ -227,14 +228,14 @@ _MOST_OF_AVAILABLE: Final = 0.5
 
 
 class PrefaultedMemory:
-    """One block of private memory for the next received state. Thread-safe."""
+    """Prepares one block of resident private memory for the next state to be received. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._block: mmap.mmap | None = None
 
     def prepare(self, num_bytes: int) -> None:
-        """Make ``num_bytes`` resident on this thread, unless that exceeds half of the free memory."""
+        """Make a block of ``num_bytes`` resident on this thread, unless that is more than half of the free memory."""
         self.free()
         left = available_bytes()
         if num_bytes <= 0 or (left is not None and num_bytes > _MOST_OF_AVAILABLE * left):
@@ -242,17 +243,20 @@ class PrefaultedMemory:
         try:
             block = new_block(num_bytes)
         except OSError as error:
-            logger.debug("no memory is made ready: %s", error)
+            logger.debug("no memory could be made resident for the next received state: %s", error)
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(block))
         for start in range(0, num_bytes, _FILLED_AT_ONCE):
-            # Releases the GIL meanwhile.
+            # ctypes releases the GIL during the call.
             ctypes.memset(address + start, 0, min(_FILLED_AT_ONCE, num_bytes - start))
         with self._mutex:
             self._block = block
 
     def take(self, num_bytes: int) -> mmap.mmap | None:
-        """Return the block, once, resized to ``num_bytes``; added bytes are not resident. ``None`` without a block."""
+        """Return the prepared block, once, resized to ``num_bytes``; ``None`` without a block.
+
+        Bytes that the resize adds are not resident.
+        """
         with self._mutex:
             block, self._block = self._block, None
         if block is None:
@@ -262,22 +266,22 @@ class PrefaultedMemory:
         return block if len(block) >= num_bytes else None
 
     def free(self) -> None:
-        """Free the block."""
+        """Free the prepared block."""
         with self._mutex:
             self._block = None
 
 
 def new_block(num_bytes: int) -> mmap.mmap:
-    """Return fresh, untouched memory.
+    """Return private memory that is not resident yet.
 
     Raises:
-        OSError: Not enough memory.
+        OSError: Not enough memory is free.
     """
     # Private, because shared anonymous memory gets no huge pages on most systems.
     block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
-        # Fewer, larger page faults: a fresh buffer of small pages is filled at a fraction of the speed.
-        with contextlib.suppress(OSError):  # a kernel without them
+        # With huge pages, page faults are far fewer, and filling the memory is several times as fast.
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
@@ -286,15 +290,15 @@ _ALIGN_BYTES: Final = 64
 
 
 class FreshMemory:
-    """One block of memory for all entries of a table without a tensor to receive into.
+    """One block of memory for all tensors of a snapshot that are not received in place.
 
     Args:
-        manifest: The manifest with the table.
-        direct: Entries that are received in place.
-        prefaulted: May have resident memory.
+        manifest: The manifest of the snapshot.
+        direct: Indices of the tensors that are received in place.
+        prefaulted: May have a prepared block of resident memory.
 
     Raises:
-        RestoreError: The system has not enough memory.
+        RestoreError: Not enough memory is free.
     """
 
     def __init__(self, manifest: Manifest, direct: Container[int], prefaulted: PrefaultedMemory | None) -> None:
@@ -316,12 +320,12 @@ class FreshMemory:
         self._view = memoryview(self._block) if self._block is not None else memoryview(b"")
 
     def view(self, index: int, offset: int, num_bytes: int) -> memoryview:
-        """Return a writable part of an entry's bytes."""
+        """Return a writable view of some bytes of a tensor."""
         at = self._offsets[index] + offset
         return self._view[at : at + num_bytes]
 
     def tensor(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an entry's bytes as a one-dimensional tensor, which keeps the block alive."""
-        assert self._block is not None, "an entry with bytes has memory"
+        """Return a one-dimensional tensor on the memory of a tensor with bytes. It keeps the whole block alive."""
+        assert self._block is not None, "a tensor with bytes has memory"
         num_items = self._num_bytes[index] // dtype.itemsize
         return torch.frombuffer(self._block, dtype=dtype, count=num_items, offset=self._offsets[index])

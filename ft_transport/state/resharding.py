@@ -1,8 +1,7 @@
-"""Finds the parts of a state in another layout that this rank needs, and their destinations.
+"""Finds which parts of a state this rank needs if the sources have the state in another layout.
 
-Merges the trees of all sources into one manifest, as a peer with the receiver's own layout would serve it. No peer
-serves it, but ``state.restore`` uses it like any other manifest. ``wire.reshard`` plans the transfers for the list of
-wanted tensors.
+Merges the manifests of all sources into one manifest for the receiver's layout. No peer serves this manifest, but
+``state.restore`` uses it like any other. ``wire.reshard`` then plans from which source each wanted part is fetched.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
 _MAX_DATA_BYTES: Final = 2**62
 
 LikeFunction: TypeAlias = Callable[[tuple[str | int, ...]], torch.Tensor | None]
-"""Maps the path of a tensor that the receiver lacks to one of its own tensors with the same division."""
+"""For the path of a tensor that the receiver lacks, returns one of its own tensors that is sharded in the same way."""
 
 _Where: TypeAlias = tuple[int, tuple[Placement, ...]]
-"""The id of a mesh of the receiver, and a tensor's placements on it."""
+"""How the receiver shards a tensor: the id of its mesh, and the placements on that mesh."""
 _Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int | None, ...]]
-"""Shape, sources, and layout at each source: tensors of one kind usually have one division."""
+"""Shape, sources, and the layout at each source. The receiver usually shards tensors of one kind in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +51,8 @@ class Resharding:
     """The merged manifests of several sources.
 
     Attributes:
-        manifest: The manifest of a peer with the receiver's layout; its digests are ``None``.
-        wanted: The tensors that the receiver needs, in the order of the first source's data.
+        manifest: The manifest of the state in the receiver's layout, without digests.
+        wanted: The tensors or shards that the receiver needs, in the order of the first source's data.
     """
 
     manifest: Manifest
@@ -61,7 +60,11 @@ class Resharding:
 
 
 class _Described(NamedTuple):
-    """A tensor at the first source: name, start and dtype of its entry, and its torch dtype if the node has one."""
+    """A tensor at its first source.
+
+    ``name``, ``start`` and ``dtype`` are those in the table of that source. ``torch_dtype`` is the dtype that the node
+    has, if it has one.
+    """
 
     name: str
     start: int
@@ -73,7 +76,7 @@ class _Described(NamedTuple):
 
 
 class _HeldPart(NamedTuple):
-    """A tensor at all sources that have a part of it."""
+    """A tensor, with its node and layout at each source that has a part of it."""
 
     first: _Described
     global_shape: tuple[int, ...]
@@ -90,28 +93,28 @@ def reshard(
     names: Sequence[str] | None = None,
     check_time: CheckTime = unbounded,
 ) -> Resharding:
-    """Find the parts that a receiver needs of a state divided among several sources.
+    """Find the parts that a receiver needs of a state that is divided among several sources.
 
     Args:
-        manifests: Manifests of one step, one for each source. Unsharded tensors come from the first source with them.
-        into: The receiver's own state, whose DTensors determine the layout. A plain tensor in it, or at the sources, is
-            received whole. ``None`` receives everything whole.
-        like: For tensors that are not in ``into``, such as the state of an optimizer that has not stepped yet. By
-            default they get the division of tensors in ``into`` with the same shape, and the same layout at the
-            sources.
-        names: Names of the sources for errors.
-        check_time: Called repeatedly.
+        manifests: The manifest of each source, all of the same step. A tensor that is not sharded comes from the first
+            source that has it.
+        into: The receiver's own state, whose DTensors determine the layout. A tensor that is plain in ``into`` or at
+            the sources is received whole. With ``None``, everything is received whole.
+        like: Decides how tensors are sharded that ``into`` lacks, such as those of an optimizer before its first step.
+            By default they are sharded like tensors in ``into`` of the same shape and the same layout at the sources.
+        names: Names of the sources, for errors.
+        check_time: Called repeatedly; an error that it raises ends the call.
 
     Raises:
-        RestoreError: The sources contradict each other, or a DTensor of theirs has no counterpart in ``into`` that
-            determines its division.
+        RestoreError: The sources contradict each other, or neither ``into`` nor ``like`` determines how to shard a
+            DTensor of the sources.
         ManifestError: A manifest contradicts itself.
     """
     with collector_paused():
         builder = _Builder(manifests, into, like, None, names, check_time=check_time)
         tree = builder.build()
         if builder.num_missing:
-            # Again, now that the divisions of the receiver's own tensors are known.
+            # The first pass has learned how the receiver shards its own tensors. Apply that to those that it lacks.
             builder = _Builder(manifests, into, like, builder.learned, names, check_time=check_time)
             tree = builder.build()
     order = sorted(range(len(builder.wanted)), key=builder.held_starts.__getitem__)
@@ -133,15 +136,15 @@ def reshard(
 
 
 class _Builder:
-    """Implements ``wire.merging.LeafVisitor``.
+    """Merges the trees of all sources; a ``wire.merging.LeafVisitor``.
 
     Args:
-        manifests: Manifests by source.
-        into: The receiver's state.
-        like: See `reshard`.
-        learned: The receiver's divisions of each kind of tensor; ``None`` on the first pass, which finds them.
-        names: Names of the sources.
-        check_time: Called repeatedly.
+        manifests: The manifest of each source.
+        into: The receiver's own state.
+        like: Decides how tensors are sharded that ``into`` lacks.
+        learned: How the receiver shards the tensors of each kind; ``None`` in the first pass, which fills `learned`.
+        names: Names of the sources, for errors.
+        check_time: Called repeatedly; an error that it raises ends the merge.
     """
 
     def __init__(
@@ -177,7 +180,7 @@ class _Builder:
         return merge_trees(trees, self, names=self._names, check_time=self._check_time)
 
     def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
-        """See ``wire.merging.LeafVisitor``."""
+        """Add the part of a tensor that the receiver needs, and return the node of this part."""
         first = nodes[0]
         if type(first) is ViewNode and not any(type(node) is DTensorNode for node in nodes):
             own = self._counterpart(path)
@@ -194,7 +197,7 @@ class _Builder:
         index, region = None, _whole(shape)
         if where is not None:
             index, region = self._place(where, shape, global_stride)
-        # Empty parts have no ties; a source with bytes shows which tensors share memory.
+        # Take ties from a source that has bytes of the tensor: empty shards never share memory.
         shows = next((at for at, source in enumerate(sources) if self._has_bytes(source, stored[at])), 0)
         key = (shows, stored[shows], index, sources, shape, layouts)
         node = self._nodes.get(key)
@@ -205,7 +208,7 @@ class _Builder:
         return node
 
     def stored(self, path: Path, source: int, node: StoredLeaf) -> Node:
-        """See ``wire.merging.LeafVisitor``."""
+        """Add the bytes of a leaf that is no tensor, and return its node."""
         where = TensorNode(node.index)
         described = self._describe(source, where, path)
         held = _HeldPart(described, described.shape, (source,), (where,), (None,))
@@ -213,7 +216,7 @@ class _Builder:
         return msgspec.structs.replace(node, index=local.index)
 
     def _view(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...], view: ViewNode) -> Node:
-        """A view of a tensor that comes whole stays one: the receiver's copies share memory as the sources' do."""
+        """Add the whole base of a view, and return a view of it, so that the receiver's tensors also share memory."""
         bases: Any = tuple([TensorNode(node.index) if type(node) is ViewNode else node for node in nodes])
         if any(type(base) is not TensorNode for base in bases):
             raise ManifestError("expected a view at every source or at none", path=path_name(path))
@@ -223,7 +226,7 @@ class _Builder:
         if base is None:
             held = _HeldPart(described, described.shape, sources, bases, (None,) * len(sources))
             base = self._nodes[key] = self._want(path, held, _whole(described.shape), is_part=False)
-        assert isinstance(base, TensorNode), "an entry as it stands"
+        assert isinstance(base, TensorNode), "the base of a view is row-major"
         return msgspec.structs.replace(view, index=base.index)
 
     def _describe(self, source: int, node: object, path: Path) -> _Described:
@@ -261,7 +264,7 @@ class _Builder:
         return layouts[index]
 
     def _where(self, path: Path, kind: _Kind) -> _Where | None:
-        """Return the receiver's division of a tensor; ``None`` for a whole one."""
+        """Return how the receiver shards a tensor; ``None`` if it needs the whole tensor."""
         shape, _, layouts = kind
         is_sharded = any(layout is not None for layout in layouts)
         own = self._counterpart(path)
@@ -289,10 +292,10 @@ class _Builder:
         if len(ways) != 1 and not is_sharded:
             return None
         if len(ways) != 1:
-            found = f"{len(ways)} different ways to do it" if ways else "none"
+            found = f"{len(ways)} different ways" if ways else "none"
             raise RestoreError(
-                f"expected a tensor in the receiver's state, or one of the same shape {list(kind[0])} and layout at "
-                f"the sources, that shows how it is to be divided; found {found}: make an optimizer's states before "
+                f"expected this tensor in the receiver's state, or one with the same shape {list(kind[0])} and layout "
+                f"at the sources, to decide how it is sharded; found {found}: create an optimizer's states before "
                 "(get_optimizer_state_dict of torch.distributed.checkpoint.state_dict does), or pass like= to a store "
                 "or a transport",
                 path=path_name(path),
@@ -300,7 +303,7 @@ class _Builder:
         return next(iter(ways))
 
     def _counterpart(self, path: Path) -> object:
-        """Return the receiver's value at a path."""
+        """Return the receiver's value at a path; ``None`` if there is none."""
         if not path:
             return self._into
         try:
@@ -308,7 +311,7 @@ class _Builder:
             if parent is None:
                 parent = self._containers[path[:-1]] = self._counterpart(path[:-1]) or ()
         except TypeError:
-            return None  # not a str or int key
+            return None  # a key in the path is neither a str nor an int
         step = path[-1]
         if isinstance(parent, Mapping):
             return parent.get(step) if isinstance(step, (str, int)) else None
@@ -326,9 +329,9 @@ class _Builder:
             local_shape = tuple(own._local_tensor.shape)
             if local_shape != shape_of(region):
                 raise RestoreError(
-                    f"expected a local shard of {list(shape_of(region))} by the placements {own.placements}, the "
-                    f"receiver's is one of {list(local_shape)}; another division than torch's own can only be received "
-                    "in the same layout",
+                    f"expected a local shard of {list(shape_of(region))} by the placements {own.placements}, got "
+                    f"{list(local_shape)} in the receiver's state; a tensor that torch would divide differently can "
+                    "only be received in the same layout",
                     path=path_name(path),
                 )
         return where
@@ -347,14 +350,14 @@ class _Builder:
         return place
 
     def _want(self, path: Path, held: _HeldPart, region: Region, *, is_part: bool) -> TensorNode | LayoutNode:
-        """Add a tensor or a part to the wanted ones; return its node."""
+        """Add a whole tensor or a shard of it to `wanted`, and return its node."""
         described = held.first
         shape = shape_of(region)
         index, start = len(self.entries), self.data_bytes
         is_carried = ITEM_BITS[described.dtype] // 8 != described.item_bytes
         self.data_bytes += math.prod(shape) * described.item_bytes
         if self.data_bytes > _MAX_DATA_BYTES:
-            raise ManifestError("expected a state whose bytes can be counted", path=path_name(path))
+            raise ManifestError(f"expected at most {_MAX_DATA_BYTES} bytes of state", path=path_name(path))
         entry_shape = (*shape, described.item_bytes) if is_carried else shape
         self.entries.append(TensorEntry(described.name, described.dtype, entry_shape, start, self.data_bytes))
         self.held_starts.append(described.start)
@@ -382,7 +385,7 @@ class _Builder:
             if tuple(local.shape) == shape and not local.is_contiguous() and is_dense(shape, local.stride()):
                 stride = tuple(local.stride())
                 dtype = dtype if dtype is not None else torch_name_of(described.dtype)
-        # A carrier dtype may have the same item size.
+        # Compare the dtypes as well: a dtype without a safetensors name may have the same item size as its carrier.
         is_plain = not is_carried and stride == row_major and dtype in (None, torch_name_of(described.dtype))
         return TensorNode(index) if dtype is None or is_plain else LayoutNode(index, dtype, shape, stride)
 

@@ -1,8 +1,8 @@
-"""Receives a snapshot: bytes land in the receiver's own tensors if they fit, otherwise in fresh memory.
+"""Receives a snapshot into the receiver's own tensors where dtype, shape and layout match, else into fresh memory.
 
-``Restore`` provides the memory for any range of the data, so that the network layer needs no tensors, and builds the
-nested state after all bytes are verified. Until then a receiver's tensors may contain a mixture of two states. If the
-fetch fails, ``poison`` overwrites the touched tensors, so that no partial state passes for a whole one.
+``Restore`` returns the memory for any range of the data, so that the network code need not know tensors. It builds the
+nested state after all bytes were verified. Until then, the receiver's tensors may contain a mixture of two states. If
+the fetch fails, ``Restore.poison`` overwrites these tensors, so that nobody mistakes the mixture for a state.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import CheckTime, DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode, unbounded
 
 MEMORY_BYTES: Final = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""The size of this machine's memory; a larger snapshot is refused."""
+"""Size of this machine's memory. A larger snapshot is refused."""
 _KEEP_SHARED_BYTES: Final = 16 << 10
-"""A smaller fresh tensor gets its own memory at the end, so that it does not keep the whole buffer alive."""
+"""A smaller new tensor is copied into memory of its own, so that it does not keep the whole buffer alive."""
 _POISON_BYTE: Final = 0xFF
-"""All bits set is a NaN in every IEEE floating-point type and -1 in every signed one."""
+"""If all bits are set, a value is NaN in IEEE floating-point types and -1 in signed integers."""
 
 
 Range: TypeAlias = tuple[int, int]
-"""Bytes of the data, half-open."""
+"""Start and end of a byte range of the data, half-open."""
 Piece: TypeAlias = tuple[int, int, int]
-"""A part of a destination: slot, offset in the slot, length in bytes."""
+"""A part of a destination: number of the destination, offset in it, length in bytes."""
 
 
 class DestinationPlan:
-    """Divides byte ranges of the data among consecutive destinations.
+    """Divides byte ranges of the data among destinations that follow each other in the data.
 
     Args:
-        starts: Position of each destination in the data, strictly ascending from 0; without empty destinations.
-        data_bytes: End of the last destination.
+        starts: Position of each destination in the data, strictly ascending from 0. No destination is empty.
+        data_bytes: Length of the data, where the last destination ends.
     """
 
     def __init__(self, starts: Sequence[int], data_bytes: int) -> None:
@@ -56,7 +56,7 @@ class DestinationPlan:
         self._ends = [*self._starts[1:], data_bytes]
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """Yield the pieces that cover ``[start, end)``, in order."""
+        """Yield the parts of destinations that cover the bytes from ``start`` to ``end``, in order."""
         slot = bisect_right(self._starts, start) - 1
         while start < end:
             stop = min(end, self._ends[slot])
@@ -66,26 +66,25 @@ class DestinationPlan:
 
 
 class Restore:
-    """The receiver's memory for one snapshot, and the state built from it.
+    """Provides the memory into which one snapshot is received, and builds the state from it.
 
-    Several threads may call the methods; ``finish`` and ``poison`` only after all other calls have returned.
+    Several threads may call the methods, but `finish` and `poison` only after all other calls have returned.
 
     Args:
-        manifest: Describes the snapshot.
-        into: The receiver's own state, of any structure. Bytes land directly in a CPU tensor at the same path with the
-            same dtype, shape and row-major layout. A tensor that fits but is on a device, or has another layout, gets a
-            copy at the end, unless it already has the content. Other values are ignored.
-        meshes: Meshes for DTensors without a counterpart in ``into``.
-        prefaulted: May have resident memory.
-        check_time: Called repeatedly, here and in `finish`.
+        manifest: The manifest of the snapshot.
+        into: The receiver's own state, of any structure. If a CPU tensor at the same path has the same dtype and shape
+            and is row-major, the bytes are received directly into it. If such a tensor is on a device, or has another
+            layout, `finish` copies the data into it, unless it already has that data. Other values are ignored.
+        meshes: Meshes for DTensors that ``into`` lacks.
+        prefaulted: May have a prepared block of resident memory.
+        check_time: Called repeatedly, here and in `finish`; an error that it raises ends the call.
 
     Attributes:
         incoming: Describes the snapshot before its bytes arrive.
-        destination_touched: Whether bytes may have landed in the receiver's own tensors.
+        destination_touched: Whether received bytes may have been written into the receiver's own tensors.
 
     Raises:
-        RestoreError: The snapshot is larger than this machine's memory, or memory of a tensor in ``into`` cannot be
-            written to.
+        RestoreError: The snapshot is larger than this machine's memory, or a tensor in ``into`` is read-only.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Restore:
             with collector_paused():
                 matcher.match(manifest.tree, into)
         except RecursionError as error:
-            raise ManifestError("expected a tree that Python's recursion limit lets through") from error
+            raise ManifestError("expected a tree nested less deeply than Python's recursion limit") from error
         self._direct = matcher.direct
         self._indirect = matcher.indirect
         self._destinations = matcher.destinations
@@ -124,34 +123,34 @@ class Restore:
             if tensors[node.index].end > tensors[node.index].start:
                 self._indirect_of.setdefault(node.index, []).append((node, target))
         self._fresh = FreshMemory(manifest, self._direct, prefaulted)
-        # Entries in fresh memory with received bytes.
+        # Tensors in fresh memory that have received bytes.
         self._arrived: set[int] = set()
-        # Entries copied to fresh memory from a tensor of the receiver, and that tensor.
+        # Tensors that `read_own` has copied to fresh memory, and the receiver's tensor from which it has copied them.
         self._read_from: dict[int, torch.Tensor] = {}
-        # Targets of final copies: undefined content after a failure.
+        # Tensors into which `finish` copies. If it fails, their content is undefined.
         self._written: list[torch.Tensor] = []
         self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
         self._slots.sort(key=lambda index: tensors[index].start)
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
     def tensors_for(self, index: int) -> list[torch.Tensor]:
-        """Return the receiver's tensors that get entry ``index``, which has bytes."""
+        """Return the receiver's tensors that receive the tensor ``index`` of the snapshot, which must have bytes."""
         direct = self._direct.get(index)
         others = [target for _, target in self._indirect_of.get(index, ())]
         return others if direct is None else [direct, *others]
 
     @property
     def is_all_here(self) -> bool:
-        """Whether `present` also reads tensors of the receiver that are not received in place."""
+        """Whether `present` returns the receiver's data also for tensors that are not received in place."""
         return all(index in self._direct or self._is_here(index) for index in self._indirect_of)
 
     def read_own(self, ranges: Iterable[Range]) -> None:
-        """Copy the content of tensors that are not received in place, so that it can be read or partly received.
+        """Copy the receiver's tensors that are not received in place to fresh memory, before their first bytes arrive.
 
-        Called before their first bytes arrive.
+        Afterwards `present` can return their content, and the fetch can skip bytes that have not changed.
 
         Args:
-            ranges: Ranges of the data. Each tensor in them is copied whole, once.
+            ranges: Byte ranges of the data. Each tensor in these ranges is copied whole, once.
         """
         found: dict[int, torch.Tensor] = {}
         copies = []
@@ -169,17 +168,17 @@ class Restore:
             self._read_from |= found
 
     def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
-        """Take over the memory of an earlier restore of the same tensors, with the bytes received there.
+        """Reuse the memory of an earlier `Restore` of the same tensors, with the bytes that it has received.
 
-        Called before the first bytes arrive here, and after all work of the earlier restore; that one must not be used
-        any more.
+        Called before this object receives bytes, and after all work of the earlier object, which must not be used
+        afterwards.
 
         Args:
-            earlier: The earlier restore.
-            is_landed: Whether its received bytes count.
+            earlier: The earlier `Restore`.
+            is_landed: Whether bytes that the earlier object has received count as received here.
 
         Returns:
-            Whether all tensors received in place match those of the earlier restore. If not, nothing was taken over.
+            Whether both objects receive the same tensors in place. If not, nothing is reused.
         """
         is_same = (
             self._manifest.tensors == earlier._manifest.tensors
@@ -191,7 +190,7 @@ class Restore:
             return False
         self._fresh = earlier._fresh
         if is_landed:
-            # Content read there may come from other tensors than this restore's.
+            # The earlier object may have read content from other tensors than those of this object.
             self._arrived = earlier._arrived | earlier._read_from.keys()
         self._written = earlier._written
         if earlier.destination_touched:
@@ -199,7 +198,7 @@ class Restore:
         return True
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
-        """Return writable uint8 views that cover ``[start, end)`` of the data, in order.
+        """Return writable views of the memory for the bytes from ``start`` to ``end`` of the data, in order.
 
         Raises:
             RestoreError: The memory of a tensor of the receiver was freed.
@@ -209,10 +208,10 @@ class Restore:
         return self._views(start, end, is_receiving=True)
 
     def present(self, start: int, end: int) -> list[memoryview]:
-        """Return views to read only: the present content, received or not (see `read_own`).
+        """Return views of the same memory for reading: received bytes, or the content before (see `read_own`).
 
         Raises:
-            RestoreError: See `buffers`.
+            RestoreError: The memory of a tensor of the receiver was freed.
         """
         return self._views(start, end, is_receiving=False)
 
@@ -236,9 +235,10 @@ class Restore:
         return views
 
     def finish(self) -> object:
-        """Build the state. Called once, after all bytes have arrived.
+        """Build the state and return it. Called once, after all bytes have arrived.
 
-        Tensors received in place are the receiver's own objects; others are new, on the CPU.
+        For tensors of ``into`` that were received, the state has the receiver's own objects. All other tensors are new,
+        on the CPU.
 
         Raises:
             ManifestError: The tree contradicts the tensor table, or names an object that this process lacks.
@@ -257,8 +257,8 @@ class Restore:
             with collector_paused():
                 state = unflattener.build(self._manifest.tree, self._into)
         except RecursionError as error:
-            raise ManifestError("expected a tree that Python's recursion limit lets through") from error
-        # All faults of the snapshot are found before the first write.
+            raise ManifestError("expected a tree nested less deeply than Python's recursion limit") from error
+        # Only now, after all errors in the snapshot would have been raised, write into the receiver's tensors.
         copies = [
             (target, self._shaped(self._tensor(node.index), node))
             for node, target in self._indirect
@@ -271,9 +271,9 @@ class Restore:
         return state
 
     def poison(self) -> None:
-        """Overwrite the receiver's own tensors with a pattern that reads as NaN (-1 in integers).
+        """Overwrite the receiver's own tensors with NaN (-1 in integers), after a fetch has failed.
 
-        Called after a fetch failed midway: nobody must train on the mixture unnoticed. Freed tensors are skipped.
+        So nobody can train on a mixture of two states without noticing. Freed tensors are skipped.
         """
         for tensor in filter(_has_memory, self._direct.values()):
             # All bits set is not a valid bool.
@@ -286,9 +286,9 @@ class Restore:
             copy_bits([(target, bits.view(target.dtype).view(target.shape))])
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
-        """Return whether the receiver's tensor ``into``, at the path of ``node``, gets all its bytes in place.
+        """Return whether the receiver's tensor ``into``, at the path of ``node``, receives all its data.
 
-        A tensor without its own memory (on ``meta``, or of another class) counts as filled.
+        Also true for a tensor without its own memory: on ``meta``, or of another class.
         """
         match node:
             case LeafNode():
@@ -315,7 +315,7 @@ class Restore:
         return index in self._arrived or index in self._read_from
 
     def _is_due(self, index: int, target: torch.Tensor) -> bool:
-        """Return whether ``target``, not received in place, needs a copy; not if it still has the content."""
+        """Return whether `finish` must copy into ``target``: not if ``target`` already has the data."""
         if index in self._direct or index in self._arrived:
             return True
         read_from = self._read_from.get(index)
@@ -329,7 +329,7 @@ class Restore:
         return Unflattener.reinterpret(stored, node) if isinstance(node, LayoutNode) else stored
 
     def _tensor(self, index: int) -> torch.Tensor:
-        """Return entry ``index`` as a tensor of its wire dtype: the receiver's own, or one in fresh memory."""
+        """Return tensor ``index`` of the snapshot: the receiver's own one, or a new one in fresh memory."""
         direct = self._direct.get(index)
         if direct is not None:
             return direct
@@ -340,17 +340,18 @@ class Restore:
         return tensor.clone() if 0 < entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
 
     def _stored(self, index: int) -> torch.Tensor:
-        """Return entry ``index`` in fresh memory as a tensor; shares the memory."""
+        """Return tensor ``index`` of the snapshot as a view of fresh memory."""
         entry = self._manifest.tensors[index]
         dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
         if dtype is None:
-            raise ManifestError(f"expected a dtype that this torch has, got {entry.dtype}", path=entry.name)
+            raise ManifestError(f"expected a dtype of this torch, got {entry.dtype}", path=entry.name)
         if entry.end == entry.start:
             return torch.empty(entry.shape, dtype=dtype)
         return self._fresh.tensor(index, dtype).view(entry.shape)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether its storage still reaches to its end: where that was freed, a view's address is its offset, not 0."""
+    """Return whether a tensor still has its storage."""
+    # Not by the address: `data_ptr` of a view of freed storage is the offset of the view, not 0.
     storage = tensor.untyped_storage()
     return storage.nbytes() >= tensor.storage_offset() * tensor.dtype.itemsize + tensor.nbytes

@@ -1,8 +1,8 @@
-"""A snapshot in the making: a flattened state becomes an immutable safetensors file in host memory.
+"""Turns a flattened state into a snapshot: an immutable safetensors file in host memory.
 
-``PendingSnapshot.copy_now`` copies what cannot wait; ``copy_deferred`` copies the rest and may run on another thread;
-both belong under the read lock. ``finish`` computes digests and header, and needs no lock, because it reads the arena
-only. ``state.stager`` begins all of them.
+`PendingSnapshot.copy_now` copies the tensors that may change soon. `PendingSnapshot.copy_deferred` copies the rest, and
+may run on another thread. The caller holds the read lock during both. `PendingSnapshot.finish` computes digests and
+header without the lock, because it reads only the copies. ``state.stager`` makes these objects.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry
 from ft_transport.wire.snapshot import MemoryFile, Snapshot
 
 _CACHE_LINE_BYTES: Final = 64
-"""Size on x86 and most other processors: within one line, copies go at full speed."""
+"""Size of a cache line on x86 and most other processors. Copies of whole lines are fastest."""
 
 
 def nothing_moved() -> None:
-    """Pass the check of a state whose changes are not watched."""
+    """Do nothing: the check of a state whose changes are not detected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taking:
-    """A state to take a snapshot of, and when each of its tensors is copied: at once if no attribute says otherwise.
+    """A request for a snapshot of a state. It copies tensors at once unless ``deferrable`` or ``lasting`` selects them.
 
     Attributes:
         step: The committed step of the state.
         state: Any nesting of supported kinds.
-        deferrable: Returns whether a live tensor stays unchanged while the read lock is held: it is copied later, in
-            ``copy_deferred``.
-        lasting: Returns whether a live tensor's owner seldom changes it, and calls ``StateServer.materialize`` before.
-            It is not copied but served from live memory, if that is host memory in the file's layout. Later snapshots
-            reuse its digests, until ``Stager.forget_lasting``.
-        check_deferred: Raises a `SnapshotError` if a deferred tensor has changed; called after its copy. The snapshot
+        deferrable: Returns whether a live tensor stays unchanged while the read lock is held. Such a tensor is copied
+            later, in ``copy_deferred``.
+        lasting: Returns whether the owner of a live tensor seldom changes it, and calls ``StateServer.materialize``
+            before each change. If such a tensor is row-major in host memory, it is not copied but served from live
+            memory. Later snapshots reuse its digests, until ``Stager.forget_lasting``.
+        check_deferred: Raises a `SnapshotError` if a deferred tensor has changed. Called after its copy; the snapshot
             fails then.
-        check_shared: Raises one if a shared tensor has changed without ``materialize``; called before a receiver may
-            rely on what was sent. The snapshot is lost then.
-        max_held_bytes: Maximum bytes that ``Stager.hold`` copies.
-        float_dtype: Dtype of all floating-point tensors in the snapshot; ``None`` leaves each as it is.
+        check_shared: Raises a `SnapshotError` if a tensor in live memory has changed without ``materialize``. Called
+            before a receiver may use the bytes that were sent; the snapshot is lost then.
+        max_held_bytes: Maximum number of bytes that ``Stager.hold`` copies.
+        float_dtype: Dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
 
     step: int
@@ -70,14 +70,14 @@ class Taking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldState:
-    """A flattened state at a step. Its snapshot can be begun as long as its deferrable tensors stay unchanged.
+    """The flattened state of a step, from which a snapshot can begin while its deferrable tensors stay unchanged.
 
-    It takes no arena.
+    It uses no arena.
 
     Attributes:
-        taking: How the snapshot is taken.
-        flat: The state; everything that is not deferrable has been copied, unless the snapshot begins at once.
-        marks: Follow the work that was queued on devices before.
+        taking: The request for the snapshot.
+        flat: The flattened state. Unless the snapshot begins at once, it has copies of all tensors not deferrable.
+        marks: For each device, an event after the work that was queued before; copies wait for it.
     """
 
     taking: Taking
@@ -86,7 +86,7 @@ class HeldState:
 
     @property
     def is_shareable(self) -> bool:
-        """Whether the whole state lies in host memory, so that it can be served without a copy."""
+        """Whether all tensors are row-major in host memory, so that the state can be served without a copy."""
         blocks = self.flat.blocks
         return all(
             address or not num_bytes for address, num_bytes in zip(blocks.addresses, blocks.num_bytes, strict=True)
@@ -94,20 +94,20 @@ class HeldState:
 
 
 class PendingSnapshot:
-    """A snapshot whose bytes are still being copied. Used by one thread at a time.
+    """A snapshot that is not complete yet. Only one thread at a time may use it.
 
     Args:
-        held: The state.
-        resources: The shared resources.
-        arena: Destination of copies; ``None`` if nothing is to be copied.
+        held: The flattened state.
+        resources: The resources of the `Stager`.
+        arena: Destination of the copies; ``None`` if nothing is copied.
 
     Attributes:
         step: The committed step.
-        shared: The memory of a snapshot that is shared in part; ``None`` if all of it is copied.
+        shared: The data of the snapshot if at least part of it is live memory; ``None`` if everything is copied.
     """
 
     def __init__(self, held: HeldState, resources: SnapshotResources, *, arena: Arena | None) -> None:
-        # Without ``held.taking.state``: live tensors must not outlive the copy.
+        # Keep no reference to `taking.state`: it would keep live tensors in memory after the copy.
         taking = held.taking
         self.step = taking.step
         self.shared: CopyOnWriteMemory | None = None
@@ -128,7 +128,7 @@ class PendingSnapshot:
         self._check_deferred, self._check_shared = taking.check_deferred, taking.check_shared
 
     def copy_now(self) -> None:
-        """Copy every block that is neither deferrable nor shared, and note the others."""
+        """Copy every tensor that is neither deferrable nor shared."""
         is_shared = self._which(self._lasting) & (self._addresses != 0)
         is_deferred = self._which(self._deferrable) & ~is_shared
         self._deferred = np.flatnonzero(is_deferred)
@@ -137,15 +137,15 @@ class PendingSnapshot:
             self._share(np.flatnonzero(is_shared), is_shared)
 
     def defer_all(self) -> None:
-        """Note every block for ``copy_deferred``."""
+        """Leave all tensors to `copy_deferred`."""
         self._deferred = np.arange(len(self._flat.blocks.sources))
 
     def share_all(self) -> None:
-        """Share every block in place, without a copy."""
+        """Serve all tensors from live memory, without a copy."""
         self._share(np.arange(len(self._flat.blocks.sources)), self._which(self._lasting))
 
     def copy_deferred(self) -> None:
-        """Copy the rest. The caller still holds the read lock and releases it afterwards."""
+        """Copy the deferred tensors. The caller still holds the read lock, and releases it afterwards."""
         deferred, self._deferred = self._deferred, self._deferred[:0]
         try:
             self._copy(deferred)
@@ -156,9 +156,9 @@ class PendingSnapshot:
             raise
 
     def finish(self) -> Snapshot:
-        """Digest the copies and encode the header. Reads no live state but shared memory."""
-        assert self._is_held, "nothing follows finish, or a failure"
-        assert not len(self._deferred), "copy_deferred comes before finish"
+        """Digest the copies, encode the header, and return the snapshot. Needs no lock."""
+        assert self._is_held, "finish is called once, and not after a failure"
+        assert not len(self._deferred), "copy_deferred is called before finish"
         try:
             blocks = self._flat.blocks
             tree = self._flat.tree
@@ -169,7 +169,7 @@ class PendingSnapshot:
                         blocks.names, blocks.dtypes, blocks.shapes, self._starts.tolist(), blocks.num_bytes, strict=True
                     )
                 ]
-            # Live tensors must not outlive the copy: they would keep replaced parameters in memory.
+            # Drop the references to live tensors: they would keep replaced parameters in memory.
             blocks.sources.clear()
             digests = self._digests()
             snapshot_id = SnapshotId(secrets.token_hex(16))
@@ -200,7 +200,7 @@ class PendingSnapshot:
         )
 
     def abandon(self) -> None:
-        """Give the arena back without a snapshot. Does nothing after ``finish`` or a failure."""
+        """Cancel the snapshot and return its arena to the pool. Does nothing after `finish` or a failure."""
         if self._is_held:
             self._is_held = False
             self._flat.blocks.sources.clear()
@@ -213,7 +213,7 @@ class PendingSnapshot:
         return np.fromiter(map(chosen, sources), dtype=np.bool_, count=len(sources))
 
     def _chunk_keys(self, is_lasting: npt.NDArray[np.bool_]) -> list[ChunkKey | None]:
-        """Return the location of each lasting chunk's bytes; ``None`` for other chunks."""
+        """Return the cache key of each chunk that has only lasting tensors; ``None`` for every other chunk."""
         filled = np.flatnonzero(self._num_bytes)
         order = filled[np.argsort(self._starts[filled], kind="stable")].tolist()
         chunk_bytes, sources = self._chunks.chunk_bytes, self._flat.blocks.sources
@@ -254,22 +254,22 @@ class PendingSnapshot:
     def _digests(self) -> list[int] | None:
         if self.shared is not None or not self._resources.is_digested:
             return None
-        assert self._arena is not None, "what is not shared is copied"
+        assert self._arena is not None, "a snapshot without live memory has an arena"
         return self._resources.copier.digests(self._arena.view[: self._data_bytes], self._chunks, self._digester)
 
     def _put_header(self, header: bytes) -> MemoryFile | CopyOnWriteMemory:
         if self.shared is not None:
             self.shared.set_header(header)
             return self.shared
-        assert self._arena is not None, "what is not shared is copied"
+        assert self._arena is not None, "a snapshot without live memory has an arena"
         start = self._arena.write_header(header)
         return MemoryFile(self._arena.descriptor, start, start + len(header), self._arena.view[: self._data_bytes])
 
     def _closing(self) -> Callable[[], None]:
-        """Return a function that gives the memory back and refers to nothing else."""
+        """Return a function that frees the memory of the snapshot, and that does not refer to this object."""
         if self.shared is not None:
             return self.shared.close
-        assert self._arena is not None, "what is not shared is copied"
+        assert self._arena is not None, "a snapshot without live memory has an arena"
         return functools.partial(self._resources.pool.give_back, self._arena)
 
     def _copy(self, indices: Column) -> None:
@@ -277,7 +277,7 @@ class PendingSnapshot:
         indices = indices[self._num_bytes[indices] > 0]
         if not len(indices):
             return
-        assert self._arena is not None, "what is copied has an arena"
+        assert self._arena is not None, "a snapshot with copies has an arena"
         began_s = time.monotonic()
         has_address = self._addresses[indices] != 0
         host = indices[has_address]
@@ -301,17 +301,17 @@ class PendingSnapshot:
         costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
 
     def _target(self, index: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        assert self._arena is not None, "what is copied has an arena"
+        assert self._arena is not None, "a snapshot with copies has an arena"
         start = int(self._starts[index])
         block = self._arena.data[start : start + self._flat.blocks.num_bytes[index]]
         return block.view(dtype).view(shape)
 
 
 def data_bytes_of(flat: FlatState) -> int:
-    """Return the size of all blocks together.
+    """Return the number of bytes of all tensors of a state.
 
     Raises:
-        SnapshotError: The format cannot represent it.
+        SnapshotError: The format cannot represent so many bytes.
     """
     data_bytes = sum(flat.blocks.num_bytes)
     if data_bytes >= 2**62:
@@ -320,10 +320,11 @@ def data_bytes_of(flat: FlatState) -> int:
 
 
 def _lay_out(flat: FlatState) -> Column:
-    """Return where each block begins, each aligned without any hole.
+    """Return the position of each tensor in the data: aligned, and without holes between tensors.
 
-    First all blocks of whole cache lines: between them the step counters of Adam would shift each weight by 4 bytes
-    against the tensor that it is copied from or to. The others follow, larger items first, aligned to their item size.
+    Tensors of whole cache lines come first. If Adam's step counters came between them, each weight would be shifted by
+    4 bytes against the tensor that it is copied from. The other tensors follow, by descending item size, so that each
+    one is aligned to its item size.
     """
     blocks = flat.blocks
     num_bytes = np.asarray(blocks.num_bytes)

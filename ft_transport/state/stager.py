@@ -1,4 +1,4 @@
-"""Takes snapshots: flattens a state at one step, and copies at once what cannot wait."""
+"""Takes snapshots: flattens the state of a step, and copies at once what may not be copied later."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Stager:
     """Takes snapshots into a pool of reusable arenas.
 
     Args:
-        max_snapshots: Maximum number of live snapshots.
-        num_threads: Threads that copy and digest.
-        chunk_bytes: Maximum bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
-        is_digested: Whether snapshots have digests; a store digests its files itself.
-        digester: Chooses for each snapshot how its digests are made.
-        accelerator: Makes streams; for tests. ``None`` takes torch's own.
+        max_snapshots: Maximum number of snapshots that exist at the same time.
+        num_threads: Number of threads that copy and digest.
+        chunk_bytes: Maximum number of bytes in a chunk, the unit of digest and fetch. Small states have smaller chunks.
+        is_digested: Whether snapshots have digests. A checkpoint store needs none, because it digests its files.
+        digester: Returns the digest function for a new snapshot.
+        accelerator: Makes streams and events; torch's own by default. Tests pass a fake.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Stager:
 
     @property
     def costs(self) -> MetricValues:
-        """Metrics of all its snapshots."""
+        """The bytes and seconds of all copies, as metrics."""
         return self._resources.costs
 
     def prefault(self, state: object) -> None:
-        """Make memory for snapshots of ``state`` ready in the background; return when its size is known.
+        """Start to make memory for snapshots of ``state`` resident, in the background. Copies nothing.
 
         Called on the thread that owns the state.
 
@@ -69,15 +69,16 @@ class Stager:
         self._pool.prefault(data_bytes_of(flat))
 
     def begin(self, wanted: Taking | HeldState, *, share: bool = False) -> PendingSnapshot:
-        """Begin a snapshot of a state, under the read lock on the thread that owns it; or, once, of a held state.
+        """Begin a snapshot.
 
         Args:
-            wanted: A held state may come from any thread; everything is left to ``copy_deferred`` then.
-            share: Copies nothing of a held state that ``is_shareable``, and takes no arena. Its owner calls
-                ``CopyOnWriteMemory.materialize`` before changing any of it.
+            wanted: A state, for which the owning thread calls this under the read lock. Or a `HeldState`, once: any
+                thread may call this, and ``copy_deferred`` then copies everything.
+            share: Serve a held state that ``is_shareable`` from live memory, without a copy or an arena. The owner
+                must call ``CopyOnWriteMemory.materialize`` before it changes the state.
 
         Raises:
-            SnapshotError: The state cannot be captured, or memory for it is missing; no memory is occupied.
+            SnapshotError: The state cannot be captured, or not enough memory is free. No arena stays in use.
         """
         held = wanted if isinstance(wanted, HeldState) else self._flattened(wanted)
         arena = None if share else self._pool.take(data_bytes_of(held.flat))
@@ -96,12 +97,12 @@ class Stager:
             raise
 
     def hold(self, taking: Taking) -> HeldState | None:
-        """Copy everything that is not deferrable, so that a snapshot of this step can be begun later.
+        """Copy the tensors that are not deferrable, so that a snapshot of this step can begin later.
 
         Called under the read lock, on the thread that owns the state.
 
         Returns:
-            The held state; ``None`` if more than ``max_held_bytes`` would have to be copied.
+            The held state; ``None`` if these tensors have more than ``max_held_bytes`` bytes.
 
         Raises:
             SnapshotError: The state cannot be captured.
@@ -124,7 +125,7 @@ class Stager:
         return held
 
     def forget_lasting(self) -> None:
-        """Discard the digests of lasting tensors, which may change from here on."""
+        """Discard the cached digests of lasting tensors. Called before one of these tensors may change."""
         self._resources.lasting.forget()
 
     def _flattened(self, taking: Taking) -> HeldState:
@@ -137,11 +138,11 @@ class Stager:
             for source, address in zip(flat.blocks.sources, flat.blocks.addresses, strict=True)
             if not address and not source.is_cpu
         }
-        # The copies begin after all work that is queued on the devices by now.
+        # Copies from devices will wait for all work that is queued there now.
         marks = self._resources.device_copier.mark(sorted(devices, key=str)) if devices else {}
         return HeldState(taking=taking, flat=flat, marks=marks)
 
     def close(self) -> None:
-        """End the threads and free the arenas without readers."""
+        """End the threads, and free each arena as soon as nobody reads it."""
         self._resources.copier.close()
         self._pool.close()

@@ -1,4 +1,4 @@
-"""Turns a tree of nodes into a nested state again, without trusting the tree."""
+"""Builds a nested state from a tree of nodes. The tree may be forged, so everything in it is checked."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ft_transport.wire.nodes import MAX_DEPTH, STRIDE, CheckTime, LayoutNode, No
 
 _MAX_LABEL_CHARACTERS: Final = 200
 _MAX_PATH_CHARACTERS: Final = 1000
-"""A longer path is truncated: deep in a tree, each of very many items would take a copy of it."""
+"""Maximum length of paths in errors. A deep tree could otherwise need a long path for each of very many items."""
 _SPARE_COPY_BYTES: Final = 1 << 20
 _SCALARS: Final = frozenset({type(None), bool, int, float, str})
 
 
 _MAX_NODE_DEPTH: Final = 3 * MAX_DEPTH
-"""A parameter that is a quantized tensor, or a part of one, takes three nested nodes."""
+"""Three nodes for each container: a parameter that is a quantized tensor, for example, has three nested nodes."""
 
 _TensorKey: TypeAlias = int | bytes | tuple[int | bytes, bool, bool]
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -40,13 +40,13 @@ class Unflattener:
     """Builds one state. Not thread-safe.
 
     Args:
-        tensor_of: Returns the entry of the tensor table with a given index, as a tensor of its wire dtype and shape.
-            Called at most once per index; raises ``IndexError`` for an index outside of the table.
-        direct: By entry, the receiver's tensor whose memory has the bytes, as a plain tensor and no Parameter.
-        is_destination: Whether a tensor of the receiver was chosen to receive the data of an entry.
-        manifest: Has the layouts that the DTensors name.
-        meshes: Meshes for DTensors without a counterpart.
-        check_time: Called now and then.
+        tensor_of: Returns the tensor with an index of the tensor table, with dtype and shape as in the table. Called at
+            most once for each index. Raises ``IndexError`` for an index outside the table.
+        direct: By index, the receiver's tensor into which the bytes were received; a plain tensor, no Parameter.
+        is_destination: Returns whether a tensor of the receiver receives the data of an index.
+        manifest: The manifest, with the layouts of the DTensors.
+        meshes: Finds meshes for DTensors that the receiver's state lacks.
+        check_time: Called repeatedly; an error that it raises ends the work.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Unflattener:
         self._is_destination = is_destination
         self._meshes = meshes
         self._check_time = check_time
-        # Each entry of the table is copied at most once; nodes that name one again and again are refused.
+        # Limits copies: a forged tree could name the same tensor any number of times.
         self._copy_bytes_left = 2 * manifest.data_bytes + _SPARE_COPY_BYTES
         self._depth = self._num_built = 0
         self._tensors: dict[_TensorKey, torch.Tensor] = {}
@@ -75,13 +75,13 @@ class Unflattener:
 
         Args:
             node: The received node.
-            into: The receiver's own value at the same place, if it has one; its tensors are returned if they received
-                the data.
-            path: The place, for errors.
+            into: The receiver's own value at the same path; ``None`` if it has none. If a tensor of it has received
+                the data, that tensor becomes part of the built value.
+            path: The path of the node, for errors.
 
         Raises:
             ManifestError: The node contradicts the tensor table or itself.
-            RestoreError: It needs an object that the receiver does not have.
+            RestoreError: The node needs an object that the receiver does not have.
             DeadlineExceededError: ``check_time`` raised it.
         """
         self._num_built += 1
@@ -90,7 +90,7 @@ class Unflattener:
         self._depth += 1
         try:
             if self._depth > _MAX_NODE_DEPTH:
-                raise ManifestError(f"expected at most {MAX_DEPTH} containers in each other, got more")
+                raise ManifestError(f"expected at most {MAX_DEPTH} levels of nesting, got more")
             return self._build(node, None if is_lazy(into) else into, path)
         except TransportError as error:
             error.path = error.path or path or "(root)"
@@ -116,7 +116,7 @@ class Unflattener:
             case nodes.MappingNode():
                 return self._mapping(node, into, path)
             case nodes.DefaultDictNode():
-                # The factory's type follows from the node's closed set of names.
+                # Safe: the decoder of the node accepts only names in `DEFAULT_FACTORIES`.
                 pairs = distinct(dict(self._pairs(node.items, into, path)), len(node.items) // 2, path)
                 return defaultdict(encodings.DEFAULT_FACTORIES[node.factory], pairs)
             case nodes.SequenceNode():
@@ -125,7 +125,7 @@ class Unflattener:
                 type_ = encodings.named_tuple_type(node)
                 if len(node.items) != len(node.fields):
                     raise ManifestError(f"expected {len(node.fields)} values, got {len(node.items)}", path=path)
-                # tuple.__new__ and not the class itself, whose constructor is code that the name would choose.
+                # Call tuple.__new__, not the class: a forged name must not choose a constructor to run.
                 return tuple.__new__(type_, self._items(node.items, into, path))
             case nodes.DequeNode():
                 return deque(self._items(node.items, into, path), node.maxlen)
@@ -148,7 +148,7 @@ class Unflattener:
 
     @staticmethod
     def reinterpret(stored: torch.Tensor, node: LayoutNode) -> torch.Tensor:
-        """Return ``stored`` in the dtype and shape of ``node``, still row-major; shares its memory.
+        """Return ``stored`` as a row-major view with the dtype and shape of ``node``.
 
         Raises:
             ManifestError: The number of bytes does not match dtype and shape.
@@ -160,8 +160,8 @@ class Unflattener:
             raise ManifestError(f"expected bytes for {node.dtype}{list(node.shape)}, got {stored.nbytes}")
         try:
             return as_bytes(stored.detach()).view(dtype).view(node.shape)
-        except RuntimeError as error:  # an empty shape with sizes beyond what torch can count
-            raise ManifestError(f"expected a shape that torch can count, got {list(node.shape)}") from error
+        except RuntimeError as error:  # an empty tensor whose other sizes exceed torch's limits
+            raise ManifestError(f"expected a shape within the limits of torch, got {list(node.shape)}") from error
 
     def _stored(self, index: int, path: str) -> torch.Tensor:
         if index not in self._tensors:
@@ -172,7 +172,7 @@ class Unflattener:
         return self._tensors[index]
 
     def _tensor(self, node: TensorNode | LayoutNode | ViewNode, into: object, path: str) -> torch.Tensor:
-        # A view is never a destination: it shows the data of its base.
+        # A view is never a destination, because its base receives the data.
         receiver = as_plain(into) if has_own_memory(into) else None
         if receiver is not None and type(node) is not ViewNode and self._is_destination(node.index, receiver):
             return receiver
@@ -205,7 +205,7 @@ class Unflattener:
             return tensor
         if len(node.stride) != len(node.shape) or not is_dense(node.shape, node.stride):
             raise ManifestError(f"expected strides of a dense layout, got {node.stride} for {node.shape}", path=path)
-        # Expanded dimensions are stored repeated; one copy of each element is enough.
+        # The elements of an expanded dimension are stored repeatedly. Copy each element once, and expand again.
         compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in node.stride)]
         self._spend(compact.nbytes, path)
         laid_out = torch.empty_strided(compact.shape, node.stride, dtype=tensor.dtype)
@@ -230,7 +230,7 @@ class Unflattener:
                 counterpart = counterparts.get(key)
             except TypeError:
                 raise ManifestError(f"expected a hashable key, got {type(key).__name__}", path=path) from None
-            # First the most frequent item of a large state: one received into the receiver's own tensor.
+            # Handle the most frequent case first: a tensor that was received into the receiver's own tensor.
             if (
                 type(value_node) is TensorNode
                 and counterpart is not None
@@ -290,10 +290,10 @@ class Unflattener:
             raise ManifestError(f"expected the items of a {node.kind}: {error}", path=path) from error
 
     def _spend(self, num_bytes: int, path: str) -> None:
-        """Count a copy of bytes of the table."""
+        """Count copied bytes, and raise if more are copied than the table has."""
         self._copy_bytes_left -= num_bytes
         if self._copy_bytes_left < 0:
-            raise ManifestError("expected each entry of the table to be used once, got copies without end", path=path)
+            raise ManifestError("expected each tensor of the table to be copied once, got more copies", path=path)
 
     def _bytes_of(self, index: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         stored = self._stored(index, path)
@@ -309,8 +309,8 @@ class Unflattener:
             raise ManifestError(f"expected values for {list(node.shape)}, got {len(values)}", path=path)
         try:
             return values.reshape(node.shape)
-        except ValueError as error:  # more dimensions, or an empty shape with larger sizes, than numpy can count
-            raise ManifestError(f"expected a shape that numpy can count, got {list(node.shape)}") from error
+        except ValueError as error:  # too many dimensions, or an empty array whose other sizes exceed numpy's limits
+            raise ManifestError(f"expected a shape within the limits of numpy, got {list(node.shape)}") from error
 
     def _custom(self, node: nodes.CustomNode, path: str) -> object:
         encoding = encodings.encoding_for_name(node.name)
@@ -326,12 +326,12 @@ class Unflattener:
             raise
         except Exception as error:
             raise RestoreError(
-                f"the encoding {encoding.name!r} could not decode what came: {type(error).__name__}: {error}", path=path
+                f"the encoding {encoding.name!r} could not decode a value: {type(error).__name__}: {error}", path=path
             ) from error
 
     def _quantized(self, node: nodes.QuantizedNode, path: str) -> torch.Tensor:
         dtype = DTYPES_BY_NAME.get(node.dtype)
-        # Copied below: a view or an expanded tensor may be larger than what was sent.
+        # Only nodes whose tensors are as large as the bytes sent for them, because the tensor is copied below.
         values = self.build(node.values, None, path) if isinstance(node.values, (TensorNode, LayoutNode)) else None
         integers = QUANTIZED.get(dtype) if dtype is not None else None
         if integers is None or not isinstance(values, torch.Tensor) or values.dtype != integers:
@@ -361,7 +361,7 @@ class Unflattener:
             raise ManifestError(f"expected a tensor, got {type(value).__name__}", path=path)
         if node.requires_grad and not (value.is_floating_point() or value.is_complex()):
             raise ManifestError(f"expected a floating-point tensor to require grad, got {value.dtype}", path=path)
-        # A parameter at several places stays one parameter; only a tensor's node identifies it.
+        # A parameter that occurs several times must stay one object. It is identified by the node of its tensor.
         named = node.value if isinstance(node.value, (TensorNode, LayoutNode, ViewNode)) else None
         key = (_key_of(named), node.parameter, node.requires_grad) if named is not None else None
         if key is not None and key in self._tensors:
@@ -389,12 +389,12 @@ class Unflattener:
 
 
 def _key_of(node: TensorNode | LayoutNode | ViewNode) -> int | bytes:
-    """Return the key of a tensor: an index of the table, or bytes, whose hashes no sender can choose."""
+    """Return the key of a tensor: its index or the encoded node, so that no sender can choose colliding hashes."""
     return node.index if type(node) is TensorNode else _encode(node)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or a plain one if it was not sent as a Parameter or a leaf."""
+    """Return a plain tensor with the same memory for a Parameter or a tensor that requires grad, else the tensor."""
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor

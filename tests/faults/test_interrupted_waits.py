@@ -43,7 +43,7 @@ def differences(held: ExitStack) -> Wait:
 
     def check() -> None:
         assert received.differences(received.state) == ()
-        assert received.differences(other) == ("expected other bytes in weight",)
+        assert received.differences(other) == ("the bytes differ in weight",)
 
     return lambda: received.differences(other), check
 

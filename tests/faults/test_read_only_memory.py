@@ -36,7 +36,7 @@ def test_a_fetch_is_refused() -> None:
     base = state_of(1)["b"]
     into = into_with(frozen(base))
     with network() as net:
-        with pytest.raises(RestoreError, match=r"mapped for reading alone: map it privately.*at b"):
+        with pytest.raises(RestoreError, match=r"read-only mapping: map the file privately.*at b"):
             net.receiver.fetch(net.proxy.url, 1, into=into)
         assert not into["a"].any()
         into["b"] = frozen(base, mmap.ACCESS_COPY)

@@ -255,7 +255,7 @@ def test_a_replica_that_cannot_be_healed_stops_with_the_reasons(address: str) ->
         replica = make()
         # What is loaded is not what was sent.
         replica.manager._state.registry.replace("weight", lambda: {"weight": torch.zeros(4)}, is_stable=False)
-        with pytest.raises(HealFailedError, match=r"failed 3 times.*replica_0.*other bytes in .*weight") as caught:
+        with pytest.raises(HealFailedError, match=r"failed 3 times.*replica_0.*bytes differ in .*weight") as caught:
             replica.manager.start_quorum()
         with suppress(StateTornError):
             replica.optimizer.step()

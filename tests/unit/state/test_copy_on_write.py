@@ -150,7 +150,7 @@ def test_without_memory_for_a_copy_the_snapshot_is_lost_and_the_owner_goes_on(ow
     memory_of(third).materialize()  # Two arenas are all that there are.
     memory_of(snapshot).materialize()
     assert memory_of(snapshot).is_lost
-    with pytest.raises(SnapshotError, match="gone"):
+    with pytest.raises(SnapshotError, match="can still be read"):
         file_of(snapshot)
     for each in (first, snapshot, third):
         each.close()
@@ -228,7 +228,7 @@ def test_what_is_closed_is_neither_copied_nor_read_any_more(owner: Owner) -> Non
     snapshot.close()
     memory_of(snapshot).materialize()
     assert memory_of(snapshot)._arena is None
-    with pytest.raises(SnapshotError, match="gone"):
+    with pytest.raises(SnapshotError, match="can still be read"):
         file_of(snapshot)
 
 

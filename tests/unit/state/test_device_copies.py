@@ -284,7 +284,7 @@ def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], 
 
 def test_an_arena_that_cannot_be_page_locked_is_an_error(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
     _with_cuda(2)
-    with open_stager() as stager, pytest.raises(SnapshotError, match="cudaHostRegister answered 2"):
+    with open_stager() as stager, pytest.raises(SnapshotError, match="cudaHostRegister returned 2"):
         take(stager, 1, torch.ones(3))
 
 

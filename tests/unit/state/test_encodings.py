@@ -97,7 +97,7 @@ def test_the_same_encoding_may_be_registered_again() -> None:
 @pytest.mark.parametrize("changes", [{"name": "test.other"}, {"type": Other}])
 def test_a_clash_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
     _register()
-    with pytest.raises(ConfigurationError, match=r"'test.ema' / Ema"):
+    with pytest.raises(ConfigurationError, match=r"'test.ema' is registered for Ema"):
         _register(**changes)
     assert round_trip(Ema(0.5, torch.ones(1))).decay == 0.5
     assert encodings.encoding_for_type(Other) is None
@@ -120,7 +120,7 @@ def test_an_encoding_that_makes_what_is_not_supported_is_an_error_with_a_path() 
 def test_a_decoding_that_fails_is_an_error_with_a_path() -> None:
     _register(decode=lambda value: Ema(value["nothing"], value["like it"]))
     file = file_of_state({"x": [Ema(0.5, torch.ones(1))]})
-    with pytest.raises(RestoreError, match=r"could not decode what came: KeyError.*at x.0"):
+    with pytest.raises(RestoreError, match=r"could not decode a value: KeyError.*at x.0"):
         receive(file)
 
 
