@@ -1,13 +1,15 @@
-"""A delta: the elements that differ between two versions of the same weights, if few differ, in all tensors.
+"""The `Delta` between two versions of weights, which encodes only the elements that differ.
 
-Between two steps of reinforcement learning about one bfloat16 element in a hundred changes, all over the model, so that
-every chunk differs. A delta encodes the distance from each changed element to the next, and which of its bits changed:
-1.5 % of the bytes for 1 % of the elements, and less if only low bits change. Encoding and applying are lossless.
-Applied to the newer version, a delta restores the older one.
+Between two steps of reinforcement learning about 1 % of the bfloat16 elements change, all over the model, so that every
+chunk differs. A delta has the distance from each changed element to the next, and the changed bits of each element. It
+takes 1.5 % of the bytes for 1 % of the elements, and less if only low bits change. A delta is lossless. Applying the
+same delta again restores the older version.
 
-Layout: the length of the header (8 bytes, little-endian), the header (msgpack), and as many zstandard frames as the
-header has lengths (RFC 8878), each with a checksum: near distances, a byte each; far distances, 8 bytes each, one for
-every near one of 255; then byte 0 of the changed bits of each element, byte 1, and so on.
+Format: the length of the header (8 bytes, little-endian), the header (msgpack), and zstandard frames with checksums
+    (RFC
+8878), whose lengths are in the header. The first frame has a byte for each distance; 255 stands for a far distance. The
+second frame has the far distances, 8 bytes each. The following frames have byte 0 of the changed bits of each element,
+byte 1, and so on.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from ft_transport.wire.chunks import digest
 _FORMAT: Final = 1
 _FAR: Final = 255
 _BLOCK_BYTES: Final = 1 << 20
-"""Bytes that are compared at once: they stay in the cache of a core."""
+"""Number of bytes that are compared at a time, few enough for the cache of a core."""
 _LEVEL: Final = 1
-"""Level of zstandard: the distances are nearly random, and higher levels are slower without smaller output."""
+"""Compression level of zstandard. The distances are nearly random, so higher levels are slower and save nothing."""
 _MAX_HEADER_BYTES: Final = 64 << 20
 _MAX_SHARE: Final = 8
-"""Uncompressed, a delta may take at most one in this many of the bytes. This bounds the publisher's memory; if more has
-changed, chunks cost little more."""
+"""An uncompressed delta may be at most 1/8 of the weights, which bounds the publisher's memory. With more changes, a
+delta would hardly be smaller than the changed chunks."""
 _LENGTH_BYTES: Final = 8
 _HEADER_COST: Final = 32
-"""Memory per byte of a header, decoded; 16 were measured."""
+"""Assumed bytes of memory per byte of a decoded header; 16 were measured."""
 _POSITION_BYTES: Final = 8
 _WORD: Final = np.dtype("<u8")
 _ITEM_BYTES: Final = (1, 2, 4, 8)
@@ -48,14 +50,14 @@ Elements = npt.NDArray[Any]
 
 
 class DeltaTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of the newer version.
+    """One tensor of the newer version, as described in the header of a delta.
 
     Attributes:
-        name: Its name.
-        num_bytes: Its size.
-        item_bytes: The size of an element: 1, 2, 4 or 8.
-        num_changed: Number of elements that differ from the base.
-        digest: Digest of its bytes (`ft_transport.wire.chunks.digest`).
+        name: Name of the tensor.
+        num_bytes: Size of the tensor in bytes.
+        item_bytes: Size of an element in bytes: 1, 2, 4 or 8.
+        num_changed: Number of elements that differ from the older version.
+        digest: Digest of the tensor's bytes (`ft_transport.wire.chunks.digest`).
     """
 
     name: str
@@ -66,7 +68,7 @@ class DeltaTensor(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_items(self) -> int:
-        """Number of its elements."""
+        """Number of elements of the tensor."""
         return self.num_bytes // self.item_bytes
 
 
@@ -84,13 +86,13 @@ _header_decoder: Final = msgspec.msgpack.Decoder(_Header)
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """A tensor in both versions, row-major.
+    """The bytes of one tensor in both versions, row-major.
 
     Attributes:
-        name: Its name.
-        item_bytes: The size of an element: 1, 2, 4 or 8.
-        base: Its bytes in the base.
-        new: Its bytes now; as many.
+        name: Name of the tensor.
+        item_bytes: Size of an element in bytes: 1, 2, 4 or 8.
+        base: Bytes of the tensor in the older version.
+        new: Bytes of the tensor in the newer version; as many as in the older.
     """
 
     name: str
@@ -101,12 +103,12 @@ class TensorPair:
 
 @dataclass(frozen=True, slots=True)
 class TensorChanges:
-    """The elements of one tensor that differ.
+    """The changed elements of one tensor.
 
     Attributes:
-        tensor: The tensor.
-        positions: Positions of these elements, int64, ascending.
-        bits: Values to combine with these elements by exclusive or, unsigned, of the element's size.
+        tensor: The description of the tensor.
+        positions: Positions of the changed elements, ascending, int64.
+        bits: For each changed element, an unsigned integer of the same size: old value XOR new value.
     """
 
     tensor: DeltaTensor
@@ -116,14 +118,14 @@ class TensorChanges:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A decoded delta, whose header has been checked.
+    """A decoded delta with a valid header.
 
     Attributes:
-        version: The newer version.
-        base: The version that it is applied to.
-        tensors: All tensors of the version.
-        num_bytes: Its size, encoded.
-        memory_bytes: Memory that it takes decoded, with its changes.
+        version: Number of the newer version.
+        base: Number of the older version, to which the delta is applied.
+        tensors: All tensors of the newer version.
+        num_bytes: Size of the encoded delta in bytes.
+        memory_bytes: Bytes of memory that the decoded delta and its `changes` take.
     """
 
     version: int
@@ -136,10 +138,10 @@ class Delta:
     _planes: tuple[Bytes, ...]
 
     def changes(self) -> Iterator[TensorChanges]:
-        """Yield the changes of each tensor that has any.
+        """Yield the changes of each tensor that differs between the versions.
 
         Raises:
-            ManifestError: A position lies outside of its tensor.
+            ManifestError: A position is outside of its tensor.
         """
         start = far_start = 0
         plane_starts = [0] * len(self._planes)
@@ -172,13 +174,13 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
     """Encode the delta between two versions.
 
     Args:
-        version: The newer version.
-        base: The version that it is applied to.
-        pairs: All tensors.
+        version: Number of the newer version.
+        base: Number of the older version, to which the delta is applied.
+        pairs: All tensors in both versions.
 
     Returns:
-        The delta; ``None`` if it would not be smaller than the changed blocks of 1 MiB, or take more than an eighth of
-        the weights before it is compressed.
+        The delta. ``None`` if it is not smaller than the changed blocks of 1 MiB, or if it is larger than 1/8 of the
+        weights before compression.
     """
     tensors: list[DeltaTensor] = []
     near: list[Bytes] = []
@@ -212,20 +214,21 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
 
 
 def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> Delta:
-    """Decode and decompress a delta; its claims bound no memory beyond that of its changed elements.
+    """Decode and decompress a delta. The input is untrusted.
 
     Args:
-        data: The delta, encoded.
-        max_bytes: Maximum memory for it and its `changes`; a larger delta is not decompressed. ``None`` for no limit.
+        data: The encoded delta.
+        max_bytes: Maximum memory of the decoded delta and its `changes`, in bytes. A delta that would take more is
+            refused before it is decompressed. ``None``: no limit.
 
     Raises:
-        ManifestError: The data is no delta, is damaged, or would take more memory.
+        ManifestError: The data is not a delta, is damaged, or would take too much memory.
     """
     view = memoryview(data)
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")
     frames = view[_LENGTH_BYTES + length :]
     if len(view) < _LENGTH_BYTES or not 0 < length <= min(_MAX_HEADER_BYTES, len(view) - _LENGTH_BYTES):
-        raise ManifestError(f"expected a delta, got {len(view)} bytes that begin with no header")
+        raise ManifestError(f"expected a delta, got {len(view)} bytes that do not begin with a header")
     if max_bytes is not None and length * _HEADER_COST > max_bytes:
         raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got a header of {length}")
     try:
@@ -267,24 +270,24 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> De
 
 
 def apply_changes(changes: TensorChanges, target: Bytes) -> None:
-    """Change a tensor in place.
+    """Apply changes to a tensor in place.
 
     Args:
-        changes: The changes.
-        target: All of its bytes, contiguous and writable.
+        changes: The changes of the tensor.
+        target: All bytes of the tensor, contiguous and writable.
     """
     elements = target.view(changes.bits.dtype)
     elements[changes.positions] ^= changes.bits
 
 
 def _decoded_bytes(tensors: Iterable[DeltaTensor], num_far: int) -> int:
-    # The bits exist in the streams and in the changes.
+    # Twice item_bytes: the changed bits exist in the decompressed frames and in the changes.
     of_changes = sum(each.num_changed * (1 + _POSITION_BYTES + 2 * each.item_bytes) for each in tensors)
     return of_changes + num_far * _WORD.itemsize
 
 
 def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int]:
-    """Return positions and bits of the elements that differ, and the size of the blocks that contain them."""
+    """Return positions and XOR of the elements that differ, and the total size of the 1 MiB blocks with them."""
     if len(pair.base) != len(pair.new) or pair.item_bytes not in _ITEM_BYTES or len(pair.new) % pair.item_bytes:
         raise ValueError(f"expected two versions of elements of 1, 2, 4 or 8 bytes, got {pair!r:.200}")
     kind = f"<u{pair.item_bytes}"
@@ -316,7 +319,7 @@ def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int
 
 
 def _decompressed(frame: memoryview, size: int) -> Bytes:
-    """Decompress one stream of known size; refuse at once a frame that announces more."""
+    """Decompress a frame of known size. A frame that announces another size is refused before decompression."""
     try:
         announced = zstandard.frame_content_size(frame)
         if announced != size:

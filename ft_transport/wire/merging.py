@@ -1,8 +1,7 @@
-"""Merges the trees that the ranks of a group send into one.
+"""Merges the trees of several sources, the ranks of a replica, into one tree.
 
-Each rank sends the same state, except for its own parts of sharded tensors, and, if ranks hold different stages of a
-model, for entries that only some ranks have. The path is a tensor's name: the same path on two ranks is the same
-tensor.
+The trees are equal except for parts of sharded tensors, and for entries that only some ranks have, such as those of
+pipeline stages. Values at the same path in two trees are the same value of the state.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.wire import nodes
 
 Path: TypeAlias = tuple[nodes.Node, ...]
-"""Keys of mappings, as they are encoded, and positions in sequences."""
+"""Path of a value in a tree: encoded keys of mappings, and positions in sequences."""
 TensorLike: TypeAlias = nodes.TensorNode | nodes.LayoutNode | nodes.ViewNode | nodes.DTensorNode
 StoredLeaf: TypeAlias = nodes.NumpyArrayNode | nodes.StoredBytesNode
 _KEYS: Final = (
@@ -28,13 +27,13 @@ _TENSORS: Final[frozenset[type]] = frozenset({nodes.TensorNode, nodes.LayoutNode
 
 
 class LeafVisitor(Protocol):
-    """Makes the nodes of leaves that have data."""
+    """Creates the merged nodes of leaves with tensor data."""
 
     def tensor(self, path: Path, sources: tuple[int, ...], found: tuple[TensorLike, ...]) -> nodes.Node:
-        """Returns the node for a tensor that ``sources`` have as ``found``."""
+        """Returns the merged node of a tensor; ``found`` are the nodes of ``sources``."""
 
     def stored(self, path: Path, source: int, node: StoredLeaf) -> nodes.Node:
-        """Returns the node for a leaf whose bytes ``source`` has."""
+        """Returns the merged node of an array or bytes; ``node`` is the one of ``source``."""
 
 
 def merge_trees(
@@ -44,13 +43,13 @@ def merge_trees(
     names: Sequence[str] | None = None,
     check_time: nodes.CheckTime = nodes.unbounded,
 ) -> nodes.Node:
-    """Return one tree with all entries of ``trees``.
+    """Return one tree with all entries of several trees.
 
     Args:
-        trees: By source.
-        visitor: Makes the nodes for the leaves that have data.
-        names: Names of the sources in errors.
-        check_time: Called now and then.
+        trees: The tree of each source.
+        visitor: Creates the merged nodes of leaves with tensor data.
+        names: Names of the sources, for errors.
+        check_time: Called repeatedly; raises an error after a deadline.
 
     Raises:
         RestoreError: Two sources have different values at one path.
@@ -63,7 +62,7 @@ def merge_trees(
 
 
 def path_name(path: Path) -> str:
-    """Format a path in words."""
+    """Format a path as text, for errors."""
     return ".".join(step if isinstance(step, str) else repr(step) for step in path)[:400] or "(root)"
 
 
@@ -81,7 +80,7 @@ class _Merge:
         first = found[0]
         kind = type(first)
         if kind is nodes.LeafNode:
-            # The receiver decides whether it is a parameter, or wants a gradient.
+            # parameter and requires_grad may differ: the receiver's own tensors decide about them.
             values = tuple([node.value if type(node) is nodes.LeafNode else node for node in found])
             return nodes.LeafNode(self.merge(path, sources, values), first.parameter, first.requires_grad)
         kinds = set(map(type, found))
@@ -126,7 +125,7 @@ class _Merge:
                 items += (key, self.merge((*path, key), sources, values))
             return _with_items(first, items)
         for key in itertools.chain.from_iterable(node.items[::2] for node in found):
-            # Other nodes cannot be compared by a dict, or have hashes that the sender chooses.
+            # Other keys are not hashable, or have hashes that a sender could choose to collide.
             if not (key is None or isinstance(key, _KEYS)):
                 raise RestoreError(
                     f"expected the same keys from every source, or keys of str and int, got {repr(key)[:100]}",
@@ -149,7 +148,7 @@ class _Merge:
         return _with_items(first, items)
 
     def _check_equal(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...], but_for: str) -> None:
-        """Refuse nodes that differ in anything but one field."""
+        """Refuse nodes that differ in any field except ``but_for``."""
         fields = [name for name in found[0].__struct_fields__ if name != but_for]
         for node in found[1:]:
             if any(getattr(node, name) != getattr(found[0], name) for name in fields):
@@ -159,8 +158,8 @@ class _Merge:
         other = next((position for position, node in enumerate(found) if node != found[0]), len(found) - 1)
         return RestoreError(
             f"expected the same from every source, got {repr(found[0])[:100]} from {self._name(sources[0])} and "
-            f"{repr(found[other])[:100]} from {self._name(sources[other])}; what belongs to one rank can "
-            "only be received by one, in the same layout: leave it out, or register it with scope='local'",
+            f"{repr(found[other])[:100]} from {self._name(sources[other])}; a value that differs between ranks cannot "
+            "be received in another layout: leave it out, or register it with scope='local'",
             path=path_name(path),
         )
 

@@ -1,12 +1,12 @@
-"""The tree of a state as JSON values.
+"""The tree of a state, which encodes nested containers and their leaves as JSON.
 
-A state is any nesting of containers and leaves. JSON scalars represent themselves; other values are tagged arrays,
-whose first element is the tag. The tree has no tensor data: a node refers to an entry of the tensor table
-(``wire.manifest``) by index. Tags are part of the format: add new ones, never change a meaning.
+JSON scalars represent themselves. Every other value is an array whose first element is a tag. The tree has no tensor
+data: a node refers by index to an entry of the tensor table (``wire.manifest``). Tags are part of the format: add new
+tags, but never change the meaning of a tag.
 
-The length of the text bounds work and memory of `encode_tree` and `decode_tree`. Decoding JSON takes linear time. Two
-other costs are bounded before decoding: the number of arrays, since an array of two characters takes a hundred bytes of
-memory, and their depth, if Python itself does not bound it.
+Trees come from untrusted peers. The length of the text bounds the time of `decode_tree`. Before decoding, two limits
+bound the memory and the recursion: the number of arrays, because an array of two characters takes a hundred bytes of
+memory, and the depth of arrays, if Python itself does not limit it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ft_transport.errors import ManifestError
 from ft_transport.runtime.decoding import collector_paused
 
 MAX_TENSOR_RANK = 64
-"""Highest number of dimensions accepted from a peer; torch itself stops at 64."""
+"""Maximum number of dimensions of a tensor from a peer, as in torch."""
 
 MAX_DEPTH: Final = 100
-"""Maximum nesting of containers: a level takes up to seven frames of Python's default thousand."""
+"""Maximum nesting of containers. A level takes up to seven stack frames of the thousand that Python allows."""
 
 MAX_BIG_INT_DIGITS: Final = 1 << 14
-"""Maximum number of hexadecimal digits of an int: 65,536 bits. Conversion to decimal takes quadratic time."""
+"""Maximum number of hexadecimal digits of an int: 65,536 bits. Printing a longer int would take too long."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 FloatBits: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
@@ -39,10 +39,10 @@ Dimensions: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSOR_
 
 
 class _Node(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of all tagged nodes: an array ``[tag, field, …]``.
+    """Base class of all tagged nodes, which are arrays ``[tag, field, …]``.
 
-    A tree has no cycles, so the garbage collector need not look at it: a collection, which tens of thousands of tracked
-    objects set off, walks the whole process and was measured at 100 ms.
+    The garbage collector does not track nodes, because they form no cycles. Tens of thousands of tracked objects would
+    start a collection of the whole process, which was measured at 100 ms.
     """
 
 
@@ -53,33 +53,33 @@ class BigIntNode(_Node, frozen=True, tag="i"):
 
 
 class FloatNode(_Node, frozen=True, tag="f"):
-    """A float that JSON has no number for (inf, nan): its IEEE 754 bits, so that a nan keeps its payload."""
+    """A float that JSON cannot represent (inf or nan), as IEEE 754 bits, which include the payload of a nan."""
 
     bits: FloatBits
 
 
 class ComplexNode(_Node, frozen=True, tag="c"):
-    """A Python complex number as the bits of its two parts."""
+    """A Python complex number, as the bits of real and imaginary part."""
 
     real_bits: FloatBits
     imag_bits: FloatBits
 
 
 class StringNode(_Node, frozen=True, tag="s"):
-    """A str that UTF-8 cannot carry (lone surrogates), encoded with ``surrogatepass``."""
+    """A str that UTF-8 cannot represent because of lone surrogates, encoded with ``surrogatepass``."""
 
     data: bytes
 
 
 class BytesNode(_Node, frozen=True, tag="b"):
-    """Short bytes, inline."""
+    """A short bytes or bytearray (``mutable``) object, whose content is part of the tree."""
 
     data: bytes
     mutable: bool = False
 
 
 class StoredBytesNode(_Node, frozen=True, tag="B"):
-    """Long bytes: the uint8 entry ``index`` of the tensor table."""
+    """A long bytes or bytearray (``mutable``) object: the content is uint8 entry ``index`` of the tensor table."""
 
     index: Count
     mutable: bool = False
@@ -93,7 +93,7 @@ class SequenceNode(_Node, frozen=True, tag="l"):
 
 
 class NamedTupleNode(_Node, frozen=True, tag="n"):
-    """A named tuple. The receiver uses its own class of that name, and only if it has the same fields."""
+    """A named tuple. The receiver uses its own class with this name, and only if that class has the same fields."""
 
     module: str
     qualname: str
@@ -109,28 +109,28 @@ class MappingNode(_Node, frozen=True, tag="d"):
 
 
 class DefaultDictNode(_Node, frozen=True, tag="dd"):
-    """A defaultdict whose factory is one of a fixed set of builtins; ``items`` as in ``MappingNode``."""
+    """A defaultdict with one of these builtins as factory; ``items`` alternates keys and values, in order."""
 
     factory: Literal["none", "list", "dict", "set", "int", "float", "str", "bool", "tuple"]
     items: list[Node]
 
 
 class DequeNode(_Node, frozen=True, tag="q"):
-    """A deque with its bound, if it has one."""
+    """A deque and its maximum length, if it has one."""
 
     maxlen: Count | None
     items: list[Node]
 
 
 class ConstantNode(_Node, frozen=True, tag="k"):
-    """A named constant of torch: ``kind`` says which family, ``name`` which member."""
+    """A named constant of torch, such as ``torch.float32`` (``kind="dtype"``)."""
 
     kind: Literal["dtype", "device", "layout", "memory_format"]
     name: str
 
 
 class NumpyArrayNode(_Node, frozen=True, tag="na"):
-    """A numpy array: entry ``index`` holds its bytes in C order; ``dtype`` is numpy's type string."""
+    """A numpy array. Entry ``index`` of the tensor table has its bytes in C order; ``dtype`` is numpy's type string."""
 
     index: Count
     dtype: str
@@ -138,33 +138,33 @@ class NumpyArrayNode(_Node, frozen=True, tag="na"):
 
 
 class NumpyScalarNode(_Node, frozen=True, tag="ns"):
-    """A numpy scalar: type string and bytes."""
+    """A numpy scalar, as numpy's type string and the bytes of the value."""
 
     dtype: str
     data: bytes
 
 
 class CustomNode(_Node, frozen=True, tag="x"):
-    """A value of a type that the user registered an encoding for, under ``name``."""
+    """A value whose type has an encoding that the user registered under ``name``; ``value`` is the encoded value."""
 
     name: str
     value: Node
 
 
 class TensorNode(_Node, frozen=True, tag="T"):
-    """A tensor that is entry ``index`` as it stands: row-major, of the entry's own dtype and shape.
+    """A contiguous tensor with dtype and shape of entry ``index`` of the tensor table.
 
-    Two nodes with one index are one tensor seen twice (a tie).
+    Several nodes with the same index are the same tensor (tied tensors).
     """
 
     index: Count
 
 
 class LayoutNode(_Node, frozen=True, tag="L"):
-    """A tensor whose dtype or memory layout the entry cannot say.
+    """A tensor whose dtype or strides a safetensors entry cannot express.
 
-    The entry holds the elements in row-major order of ``shape``; the restored tensor has ``stride`` (elements; a zero
-    repeats an expanded dimension) and the torch dtype ``dtype``.
+    Entry ``index`` has the elements in row-major order of ``shape``. The restored tensor has the torch dtype ``dtype``
+    and the strides ``stride``, in elements; a stride of 0 is that of an expanded dimension.
     """
 
     index: Count
@@ -174,7 +174,7 @@ class LayoutNode(_Node, frozen=True, tag="L"):
 
 
 class ViewNode(_Node, frozen=True, tag="V"):
-    """A view into another tensor's memory: ``offset`` and ``stride`` count elements of entry ``index``."""
+    """A view of another tensor's memory, which is entry ``index``; ``offset`` and ``stride`` are in elements."""
 
     index: Count
     shape: Dimensions
@@ -183,7 +183,7 @@ class ViewNode(_Node, frozen=True, tag="V"):
 
 
 class QuantizedNode(_Node, frozen=True, tag="Q"):
-    """A per-tensor quantized tensor: ``values`` its integers, its scale as the bits of a float64."""
+    """A quantized tensor with one scale: the tensor of its integers, and the scale as bits of a float64."""
 
     values: Node
     dtype: str
@@ -192,7 +192,7 @@ class QuantizedNode(_Node, frozen=True, tag="Q"):
 
 
 class LeafNode(_Node, frozen=True, tag="g"):
-    """A tensor that takes part in autograd: a Parameter, or a leaf that requires grad."""
+    """A tensor that is a Parameter, or a leaf of autograd that requires a gradient."""
 
     value: Node
     parameter: bool
@@ -200,7 +200,7 @@ class LeafNode(_Node, frozen=True, tag="g"):
 
 
 class DTensorNode(_Node, frozen=True, tag="D"):
-    """The local shard of a DTensor; ``layout`` is its index in the manifest's table (``wire.layouts``)."""
+    """The local shard of a DTensor; ``layout`` is an index into the layouts of the manifest (``wire.layouts``)."""
 
     local: Node
     layout: Count
@@ -230,42 +230,42 @@ TaggedNode: TypeAlias = (
     | DTensorNode
 )
 SmallInt: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""An int as JSON's readers take it, of 64 bits; any other is a `BigIntNode`."""
+"""An int of 64 bits, as JSON readers accept it. Larger ints are a `BigIntNode`."""
 Node: TypeAlias = bool | SmallInt | float | str | TaggedNode | None
 
 
 MAX_ARRAYS: Final = 1 << 21
-"""Maximum number of arrays in a tree. A container or tensor takes one or two, so a million of them are allowed."""
+"""Maximum number of arrays in a tree. A container or tensor takes one or two arrays, so a tree may have a million."""
 
 CheckTime: TypeAlias = Callable[[], None]
 """Called repeatedly by long loops; raises `DeadlineExceededError` after the deadline."""
 
 STRIDE: Final = 1 << 10
-"""Steps of a loop between two checks of the time."""
+"""Number of iterations of a long loop between two calls of `CheckTime`."""
 
 _MAX_TEXT_DEPTH: Final = 4 * MAX_DEPTH
-"""Maximum depth of arrays: a container takes two levels, and a leaf in it a few more."""
+"""Maximum nesting of arrays: a container takes two levels, and a leaf in it a few more."""
 _USUAL_RECURSION_LIMIT: Final = 10_000
 """Up to this limit, Python stops a decoder's recursion before the thread's stack overflows."""
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 _PIECE: Final = re.compile(rb'(?:[^"]{1,256}|"[^"\\]*(?:\\.[^"\\]*)*"){1,256}', re.DOTALL)
-"""Several whole strings, and the text between them."""
+"""Matches a piece of JSON text that consists of complete strings and the text between them."""
 
 _decoder: Final = msgspec.json.Decoder(Node)
 _encoder: Final = msgspec.json.Encoder()
 
 
 def unbounded() -> None:
-    """A `CheckTime` without a deadline."""
+    """Do nothing: a `CheckTime` without a deadline."""
 
 
 def encode_tree(tree: Node, *, step: int) -> str:
-    """Encode a tree as text.
+    """Encode a tree as JSON text.
 
     Args:
         tree: The tree.
-        step: The committed step, for errors.
+        step: The committed step of the state, for errors.
 
     Raises:
         ManifestError: The tree has more containers and tensors than a receiver accepts.
@@ -273,24 +273,24 @@ def encode_tree(tree: Node, *, step: int) -> str:
     encoded = _encoder.encode(tree)
     if (num_arrays := _num_arrays(encoded)) > MAX_ARRAYS:
         raise ManifestError(
-            f"expected a state of at most {MAX_ARRAYS} nested containers, tensors and other leaves that JSON does not "
-            f"have, got {num_arrays}; put what belongs together into tensors",
+            f"expected a state of at most {MAX_ARRAYS} containers, tensors and leaves that JSON cannot represent, got "
+            f"{num_arrays}; combine values into tensors",
             step=step,
         )
     return encoded.decode()
 
 
 def decode_tree(text: str, *, peer: str | None, check_time: CheckTime = unbounded) -> Node:
-    """Decode a tree. The input is untrusted.
+    """Decode the JSON text of a tree. The input is untrusted.
 
     Args:
         text: The received text.
-        peer: The sender, for errors.
-        check_time: Called repeatedly.
+        peer: Name of the sender, for errors.
+        check_time: Called repeatedly; raises an error after a deadline.
 
     Raises:
-        ManifestError: Too many arrays, or too deep nesting.
-        DeadlineExceededError: ``check_time`` raised it.
+        ManifestError: The text has too many or too deeply nested arrays.
+        DeadlineExceededError: ``check_time`` raised the error.
         msgspec.MsgspecError: The text is not a tree.
         RecursionError: The nesting exceeds Python's recursion limit.
     """
@@ -298,16 +298,14 @@ def decode_tree(text: str, *, peer: str | None, check_time: CheckTime = unbounde
     if (num_arrays := _num_arrays(encoded, check_time)) > MAX_ARRAYS:
         raise ManifestError(f"expected a tree of at most {MAX_ARRAYS} arrays, got {num_arrays}", peer=peer)
     if sys.getrecursionlimit() > _USUAL_RECURSION_LIMIT and (depth := _depth(encoded, check_time)) > _MAX_TEXT_DEPTH:
-        raise ManifestError(
-            f"expected a tree of at most {_MAX_TEXT_DEPTH} arrays in each other, got {depth}", peer=peer
-        )
+        raise ManifestError(f"expected a tree of at most {_MAX_TEXT_DEPTH} nested arrays, got {depth}", peer=peer)
     with collector_paused():
         tree: Node = _decoder.decode(encoded)
         return tree
 
 
 def _num_arrays(encoded: bytes, check_time: CheckTime = unbounded) -> int:
-    """Return the number of arrays; up to `MAX_ARRAYS` a fast count, which includes brackets inside strings."""
+    """Return the number of arrays. A result up to `MAX_ARRAYS` may be too high, as it includes brackets in strings."""
     num_brackets = encoded.count(b"[")
     if num_brackets <= MAX_ARRAYS:
         return num_brackets
@@ -326,7 +324,7 @@ def _depth(encoded: bytes, check_time: CheckTime) -> int:
 
 
 def _without_strings(encoded: bytes, check_time: CheckTime) -> Iterator[bytes]:
-    """Yield the text outside strings in pieces, which bounds memory and allows checks of the time."""
+    """Yield the text outside of strings, in pieces, to bound the memory and to check the time."""
     for piece in _PIECE.finditer(encoded):
         check_time()
         yield _STRING.sub(b"", piece.group())

@@ -1,8 +1,8 @@
-"""Plans which bytes to read from which sources for a state in another layout; pure.
+"""The `Planner`, which decides which bytes to read from which source if the receiver has another layout; pure.
 
-The receiver names the wanted part of each tensor, each source the layout of its own part. Placements cut each dimension
-separately, so the overlap of two parts is a product of intervals, computed dimension by dimension. Tensors of one shape
-and layout share the result.
+The receiver passes the part of each tensor that it needs. The manifests have the layouts of the sources' parts. Layouts
+divide each dimension separately, so the overlap of two parts is a product of intervals, computed for each dimension.
+Tensors of the same shape and layout share the computation.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from ft_transport.wire.nodes import LayoutNode, TensorNode, ViewNode
 from ft_transport.wire.slices import Box, Slice, block_items, in_pieces, row_major_strides, slice_of
 
 StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
-"""A source's node of a tensor or of its part."""
+"""A node, in a source's tree, of a tensor or of the source's part of a tensor."""
 MAX_READS: Final = 1 << 21
 _BYTES_PER_READ: Final = 1 << 10
-"""A state may need more reads than `MAX_READS` if their average length is at least this."""
+"""A plan may have more than `MAX_READS` reads if their average length in bytes is at least this."""
 MAX_WORK: Final = 1 << 22
-"""Maximum number of examined parts over all distinct shapes and layouts; 64 ranks and 10,000 shapes need a tenth."""
+"""Maximum number of parts that a plan examines, for all distinct shapes and layouts together. 64 ranks and 10,000
+shapes need a tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A tensor, or a part of one, that the receiver needs.
+    """A tensor, or a part of a tensor, that the receiver needs.
 
     Attributes:
-        path: Its path in the state, for errors.
-        start: Its position in the receiver's data, in row-major order.
-        dtype: The dtype of the sources' entries.
-        item_bytes: Size of an element.
+        path: Path of the tensor in the state, for errors.
+        start: Position of the part in the receiver's data. The part is row-major there.
+        dtype: The safetensors dtype that the tensor must have at the sources.
+        item_bytes: Size of an element in bytes.
         global_shape: Shape of the whole tensor.
-        region: The wanted part.
-        sources: The sources with a part of it.
-        nodes: Each source's node.
-        layouts: The index of each source's layout in its manifest; ``None`` for a whole tensor.
+        region: The part that the receiver needs.
+        sources: The sources that have a part of the tensor.
+        nodes: The node of the tensor at each of these sources.
+        layouts: The layout of the tensor at each of these sources, as an index into the source's manifest. ``None`` if
+            the source has the whole tensor.
     """
 
     path: str
@@ -56,7 +58,7 @@ class Wanted:
 
 
 class Read(NamedTuple):
-    """A box that fits into a frame, and its wanted tensor."""
+    """A planned read: a box of a needed tensor that fits into a frame."""
 
     wanted: Wanted
     box: Box
@@ -73,27 +75,27 @@ class Read(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Number of contiguous pieces at a source."""
+        """Number of contiguous pieces that the box has in the memory of a source."""
         return math.prod(self.box.counts) // block_items(self.box)
 
     @property
     def is_whole(self) -> bool:
-        """Whether each source has the whole tensor."""
+        """Whether the sources have the whole tensor, instead of a part."""
         return self.wanted.layouts[self.box.holders[0]] is None
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The sources that have it."""
+        """The sources that have the box."""
         return tuple(self.wanted.sources[holder] for holder in self.box.holders)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Sources on one mesh.
+    """The sources that are on the same device mesh.
 
     Attributes:
         mesh_shape: Shape of the mesh.
-        at: Positions in ``Wanted.sources`` by coordinate.
+        at: The sources at each coordinate of the mesh, as positions in ``Wanted.sources``.
     """
 
     mesh_shape: tuple[int, ...]
@@ -104,8 +106,8 @@ class Planner:
     """Plans reads from sources with given manifests. Not thread-safe.
 
     Args:
-        manifests: The sources' manifests.
-        names: The sources' names for errors.
+        manifests: The manifest of each source.
+        names: The name of each source, for errors.
     """
 
     def __init__(self, manifests: Sequence[Manifest], names: Sequence[str] | None = None) -> None:
@@ -120,15 +122,15 @@ class Planner:
         self._holders: dict[tuple[object, ...], dict[tuple[int, ...], tuple[int, ...]]] = {}
 
     def plan(self, wanted: Iterable[Wanted]) -> list[list[Read]]:
-        """Return the reads from each source, so that every wanted byte is read once.
+        """Plan the reads from each source, so that every needed byte is read once.
 
-        Among several sources with the same part, the plan chooses the one with the least bytes so far.
+        If several sources have the same part, the plan uses the source with the fewest bytes so far.
 
         Args:
-            wanted: All wanted tensors.
+            wanted: All tensors that the receiver needs.
 
         Returns:
-            Reads by source, in the order of ``wanted``.
+            The reads of each source, in the order of ``wanted``.
 
         Raises:
             RestoreError: No source has some part of a tensor.
@@ -156,7 +158,7 @@ class Planner:
         return reads
 
     def _pieces_of(self, wanted: Wanted) -> tuple[tuple[Box, int], ...]:
-        """Return the boxes of a wanted part, cut to fit into frames, with their lengths."""
+        """Return the boxes of a needed part, divided so that each fits into a frame, and the bytes of each box."""
         item_bytes = wanted.item_bytes
         key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region, item_bytes)
         known = self._pieces.get(key)
@@ -170,10 +172,10 @@ class Planner:
         return known
 
     def boxes(self, wanted: Wanted) -> tuple[Box, ...]:
-        """Return boxes that cover a wanted part, each index once, with their holders.
+        """Return boxes that cover a needed part, without overlap, each with the sources that have it.
 
         Raises:
-            RestoreError: No source has some part of it.
+            RestoreError: No source has some element of the part.
         """
         key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region)
         boxes = self._boxes.get(key)
@@ -186,11 +188,15 @@ class Planner:
         return boxes
 
     def held(self, read: Read, source: int) -> Slice:
-        """Return the slice to request from ``source``.
+        """Return the slice of a source's data that a read requests.
+
+        Args:
+            read: The read.
+            source: A source that has the box.
 
         Raises:
             RestoreError: The source's part has another shape than its layout implies.
-            ManifestError: The source's manifest contradicts itself.
+            ManifestError: The source's manifest is inconsistent.
         """
         wanted, box = read
         holder = wanted.sources.index(source)
@@ -216,8 +222,9 @@ class Planner:
             strides = row_major_strides(shape, wanted.item_bytes)
         if shape != box.held_shape:
             raise RestoreError(
-                f"expected a part of {list(box.held_shape)} by the layout of {self._names[source]}, got {list(shape)}; "
-                "another division than torch's own can only be received in the same layout",
+                f"expected a part of shape {list(box.held_shape)} by the layout of {self._names[source]}, got "
+                f"{list(shape)}; a tensor that was not divided by torch's rules can only be received in the same "
+                "layout",
                 path=wanted.path,
             )
         piece = slice_of(start, strides, box.held_origin, box.counts, wanted.item_bytes)
@@ -226,7 +233,7 @@ class Planner:
         return piece
 
     def _check_layout(self, wanted: Wanted, first: int, holder: int) -> None:
-        """Check the plan's assumption that all sources on one mesh have the same layout of a tensor."""
+        """Check that two sources on the same mesh have the same layout of a tensor, which the plan assumes."""
         expected, actual = self._layout(wanted, first), self._layout(wanted, holder)
         if (actual.global_shape, actual.placements) != (wanted.global_shape, expected.placements):
             raise RestoreError(
@@ -237,7 +244,7 @@ class Planner:
 
     @staticmethod
     def destination(read: Read) -> Slice:
-        """Return its slice in the receiver's data."""
+        """Return the slice of the receiver's data into which a read is written."""
         wanted, box = read
         strides = row_major_strides(shape_of(wanted.region), wanted.item_bytes)
         return slice_of(wanted.start, strides, box.origin, box.counts, wanted.item_bytes)
@@ -248,8 +255,8 @@ class Planner:
             return ()
         whole = [holder for holder, layout in enumerate(wanted.layouts) if layout is None]
         if whole:
-            # Whole tensors may differ between sources (running statistics): all come from the first source, or after
-            # its failure from one other.
+            # Values of whole tensors may differ between sources, such as running statistics. So all of them are read
+            # from the first source or, if that fails, from one other source.
             return tuple(self._boxes_of(_Group((), {(): whole}), (), wanted))
         num_best = -1
         for group in self._groups_of(wanted):
@@ -262,8 +269,9 @@ class Planner:
                 return boxes
             num_best = max(num_best, num_found)
         raise RestoreError(
-            f"expected sources that hold all {num_wanted} elements which this rank needs of "
-            f"{list(wanted.global_shape)}, and they hold {max(num_best, 0)}; name all ranks of the group as sources",
+            f"expected sources that have all {num_wanted} elements which this rank needs of "
+            f"{list(wanted.global_shape)}, got sources with {max(num_best, 0)}; pass all ranks of the replica "
+            "as sources",
             path=wanted.path,
         )
 
@@ -335,7 +343,7 @@ class Planner:
                 )
 
     def _holders_of(self, group: _Group, sharded: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Return the holders of each part, by its coordinate on the sharding mesh dimensions."""
+        """Return the sources that have each part, by the part's coordinate on the mesh dimensions that shard."""
         key = (group, sharded)
         known = self._holders.get(key)
         if known is None:
@@ -358,7 +366,7 @@ class Planner:
         return known
 
     def _spend(self, work: int) -> None:
-        """No manifest may keep the receiver busy for long, whatever it says."""
+        """Count examined parts, and refuse manifests that would keep the receiver busy for too long."""
         self._work += work
         if self._work > MAX_WORK:
             raise ManifestError(f"expected layouts that divide tensors into at most {MAX_WORK} parts in all")

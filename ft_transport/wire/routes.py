@@ -1,23 +1,24 @@
-"""Paths, parameters and headers of the HTTP protocol, spelled once for both sides.
+"""Paths, parameters and headers of the HTTP protocol, defined once for clients and servers.
 
-GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may be requested
-GET       /checkpoint/{step}/metadata   its JSON header alone
+GET, HEAD /checkpoint/{step}/full       the safetensors file of a snapshot, or one byte range of the file
+GET       /checkpoint/{step}/metadata   the JSON header of that file
 POST      /checkpoint/{step}/slices     the parts of tensors that the body lists, see ``wire.slices``
-GET       /checkpoint/{step}/digests    the digests, in the same form, if the header says "later" instead of them
+GET       /checkpoint/{step}/digests    the digests of chunks, if the header has "later" in their place
 GET       /checkpoint/{step}/memory     a ticket for the snapshot's memory, for receivers on this host
-GET       /checkpoint/{step}/delta      the delta from this step to a later one, if it is cached: see ``wire.delta``
-GET       /relay/{content}              chunks that a receiver has, or will have, as they land: see `CHUNK_HEADER`
-GET       /status                       JSON: the served snapshots, and their numbers of readers
+GET       /checkpoint/{step}/delta      the delta from this step to a later step, if it is cached: see ``wire.delta``
+GET       /relay/{content}              chunks that this receiver has, or will have, as they land: see `CHUNK_HEADER`
+GET       /status                       JSON: the served snapshots, and the number of readers of each
 GET       /state                        JSON: the state of this process, see ``telemetry.process_state``
-GET       /metrics                      the metrics of this process, as Prometheus reads them
-GET       /                             a page for people, which shows ``/state`` as it changes
+GET       /metrics                      the metrics of this process, in the format of Prometheus
+GET       /                             a web page that shows ``/state`` as it changes
 GET       /challenge                    begins a session of peers that know the job token: see ``wire.signing``
 
-``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 once it was replaced), and
-``?wait=SECONDS`` bounds how long the request may wait for the step. The answer to a request for ``latest`` that ended
-without a snapshot (503) has a number in ``FT-After``, which the next request repeats in ``?after=``: any snapshot begun
-since the first request is then new enough, however long it takes. ``FT-Exchange-Digest``, in every answer, identifies
-the request as the server read it: see `exchange_digest`.
+``step`` is a number or ``latest``. With ``?snapshot=ID`` a request is valid for one snapshot only; after the snapshot
+was replaced, the status is 409. ``?wait=SECONDS`` is the longest time that the server may wait for the step.
+
+If a request for ``latest`` ends without a snapshot (503), the response has a number in ``FT-After``. The client repeats
+the number in ``?after=`` of its next request, which then accepts any snapshot begun since the first request.
+``FT-Exchange-Digest`` in every response identifies the request as the server read it: see `exchange_digest`.
 """
 
 from __future__ import annotations
@@ -54,28 +55,27 @@ STATE_ROUTE: Final = "/state"
 METRICS_ROUTE: Final = "/metrics"
 PAGE_ROUTE: Final = "/"
 WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE, PAGE_ROUTE})
-"""The routes for people and their tools, which a watch token opens: see ``http.server.request_guard``."""
+"""The routes for browsers and monitoring, which also accept a watch token: see ``http.server.request_guard``."""
 
 SNAPSHOT_PARAMETER: Final = "snapshot"
 WAIT_PARAMETER: Final = "wait"
 AFTER_PARAMETER: Final = "after"
 RANGES_PARAMETER: Final = "ranges"
 FOLLOW_PARAMETER: Final = "follow"
-"""Longest pause, in seconds, of a relay that sends the chunks it has, and the rest as it lands. A longer pause closes
-the connection."""
+"""Longest time in seconds that a relay waits for the next chunk to land. Then the relay closes the connection."""
 AFTER_HEADER: Final = "FT-After"
 MANIFEST_DIGEST_HEADER: Final = "FT-Manifest-Digest"
 REPLICA_HEADER: Final = "FT-Replica"
-"""The receiver's replica name, used for the audit alone."""
+"""The name of the receiver's replica, which the server uses for its audit log only."""
 SAME_HOST_HEADER: Final = "FT-Same-Host"
-"""Names the socket where a receiver on the same host gets the snapshot's memory: see `MemoryTicket`."""
+"""Name of the socket from which a receiver on the same host gets the snapshot's memory: see `MemoryTicket`."""
 SERVED_STEPS_HEADER: Final = "FT-Served-Steps"
 
 _MAX_STEP_DIGITS: Final = 18
 
 
 def parse_step(text: str) -> StepSelector | None:
-    """Return the step of a path, or ``None`` without one."""
+    """Parse the step in a path; return ``None`` if it is neither a number nor ``latest``."""
     if text == LATEST:
         return "latest"
     if text.isascii() and text.isdigit() and len(text) <= _MAX_STEP_DIGITS:
@@ -84,7 +84,7 @@ def parse_step(text: str) -> StepSelector | None:
 
 
 def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None) -> str:
-    """Return path and query of a request for the manifest, which may wait ``wait_s`` seconds for the step."""
+    """Return path and query of a request for the manifest; the server may wait ``wait_s`` seconds for the step."""
     query = {WAIT_PARAMETER: f"{wait_s:.3f}"}
     if after is not None:
         query[AFTER_PARAMETER] = str(after)
@@ -92,24 +92,31 @@ def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None
 
 
 def relay_path(content: ContentId, ranges: str, *, wait_s: float, follow_s: float) -> str:
-    """Return path and query of a request for chunks, and the longest waits for the first and each other one."""
+    """Return path and query of a request to a relay.
+
+    Args:
+        content: Id of the content.
+        ranges: The chunks, in the format of `format_ranges`.
+        wait_s: Longest time that the relay may wait for the first chunk, in seconds.
+        follow_s: Longest time that the relay may wait for each further chunk, in seconds.
+    """
     query = {RANGES_PARAMETER: ranges, WAIT_PARAMETER: f"{wait_s:.3f}", FOLLOW_PARAMETER: f"{follow_s:.3f}"}
     return f"{RELAY_ROUTE.format(content=content)}?{urlencode(query, safe=',')}"
 
 
 def parse_after(text: str | None) -> int | None:
-    """Return the number in an ``FT-After`` header or an ``after`` parameter; ``None`` without one."""
+    """Parse the number in an ``FT-After`` header or an ``after`` parameter; return ``None`` if there is none."""
     number = parse_step(text) if text is not None else None
     return number if isinstance(number, int) else None
 
 
 def bound_path(route: str, step: int, snapshot_id: SnapshotId) -> str:
-    """Return path and query of a route, bound to one snapshot."""
+    """Return path and query of a request that is valid for one snapshot only."""
     return f"{route.format(step=step)}?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
 
 
 def parse_served_steps(text: str | None) -> tuple[int, ...]:
-    """Return the steps of a ``FT-Served-Steps`` header; anything but numbers is left out."""
+    """Parse the steps in an ``FT-Served-Steps`` header; items that are not numbers are ignored."""
     if not text:
         return ()
     steps = (parse_step(item.strip()) for item in text[:4096].split(","))
@@ -117,32 +124,32 @@ def parse_served_steps(text: str | None) -> tuple[int, ...]:
 
 
 CHUNK_HEADER: Final = struct.Struct(">QI")
-"""Precedes each chunk of a relay's answer: its position in the data, and a number of chunks, both big-endian.
+"""The header before each chunk in a relay's response: the chunk's position in the data, and the progress of others.
 
-A request to another receiver names half-open ranges of the data's bytes, each of whole chunks:
-``?ranges=4194304-8388608,0-1048576``. The answer has all these chunks as they land there, beginning with the first of
-those that have landed. The number is how many chunks the furthest receiver known to the sender has received, without
-those it had before (see ``wire.ring``). The answer is as long as all chunks together, and ends early if the rest does
-not land in time.
+A request to a relay names half-open byte ranges of the data, each of whole chunks:
+``?ranges=4194304-8388608,0-1048576``. The response has all these chunks as they land at the relay, beginning with those
+that have landed. ``Content-Length`` is the length with all chunks. The response ends early if a chunk does not land in
+time. The progress is the number of chunks that the furthest receiver known to the relay has received in this fetch (see
+``wire.ring``). Both numbers are big-endian.
 """
 MAX_RANGES: Final = 64
-"""Maximum ranges in one request."""
+"""Maximum number of ranges in one request to a relay."""
 _MAX_POSITION_DIGITS: Final = 18
 
 
 def relayed_bytes(table: ChunkTable, chunks: Iterable[int]) -> int:
-    """Return the length of an answer with these chunks."""
+    """Return the length of a relay's response with chunks."""
     return sum(CHUNK_HEADER.size + table.length_of(chunk) for chunk in chunks)
 
 
 def format_ranges(table: ChunkTable, chunks: Sequence[int]) -> str:
-    """Return the value of the parameter that requests chunks, in their order."""
+    """Return the value of the ``ranges`` parameter of a request for chunks."""
     ranges = (table.range_of(run.start, run.stop) for run in runs_of(chunks))
     return ",".join(f"{start}-{end}" for start, end in ranges)
 
 
 def parse_ranges(text: str) -> Sequence[tuple[int, int]] | None:
-    """Return the ranges of a parameter, or ``None`` if it names none, or some byte twice."""
+    """Parse a ``ranges`` parameter; return ``None`` if it is invalid, or if ranges overlap."""
     parts = text.split(",", MAX_RANGES)
     if len(parts) > MAX_RANGES:
         return None
@@ -161,7 +168,7 @@ def parse_ranges(text: str) -> Sequence[tuple[int, int]] | None:
 
 
 def chunks_of(table: ChunkTable, ranges: Sequence[tuple[int, int]]) -> Sequence[int] | None:
-    """Return the chunks that make up ranges of bytes, or ``None`` if a range holds parts of chunks, or other bytes."""
+    """Return the chunks in byte ranges; ``None`` if a range does not consist of whole chunks of the table."""
     chunks: list[int] = []
     for start, end in ranges:
         first, last = start // table.chunk_bytes, -(-end // table.chunk_bytes)
@@ -181,19 +188,19 @@ _NAME: Final = re.compile("[0-9a-f]{16}", re.ASCII)
 
 
 class MemoryTicket(Struct, frozen=True):
-    """A ticket for the memory of a snapshot on the same host, valid once and for a moment.
+    """A ticket with which a receiver on the same host gets the memory of a snapshot. Valid once, for a short time.
 
-    The answer with the manifest names a socket of the source (``FT-Same-Host``). A receiver that reaches it is on the
-    same host, whatever the names of both. It asks the source for a ticket, by HTTP, so that this request is
-    authenticated like any other, and sends the ticket through the socket; with `LENT` comes a descriptor of the
-    snapshot's memory, which is copied once and crosses no network. The source leaves that memory unchanged while the
-    socket is open, or until a newer snapshot has waited for it for long enough. After `DONE` it sends `HELD` if the
-    memory is unchanged up to now.
+    The response with the manifest names a Unix socket of the source (``FT-Same-Host``). A receiver that can connect to
+    this socket is on the same host. The receiver requests a ticket by HTTP, with the usual authentication, and sends
+    the ticket through the socket. The source answers `LENT` with a file descriptor of the snapshot's memory. The
+    receiver copies the memory, and sends `DONE`. The source answers `HELD` if the memory did not change until then, and
+    `GONE` otherwise. The source does not change the memory while the socket is open, unless a newer snapshot has waited
+    for the memory for too long.
 
     Attributes:
-        ticket: Hexadecimal digits, drawn at random.
-        data_start: Where in the memory the data of the snapshot begins.
-        data_bytes: Its length.
+        ticket: Random hexadecimal digits.
+        data_start: Position of the snapshot's data in the memory.
+        data_bytes: Length of the data.
     """
 
     ticket: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{TICKET_CHARACTERS}}}$")]
@@ -205,15 +212,15 @@ _ticket_decoder: Final = msgspec.json.Decoder(MemoryTicket)
 
 
 def encode_ticket(ticket: MemoryTicket) -> bytes:
-    """Encode a ticket as the body of an answer."""
+    """Encode a ticket as the body of a response."""
     return msgspec.json.encode(ticket)
 
 
 def decode_ticket(body: bytes | bytearray, *, peer: str) -> MemoryTicket:
-    """Decode a body of `encode_ticket`.
+    """Decode the body of a response with a ticket.
 
     Raises:
-        PeerProtocolError: The body is no ticket.
+        PeerProtocolError: The body is not a ticket.
     """
     try:
         return _ticket_decoder.decode(body)
@@ -222,9 +229,9 @@ def decode_ticket(body: bytes | bytearray, *, peer: str) -> MemoryTicket:
 
 
 def socket_name(name: str) -> bytes | None:
-    """Return the abstract address of the socket that a server calls ``name``; ``None`` for an invalid name.
+    """Return the abstract address of a server's Unix socket; ``None`` if the name is invalid.
 
-    Each network namespace has its own abstract addresses (``man 7 unix``), so other hosts cannot reach it.
+    Each network namespace has its own abstract addresses (``man 7 unix``), so other hosts cannot connect.
     """
     return b"\0ft-transport/" + name.encode() if _NAME.fullmatch(name) else None
 
@@ -232,19 +239,19 @@ def socket_name(name: str) -> bytes | None:
 EXCHANGE_DIGEST_HEADER: Final = "FT-Exchange-Digest"
 
 _IDENTIFIED_REQUEST_HEADERS: Final = ("Range", "Authorization")
-"""Headers that change what the server does. A proxy may add or change others."""
+"""Request headers that change what the server does. Other headers may be added or changed by proxies."""
 _IDENTIFIED_ANSWER_HEADERS: Final = ("Content-Range", MANIFEST_DIGEST_HEADER, SERVED_STEPS_HEADER, AFTER_HEADER)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRead:
-    """A request, as it was sent or as it was read.
+    """A request as the client sent it, or as the server read it.
 
     Attributes:
-        method: Its method.
-        target: Path and query, as they were sent.
-        headers: All headers, or those that count.
-        body: The body that was sent, or read; ``None`` without a body, which differs from an empty one.
+        method: HTTP method.
+        target: Path and query, exactly as sent.
+        headers: The headers; at least those that change what the server does.
+        body: The body; ``None`` if there is none, which is not the same as an empty body.
     """
 
     method: str
@@ -254,18 +261,18 @@ class RequestRead:
 
 
 def exchange_digest(request: RequestRead, status: int, answered: Headers) -> str:
-    """Return the value of `EXCHANGE_DIGEST_HEADER`, which shows whether the server answered the intended request.
+    """Return the value of `EXCHANGE_DIGEST_HEADER`, which shows whether the server answered the request that was sent.
 
-    The data of a fetch has digests of its own. Its requests have none: a damaged path is a 404, a damaged header a 400,
-    and a damaged number in a request for slices brings bytes of another place, with the right digest. So each answer
-    carries the digest of the request as the server has read it and of the status and headers of the answer. The client
-    compares: if they differ, or the answer has none, the request or the answer was damaged on its way, and a retry may
-    help; if they are equal, a refusal is genuine.
+    The data of a fetch has digests, but requests do not. A request that was damaged in transit may lead to a wrong
+    error status, or to other bytes than requested, with a right digest. So each response has a digest of the request as
+    the server read it, and of status and headers of the response. The client computes the same digest. If the two
+    differ, or the response has none, the request or the response was damaged, and the client may retry. If they are
+    equal, an error status is the server's real answer.
 
     Args:
         request: The request.
-        status: Status of the answer.
-        answered: The answer's headers.
+        status: HTTP status of the response.
+        answered: Headers of the response.
     """
     values = [
         request.method,
@@ -274,7 +281,7 @@ def exchange_digest(request: RequestRead, status: int, answered: Headers) -> str
         str(status),
         *(answered.get(name, "") for name in _IDENTIFIED_ANSWER_HEADERS),
     ]
-    # No line contains a line end, so no two requests have the same text.
+    # The values contain no line breaks, so different requests have different texts.
     text = "\n".join(values).encode("utf-8", "surrogateescape")
     read = text if request.body is None else b"%b|%b" % (text, request.body)
     return f"{digest(read):0{DIGEST_HEX_DIGITS}x}"

@@ -1,14 +1,15 @@
-"""Keys, and the mutual proof of the job's key between two peers, without revealing it; pure.
+"""Keys, and the protocol by which two peers prove to each other that they know the job's key, without sending it; pure.
 
-A signature is HMAC-SHA256 (RFC 2104), bound to one purpose.
+All signatures are HMAC-SHA256 (RFC 2104), each for one purpose.
 
-The client draws a nonce and asks for a challenge. The server answers with its own nonce and a proof. Both sides derive
-a session key from both nonces, the job's key and the address at which the client reached the server: so a relayed or
-replayed answer, or one from another address, proves nothing. Within the session each request carries a number and a
-MAC, and each answer a MAC, over everything that the other side acts upon. Numbers only increase, so a request cannot be
-replayed.
+The client sends a random nonce. The server answers with a nonce of its own and a proof of the key. Both sides derive a
+session key from the two nonces, the job's key, and the address at which the client reached the server. So a response
+that was relayed, replayed or sent from another address proves nothing. In the session, each request has a number and a
+MAC, and each response has a MAC. A MAC covers everything on which the other side acts, except bodies. The numbers must
+increase, so a request cannot be replayed.
 
-Digests cover bodies: the signed manifest has those of chunks, ``Content-Digest`` (RFC 9530) has that of other bodies.
+Bodies are covered by digests: those of chunks are in the signed manifest, and those of other bodies in the header
+``Content-Digest`` (RFC 9530).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _ID_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, whose secret does not appear in its repr.
+    """A key. The secret does not appear in the key's repr.
 
     Attributes:
-        key_id: Public id, equal for equal keys.
+        key_id: Public id of the key, which does not reveal the secret; equal keys have equal ids.
     """
 
     key_id: str
@@ -38,20 +39,20 @@ class Key:
 
     @classmethod
     def of(cls, secret: bytes) -> Key:
-        """Return the key with these bytes."""
+        """Return the key with this secret."""
         return cls(_mac(secret, "id")[:_ID_BYTES].hex(), secret)
 
     def mac(self, purpose: str, *parts: Bytes) -> bytes:
-        """Return the HMAC-SHA256 of the purpose and the parts, with their lengths: 32 bytes."""
+        """Return the HMAC-SHA256 (32 bytes) of a purpose and parts. The input has the length before each part."""
         return _mac(self._secret, purpose, *parts)
 
     def derived(self, purpose: str, *parts: bytes) -> Key:
-        """Return a derived key, which does not reveal this one."""
+        """Derive another key for a purpose. The derived key does not reveal this key."""
         return Key.of(self.mac(purpose, *parts))
 
 
 def is_equal(one: str | bytes, other: str | bytes) -> bool:
-    """Compare in constant time, so that the duration does not reveal the position of a difference."""
+    """Compare two values in constant time, so that the duration does not reveal where they differ."""
     return hmac.compare_digest(
         *(each.encode("utf-8", "surrogateescape") if isinstance(each, str) else each for each in (one, other))
     )
@@ -70,12 +71,12 @@ PROOF_HEADER: Final = "FT-Proof"
 CONTENT_DIGEST_HEADER: Final = "Content-Digest"
 MANIFEST_SIGNATURE_HEADER: Final = "FT-Manifest-Signature"
 MANIFEST_PURPOSE: Final = "manifest"
-"""Purpose of a manifest's signature, which covers its JSON header with padding, also when relays pass it on."""
+"""Purpose of a manifest's signature, which covers the JSON header with padding, so that relays can pass it on."""
 
 NONCE_BYTES: Final = 16
 
 REQUEST_HEADERS: Final = ("Range", "If-Range", CONTENT_DIGEST_HEADER)
-"""The request headers that the server acts upon."""
+"""The request headers on which the server acts."""
 ANSWER_HEADERS: Final = (
     "Content-Length",
     "Content-Range",
@@ -87,14 +88,14 @@ ANSWER_HEADERS: Final = (
     "FT-Served-Steps",
     "Retry-After",
 )
-"""The answer headers that the client acts upon."""
+"""The response headers on which the client acts."""
 
 
 class Headers(Protocol):
-    """Headers of a request or an answer, as in HTTP libraries."""
+    """The headers of a request or a response, as in HTTP libraries."""
 
     def get(self, name: str, default: str, /) -> str:
-        """Returns the first header of that name, or the default."""
+        """Returns the first header with a name, or the default."""
 
 
 _MAX_KEYS: Final = 2
@@ -105,10 +106,10 @@ _CREDENTIALS: Final = re.compile(f"{SCHEME} number=([0-9]{{1,18}}), mac=([0-9a-f
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """A client's challenge.
+    """A client's challenge to a server to prove that it knows the job's key.
 
     Attributes:
-        key_ids: Ids of the client's keys, the preferred one first.
+        key_ids: Ids of the client's keys, in order of preference.
         nonce: Random hexadecimal digits.
         address: The address at which the client reached the server.
     """
@@ -118,12 +119,12 @@ class Challenge:
     address: str
 
     def query(self) -> dict[str, str]:
-        """Return the parameters of the request."""
+        """Return the query parameters of the request."""
         return {"keys": ",".join(self.key_ids), "nonce": self.nonce, "address": self.address}
 
     @classmethod
     def parse(cls, query: Mapping[str, str]) -> Challenge | None:
-        """Parse the parameters of `query`; return ``None`` if they are invalid."""
+        """Parse the query parameters of a request; return ``None`` if they are invalid."""
         key_ids = tuple(query.get("keys", "").split(",", _MAX_KEYS))
         nonce = query.get("nonce", "")
         if len(key_ids) > _MAX_KEYS or not all(map(_KEY_ID.fullmatch, key_ids)) or not _NONCE.fullmatch(nonce):
@@ -136,9 +137,9 @@ class ChallengeAnswer:
     """A server's answer to a challenge.
 
     Attributes:
-        key_id: Id of the common key.
+        key_id: Id of a key that both sides have.
         nonce: Random hexadecimal digits.
-        proof: Proof of that key.
+        proof: Proof that the server knows this key.
     """
 
     key_id: str
@@ -148,10 +149,10 @@ class ChallengeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session, shared by both sides after the challenge.
+    """A session between a client and a server that have proved the job's key to each other.
 
     Attributes:
-        key: The session's own key.
+        key: Key of the session, which both sides have derived.
     """
 
     key: Key
@@ -160,10 +161,10 @@ class Session:
         """Return the ``Authorization`` header of a request.
 
         Args:
-            number: Greater than the number of any earlier request.
-            method: The method.
-            target: Path and query, as on the wire.
-            headers: The request's headers, of which `REQUEST_HEADERS` are covered.
+            number: Number of the request, greater than those of all earlier requests of the session.
+            method: HTTP method.
+            target: Path and query, exactly as sent.
+            headers: Headers of the request. The MAC covers those in `REQUEST_HEADERS`.
         """
         return (
             f"{SCHEME} number={number}, mac={self._mac('request', number, (method, target), headers, REQUEST_HEADERS)}"
@@ -172,14 +173,14 @@ class Session:
     def number_of(
         self, credentials: str | None, method: str, target: str, headers: Headers, *, after: int
     ) -> int | None:
-        """Return the number of a request of this session; ``None`` for other requests.
+        """Verify a request of this session, and return its number; ``None`` if the MAC is wrong or it was replayed.
 
         Args:
-            credentials: Its ``Authorization`` header.
-            method: The method.
-            target: Path and query, as on the wire.
-            headers: The request's headers.
-            after: The number of the last request.
+            credentials: The ``Authorization`` header of the request.
+            method: HTTP method.
+            target: Path and query, exactly as received.
+            headers: Headers of the request.
+            after: Number of the last request of the session.
         """
         found = _CREDENTIALS.fullmatch(credentials or "")
         if found is None or int(found[1]) <= after:
@@ -189,11 +190,11 @@ class Session:
         return number if is_equal(found[2], expected) else None
 
     def proof(self, number: int, status: int, headers: Headers) -> str:
-        """Return the ``FT-Proof`` header of the answer to request ``number``."""
+        """Return the ``FT-Proof`` header of the response to request ``number``."""
         return self._mac("answer", number, (str(status),), headers, ANSWER_HEADERS)
 
     def proves(self, proof: str | None, number: int, status: int, headers: Headers) -> bool:
-        """Return whether this session's server made the answer, to this request."""
+        """Return whether a response comes from this session's server, and answers request ``number``."""
         return is_equal(proof or "", self.proof(number, status, headers))
 
     def _mac(self, purpose: str, number: int, first: Sequence[str], headers: Headers, names: Sequence[str]) -> str:
@@ -202,12 +203,12 @@ class Session:
 
 
 def answer_challenge(keys: Sequence[Key], challenge: Challenge, nonce: str) -> tuple[ChallengeAnswer, Session] | None:
-    """Return the server's answer and session; ``None`` without a common key.
+    """Answer a challenge on the server; return the answer and the session. ``None`` if no key is common to both.
 
     Args:
-        keys: The job's keys.
-        challenge: The challenge; the caller has checked that the address is its own.
-        nonce: A new nonce.
+        keys: Keys of the job.
+        challenge: The challenge. The caller must have checked that its address is the server's own.
+        nonce: A new random nonce.
     """
     key = _first(keys, challenge.key_ids)
     if key is None:
@@ -218,7 +219,7 @@ def answer_challenge(keys: Sequence[Key], challenge: Challenge, nonce: str) -> t
 
 
 def accept_answer(keys: Sequence[Key], challenge: Challenge, answer: ChallengeAnswer) -> Session | None:
-    """Return the client's session; ``None`` if the answer does not prove the key."""
+    """Verify a server's answer on the client; return the session, or ``None`` if the answer does not prove a key."""
     key = _first(keys, (answer.key_id,))
     if key is None or not _NONCE.fullmatch(answer.nonce):
         return None
@@ -228,7 +229,7 @@ def accept_answer(keys: Sequence[Key], challenge: Challenge, answer: ChallengeAn
 
 
 def content_digest(body: Bytes) -> str:
-    """Return the ``Content-Digest`` header of a body: SHA-256 in hexadecimal digits, as RFC 9530's structured field."""
+    """Return the ``Content-Digest`` header of a body: its SHA-256 in hexadecimal digits."""
     return f"sha-256={hashlib.sha256(body).hexdigest()}"
 
 

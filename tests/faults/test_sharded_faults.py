@@ -166,7 +166,7 @@ def test_if_every_copy_is_damaged_the_error_says_so() -> None:
 def test_a_rank_too_few_is_noticed_before_the_first_byte() -> None:
     with group() as ranks:
         into = ranks.own(Shard(1))
-        with pytest.raises(RestoreError, match=r"name all ranks of the group as sources \(at w, step 1\)") as caught:
+        with pytest.raises(RestoreError, match=r"pass all ranks of the replica as sources \(at w, step 1\)") as caught:
             ranks.fetch(into, sources=[ranks.urls[0], ranks.urls[2]])
         assert not caught.value.destination_touched
         assert not into["w"].to_local().any()

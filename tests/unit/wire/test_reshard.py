@@ -56,7 +56,7 @@ def test_a_single_element_that_no_source_has_is_missed() -> None:
     reads = Planner(manifests).plan([both])
     assert [[read.num_bytes for read in each] for each in reads] == [[24], [16]]
     alone = dataclasses.replace(both, sources=(0,), nodes=both.nodes[:1], layouts=both.layouts[:1], region=(((0, 4),),))
-    with pytest.raises(RestoreError, match=r"they hold 3"):
+    with pytest.raises(RestoreError, match=r"got sources with 3"):
         Planner(manifests[:1]).plan([alone])
 
 
