@@ -94,7 +94,7 @@ def _as_object(path: Path, fetched: FetchedFile) -> dict[str, Any]:
         "num_bytes": manifest.total_bytes,
         "num_tensors": len(manifest.tensors),
         "num_bytes_fetched": sum(transfer.num_bytes for transfer in record.transfers),
-        "num_bytes_kept": fetched.plan.kept_bytes,
+        "num_bytes_kept": fetched.plan.stored_bytes,
         "seconds": record.length_s,
         "seconds_by_phase": record.phase_lengths(),
         "sources": [
@@ -119,7 +119,7 @@ def _as_text(path: Path, fetched: FetchedFile) -> str:
     lines = [
         f"✓ {path}: step {manifest.step}, {len(manifest.tensors)} tensors, {megabytes(manifest.total_bytes)}, verified",
         f"  {megabytes(num_fetched)} in {transfer_s:.2f} s, {megabytes(rate)}/s"
-        + (f"; {megabytes(plan.kept_bytes)} were there already" if plan.kept_bytes else "")
+        + (f"; {megabytes(plan.stored_bytes)} were there already" if plan.stored_bytes else "")
         + f"; {record.length_s:.2f} s in total"
         + (f", {others}" if others else ""),
     ]
@@ -155,7 +155,7 @@ class _Display:
                 transient=True,
             )
             self._task = self._bar.add_task(escape(path.name, 80), total=None)
-        self._kept_bytes = self._total_bytes = 0
+        self._stored_bytes = self._total_bytes = 0
         self._printed_s = time.monotonic()
 
     def __enter__(self) -> _Display:
@@ -173,17 +173,17 @@ class _Display:
         more = f" and {len(plan.sources) - _MAX_NAMES} more" if len(plan.sources) > _MAX_NAMES else ""
         text = f"step {plan.step} from {names}{more}"
         with self._lock:
-            self._kept_bytes, self._total_bytes = plan.kept_bytes, plan.data_bytes
+            self._stored_bytes, self._total_bytes = plan.stored_bytes, plan.data_bytes
             if self._bar is not None:
-                self._bar.reset(self._task, description=text, total=float(plan.data_bytes), completed=plan.kept_bytes)
+                self._bar.reset(self._task, description=text, total=float(plan.data_bytes), completed=plan.stored_bytes)
                 return
-            kept = f", {megabytes(plan.kept_bytes)} are there already" if plan.kept_bytes else ""
+            kept = f", {megabytes(plan.stored_bytes)} are there already" if plan.stored_bytes else ""
             self._print(f"{text}: {megabytes(plan.data_bytes)}{kept}")
 
     def note(self, progress: FetchProgress) -> None:
         """Show how much has been received. Any thread may call this."""
         with self._lock:
-            done_bytes = min(self._total_bytes, self._kept_bytes + progress.done_bytes)
+            done_bytes = min(self._total_bytes, self._stored_bytes + progress.done_bytes)
             if self._bar is not None:
                 self._bar.update(self._task, completed=done_bytes)
                 return

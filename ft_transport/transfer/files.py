@@ -1,8 +1,8 @@
-"""Receives a snapshot into ``FILE.part``, which becomes ``FILE`` when it is whole; needs no torch.
+"""Receives a snapshot into ``FILE.part``, and renames that to ``FILE`` when it is complete. Does not import torch.
 
-Chunks are received into one buffer for each thread and written from there once they are verified, so that a full disk
-is an error and not a signal, and memory is that of a few chunks. The file is sparse until it is whole. Its content is
-only a hint: a fetch that resumes it compares each chunk with its digest from a source.
+Each thread receives a chunk into its own buffer, verifies the chunk and writes it to the sparse file. So a fetch needs
+memory for a few chunks only, and a full disk causes an error and not a signal. A fetch that resumes a ``FILE.part``
+does not trust its content: it compares each chunk with its digest from a source.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from ft_transport.wire.routes import LATEST, StepSelector
 
 _MODE: Final = 0o666
 _LOCK_S: Final = 0.5
-"""How long an ending process may hold the lock of the part."""
+"""Longest wait for the lock of the part file, in case the process that has the lock is ending."""
 _MAX_CHUNK_BYTES: Final = 256 << 20
 
 
 class ThreadBuffers:
-    """One buffer for each thread, which the next chunk overwrites."""
+    """A buffer for each thread, into which a fetch receives chunks; each chunk overwrites the last one."""
 
     def __init__(self) -> None:
         self._own = threading.local()
 
     def buffers(self, start: int, end: int) -> Sequence[memoryview]:
-        """Return the calling thread's buffer, which has to receive a whole chunk; see ``wire.snapshot.Memory``."""
+        """Return the calling thread's buffer for bytes ``[start, end)``; see ``wire.snapshot.Memory``."""
         num_bytes = end - start
         buffer: memoryview | None = getattr(self._own, "buffer", None)
         if buffer is None or len(buffer) < num_bytes:
@@ -54,18 +54,20 @@ class ThreadBuffers:
 
 
 class PartFile:
-    """The file that receives the data of one snapshot. Any thread calls `buffers` and `write`, one thread the rest.
+    """The file that receives the data of one snapshot, locked against other processes.
+
+    Any thread may call `buffers` and `write`; only one thread may call the other methods.
 
     Args:
-        path: Path of the final file; a regular file there is replaced in the end.
+        path: Path of the final file. If a regular file exists there, `finish` replaces it.
 
     Attributes:
-        part: Path of the file until then.
-        buffers: Has the buffer of the calling thread, which `write` writes.
-        error: The disk's error when it refused a chunk.
+        part: Path of the file before `finish`.
+        buffers: Returns the buffer of the calling thread; `write` writes the content of this buffer.
+        error: Error of the last failed `write`, if any.
 
     Raises:
-        ConfigurationError: The path is no regular file, the part cannot be made, or another process writes to it.
+        ConfigurationError: ``path`` is not a regular file, the part file cannot be created, or another process uses it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,58 +86,54 @@ class PartFile:
 
     def __exit__(self, *_exc_info: object) -> None:
         try:
-            if not self.kept_bytes and not self._is_named and is_in_place(self._descriptor, self.part):
+            if not self.stored_bytes and not self._is_named and is_in_place(self._descriptor, self.part):
                 os.unlink(self.part)
         finally:
             os.close(self._descriptor)
 
     @property
-    def kept_bytes(self) -> int:
-        """Approximate number of bytes that it takes on the disk."""
+    def stored_bytes(self) -> int:
+        """Approximate number of bytes that the file occupies on the disk."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def begin(self, manifest: Manifest) -> None:
-        """Allocate room for a snapshot.
+        """Set the size of the file for a snapshot.
 
         Raises:
-            FileWriteError: The file system has no room for it.
-            ConfigurationError: Its chunks are too large for memory.
+            FileWriteError: The file system has not enough free space.
+            ConfigurationError: The chunks of the snapshot are too large for memory.
         """
         check_chunk_size(manifest)
         table = manifest.chunks
-        # Its length with the digests, which may come later.
+        # Length of the header with digests, even if the source sends the digests only later.
         self._header_bytes = len(manifest.header([0] * table.num_chunks))
         self._table = table
         total_bytes = self._header_bytes + table.data_bytes
-        room = os.fstatvfs(self._descriptor)
-        free_bytes = room.f_bavail * room.f_frsize + self.kept_bytes
+        found = os.fstatvfs(self._descriptor)
+        free_bytes = found.f_bavail * found.f_frsize + self.stored_bytes
         if total_bytes > free_bytes:
-            raise FileWriteError(
-                f"expected room for {total_bytes} bytes, there is room for {free_bytes}; free some, or name a file "
-                "elsewhere",
-                path=str(self.part),
-            )
+            what = f"expected {total_bytes} bytes of free space, got {free_bytes}"
+            raise FileWriteError(f"{what}; delete other files, or use another disk", path=str(self.part))
         os.ftruncate(self._descriptor, total_bytes)
 
     def missing(self, manifest: Manifest, *, all_written: bool) -> list[int]:
-        """Return the chunks that are not in the file, ascending.
+        """Return the chunks that the file does not contain or whose digests differ, ascending.
 
         Args:
-            manifest: With digests.
-            all_written: Whether all chunks should be in it; otherwise chunks in holes are not read.
+            manifest: Manifest of the snapshot, with digests.
+            all_written: Whether all chunks were written; otherwise this method does not read the holes of the file.
         """
         chunks = range(self._table.num_chunks)
-        there = set(chunks) if all_written else self._written()
-        looked_at = [chunk for chunk in chunks if chunk in there]
-        damaged = find_damaged(manifest, self._stored, num_threads=default_num_threads(), chunks=looked_at)
-        there.difference_update(damaged)
-        return [chunk for chunk in chunks if chunk not in there]
+        written = set(chunks) if all_written else self._written()
+        damaged = find_damaged(manifest, self._stored, num_threads=default_num_threads(), chunks=sorted(written))
+        intact = written.difference(damaged)
+        return [chunk for chunk in chunks if chunk not in intact]
 
     def write(self, chunk: int) -> None:
-        """Write this chunk, which the calling thread has received.
+        """Write the chunk that is in the calling thread's buffer.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The chunk cannot be written.
         """
         start, end = self._table.range_of(chunk, chunk + 1)
         (left,), position = self.buffers(start, end), self._header_bytes + start
@@ -148,29 +146,27 @@ class PartFile:
             raise
 
     def finish(self, manifest: Manifest) -> None:
-        """Write the header, make the file durable, and give it its name.
+        """Write the header, flush the file to the disk, and rename it to its final name.
 
         Args:
-            manifest: With digests, which match all chunks.
+            manifest: Manifest of the snapshot, with digests, which match all chunks of the file.
 
         Raises:
-            OSError: The file cannot be written or renamed; another process may have moved its part.
+            OSError: The file cannot be written or renamed, for example because another process has moved it.
         """
-        assert manifest.digests is not None, "they have been asked for"
+        assert manifest.digests is not None, "the caller passes a manifest with digests"
         header = manifest.header(manifest.digests)
-        assert len(header) == self._header_bytes, "digests take the same room whatever they are"
+        assert len(header) == self._header_bytes, "the length does not depend on the values of the digests"
         os.pwrite(self._descriptor, header, 0)
         os.fsync(self._descriptor)
         if not is_in_place(self._descriptor, self.part):
-            raise FileNotFoundError(
-                errno.ENOENT, "expected the file that was written, another one has its name", str(self.part)
-            )
+            raise FileNotFoundError(errno.ENOENT, "another process has moved or replaced the part file", str(self.part))
         os.replace(self.part, self._path)
         self._is_named = True
         sync_directory(self._path.absolute().parent)
 
     def _written(self) -> set[int]:
-        """Return the chunks that do not lie in holes of the file."""
+        """Return the chunks of which the file has data, in part at least."""
         written: set[int] = set()
         table, starts_at = self._table, self._header_bytes
         end = min(os.fstat(self._descriptor).st_size, starts_at + table.data_bytes)
@@ -179,7 +175,7 @@ class PartFile:
             try:
                 start = os.lseek(self._descriptor, position, os.SEEK_DATA)
                 position = os.lseek(self._descriptor, start, os.SEEK_HOLE)
-            except OSError:  # ENXIO: the rest is a hole
+            except OSError:  # ENXIO: the rest of the file is a hole
                 break
             first, last = start - starts_at, min(position, end) - starts_at
             written.update(range(first // table.chunk_bytes, min(-(-last // table.chunk_bytes), table.num_chunks)))
@@ -190,11 +186,11 @@ class PartFile:
 
 
 def check_chunk_size(manifest: Manifest) -> None:
-    """Raise `ConfigurationError` if chunks are too large for memory."""
+    """Raise a `ConfigurationError` if the chunks of a snapshot are too large for a buffer in memory."""
     table = manifest.chunks
     if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
         raise ConfigurationError(
-            f"expected chunks of at most {_MAX_CHUNK_BYTES} bytes, the source has some of {table.chunk_bytes}"
+            f"expected a source with chunks of at most {_MAX_CHUNK_BYTES} bytes, got one with {table.chunk_bytes} bytes"
         )
 
 
@@ -204,42 +200,42 @@ def _check_replaceable(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConfigurationError(f"expected a file to fetch to: {error}") from error
+        raise ConfigurationError(f"expected the name of a file to write: {error}") from error
     if not is_regular:
         raise ConfigurationError(
-            f"expected a regular file to fetch to, or none yet, {path} is a link, a directory or a device; name "
-            "another file"
+            f"expected the name of a regular or a new file to write, got {path}, which is a link, a directory or a "
+            "device; name another file"
         )
 
 
 def _open_locked(path: Path) -> int:
-    """Open or make a file of this user and lock it, until the descriptor is closed or the process ends.
+    """Open or create the part file and lock it, until the descriptor is closed or the process ends.
 
-    Raises `ConfigurationError` for another user's file, a link, one with other names, and one that is locked.
+    Raises a `ConfigurationError` if another user owns it, another fetch has locked it, or it has other hard links.
     """
     until_s = time.monotonic() + _LOCK_S
     while True:
         try:
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
         except OSError as error:
-            raise ConfigurationError(f"expected a regular file of this user's as file to fetch to: {error}") from error
+            raise ConfigurationError(f"expected to open a part file that this user owns: {error}") from error
         try:
             found = os.fstat(descriptor)
             if found.st_uid != os.geteuid() or found.st_nlink > 1:
                 raise ConfigurationError(
-                    f"expected a file of this user's with one name as file to fetch to, {path} has {found.st_nlink} "
-                    f"and is user {found.st_uid}'s"
+                    f"expected a part file that user {os.geteuid()} owns, with one name, got {path}, which user "
+                    f"{found.st_uid} owns, with {found.st_nlink} names; delete it, or name another file"
                 )
             if try_lock(descriptor) and is_in_place(descriptor, path):
                 return descriptor
             if time.monotonic() > until_s:
                 raise ConfigurationError(
-                    f"expected a file to fetch to that no other fetch uses, another one writes to {path}; let it end, "
-                    "or name another file"
+                    f"expected a part file that no other fetch uses, but another fetch writes to {path}; wait until it "
+                    "ends, or name another file"
                 )
         except OSError as error:
             os.close(descriptor)
-            raise ConfigurationError(f"expected a file that can be locked as file to fetch to: {error}") from error
+            raise ConfigurationError(f"expected to lock the part file: {error}") from error
         except BaseException:
             os.close(descriptor)
             raise
@@ -253,15 +249,15 @@ class FilePlan:
 
     Attributes:
         step: Step of the snapshot.
-        sources: The peers that serve it.
+        sources: Addresses of the sources.
         data_bytes: Size of all chunks.
-        kept_bytes: Size of the chunks that are already in the file.
+        stored_bytes: Size of the chunks that the file already contains.
     """
 
     step: int
     sources: tuple[PeerAddress, ...]
     data_bytes: int
-    kept_bytes: int
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +266,7 @@ class FetchedFile:
 
     Attributes:
         manifest: Manifest of the snapshot, with digests.
-        plan: The chunks that the file had before, and the sources of the rest.
+        plan: Plan of the fetch.
         record: Record of the fetch.
     """
 
@@ -289,23 +285,25 @@ def fetch_to_file(
     on_plan: Callable[[FilePlan], None],
     wanted: Callable[[Manifest], Collection[int]] | None = None,
 ) -> FetchedFile:
-    """Receive a snapshot into a safetensors file, which gets its name only once it is whole, verified and durable.
+    """Receive a snapshot into a safetensors file, which appears at ``path`` only once it is complete and verified.
 
-    If this fails, the received data stays in ``PATH.part``, and another call resumes from it, from any source.
+    If this function fails, the received data stays in ``PATH.part``. A later call resumes the fetch, from any source.
 
     Args:
-        sources: One or several peers that serve the same state.
-        step: A step, or ``latest``.
+        sources: Addresses of peers that serve the same state.
+        step: A step or ``latest``.
         path: Path of the file.
-        settings: How to fetch; chunks are always verified.
+        settings: Settings of the fetch; this function always verifies the chunks.
         recorder: Records the fetch.
-        on_plan: Called before the first byte; again if a newer snapshot replaces the one being fetched.
-        wanted: Selects the chunks to fetch from a manifest with digests; the file has holes for the others.
+        on_plan: Function to call with the plan before any data is fetched, and again if the source replaces the
+            snapshot by a newer one.
+        wanted: Function that selects the chunks to fetch from a manifest with digests; the file has holes in place of
+            the other chunks. ``None`` for all chunks.
 
     Raises:
-        ConfigurationError: The file cannot be written to, or has no room.
-        FileWriteError: The disk failed, or is full.
-        TransportError: See ``HTTPTransport.fetch``.
+        ConfigurationError: The file cannot be created.
+        FileWriteError: The disk failed or is full.
+        TransportError: The fetch failed; see ``HTTPTransport.fetch``.
     """
     with PartFile(path) as part:
         with recorder.begin("fetch", replica=settings.replica, phase="manifest"):
@@ -319,28 +317,25 @@ def fetch_to_file(
                 failed = part.error if isinstance(error, TransportError) else error
                 if failed is None:
                     raise
-                raise FileWriteError(
-                    f"expected to write what is received, {failed.strerror or failed}; mend that, and what has come is "
-                    "still there",
-                    path=str(part.part),
-                ) from error
+                what = f"expected to write the received data: {failed.strerror or failed}; the next fetch continues"
+                raise FileWriteError(f"{what} with the data written so far", path=str(part.part)) from error
         record = recorder.recent()[-1]
     return FetchedFile(manifest=manifest, plan=plan, record=record)
 
 
 def check_data(peer: PeerAddress, settings: FetchSettings) -> Manifest:
-    """Receive each chunk of a peer's newest snapshot, compare it with its digest, and return the manifest.
+    """Receive a peer's newest snapshot, verify each chunk, drop the data and return the manifest.
 
-    The peer takes a snapshot if it has none.
+    If the peer has no snapshot, it takes one.
 
     Raises:
-        FetchFailedError: Chunks differ from their digests each time.
-        TransportError: See ``HTTPTransport.fetch``.
+        FetchFailedError: Received chunks did not match their digests in any attempt.
+        TransportError: The fetch failed; see ``HTTPTransport.fetch``.
     """
 
     def check() -> Manifest:
-        with contextlib.ExitStack() as held:
-            agreed = ask_sources([peer], LATEST, settings, held)
+        with contextlib.ExitStack() as connections:
+            agreed = ask_sources([peer], LATEST, settings, connections)
             check_chunk_size(agreed.manifest)
             manifest = agreed.manifest_with_digests(settings)
             fetch_data(agreed.files, manifest, ThreadBuffers(), settings)
@@ -360,16 +355,16 @@ def _receive(
     wanted: Callable[[Manifest], Collection[int]] | None,
 ) -> tuple[Manifest, FilePlan]:
     phase("manifest")
-    with contextlib.ExitStack() as held:
-        agreed = ask_sources(sources, step, settings, held)
+    with contextlib.ExitStack() as connections:
+        agreed = ask_sources(sources, step, settings, connections)
         manifest = agreed.manifest
         recording = current()
-        assert recording is not None, "the caller has begun it"
+        assert recording is not None, "the caller has opened a recording"
         recording.describe(step=manifest.step, num_bytes=manifest.data_bytes)
         phase("plan")
         table = manifest.chunks
         missing = list(range(table.num_chunks))
-        if wanted is not None or part.kept_bytes:
+        if wanted is not None or part.stored_bytes:
             manifest = agreed.manifest_with_digests(settings)
             part.begin(manifest)
             missing = part.missing(manifest, all_written=False)
@@ -383,7 +378,7 @@ def _receive(
             step=manifest.step,
             sources=tuple(file.peer for file in agreed.files),
             data_bytes=table.data_bytes,
-            kept_bytes=table.data_bytes - sum(map(table.length_of, missing)),
+            stored_bytes=table.data_bytes - sum(map(table.length_of, missing)),
         )
         on_plan(plan)
         phase("transfer")

@@ -1,4 +1,4 @@
-"""The server half of a transport: takes, stores and serves snapshots of this replica's own state."""
+"""The server of a transport: takes snapshots of this replica's state, stores them, and serves them to receivers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _MAX_FAILURE_CHARACTERS: Final = 1000
 
 @dataclass(slots=True, eq=False)
 class _Sharing:
-    """A snapshot that is served from live memory until the owner materializes it.
+    """A snapshot that is served from the trainer's own tensors until the trainer changes them.
 
     Attributes:
-        memory: The memory.
-        snapshot_id: The snapshot's id, once it is served.
+        memory: The memory of the tensors.
+        snapshot_id: Id of the snapshot; ``None`` before it is served.
     """
 
     memory: CopyOnWriteMemory
@@ -44,14 +44,14 @@ class _Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotLease:
-    """A snapshot that is not replaced until ``release`` is called, once.
+    """A snapshot that a reader on this host has leased: the transport does not free it before ``release``.
 
     Attributes:
-        step: The committed step of the state.
-        descriptor: Descriptor of the memory file that contains it; the transport owns it.
-        start: Where in the memory file the safetensors file begins.
-        num_bytes: Its length.
-        release: Ends the lease.
+        step: Committed step of the state.
+        descriptor: Descriptor of the memory file that contains the snapshot; the transport owns the descriptor.
+        start: Position in the memory file at which the snapshot's safetensors file begins.
+        num_bytes: Length of the safetensors file.
+        release: Function that ends the lease; to be called once.
     """
 
     step: int
@@ -62,10 +62,10 @@ class SnapshotLease:
 
 
 class SnapshotInProgress:
-    """A snapshot whose small parts are copied and whose large ones may still be copied in the background.
+    """A snapshot whose small tensors are copied and whose large tensors (the deferred ones) may not be copied yet.
 
-    Each method is called once, in this order, on any one thread at a time: ``copy_deferred`` under the read lock,
-    then ``publish``.
+    The caller calls `copy_deferred` once under the read lock, and then `publish` once, or else calls `abandon`. Any
+    thread may make these calls, one after the other.
     """
 
     def __init__(self, pending: PendingSnapshot, cache: SnapshotCache, place: Place, sharing: _Sharing | None) -> None:
@@ -75,7 +75,7 @@ class SnapshotInProgress:
         self._sharing = sharing
 
     def copy_deferred(self) -> None:
-        """Copy the deferred tensors; the read lock may be released afterwards."""
+        """Copy the deferred tensors. The caller may release the read lock afterwards."""
         try:
             self._pending.copy_deferred()
         except BaseException:
@@ -83,7 +83,7 @@ class SnapshotInProgress:
             raise
 
     def publish(self) -> None:
-        """Digest the state and serve it. Needs no lock."""
+        """Digest the copied state and serve it. Needs no lock."""
         try:
             snapshot = self._pending.finish()
         except BaseException:
@@ -93,13 +93,15 @@ class SnapshotInProgress:
         if sharing is not None:
             sharing.snapshot_id = snapshot.snapshot_id
         self._cache.put(snapshot, self._place)
-        # The owner may have materialized the memory before the snapshot could be found by its id.
+        # The trainer may have called `materialize` before the snapshot was in the cache.
         if sharing is not None and sharing.memory.is_lost:
             self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
-            raise SnapshotError("expected memory for a copy of what has changed meanwhile, and there is none")
+            raise SnapshotError(
+                "expected enough memory to copy the shared tensors before they changed, got none: the snapshot is lost"
+            )
 
     def abandon(self) -> None:
-        """Free everything without a snapshot."""
+        """Free the memory of the snapshot without serving it."""
         self._pending.abandon()
         self._place.give_back()
 
@@ -108,17 +110,17 @@ class StateServer:
     """Takes snapshots of one replica's state and serves them. Thread-safe unless stated otherwise.
 
     Args:
-        settings: How many snapshots, where to listen, and so on.
-        keys: The job's keys, if it has any; then every request requires a proof of them.
-        certificates: This side's certificates, if it has any; then the server speaks only TLS.
-        max_wait_s: Longest time that a request waits, in seconds.
+        settings: Settings of the transport.
+        keys: The job's keys, which every request must prove to know; ``None`` without a job token.
+        certificates: This process's certificates, with which the server accepts only TLS; ``None`` for plain HTTP.
+        max_wait_s: Longest time that a request may wait for a snapshot, in seconds.
         process_status: Status and metrics of this process.
 
     Attributes:
         http: The HTTP server.
 
     Raises:
-        ConfigurationError: The address cannot be bound.
+        ConfigurationError: The server cannot listen at the address of the settings.
     """
 
     def __init__(
@@ -161,20 +163,21 @@ class StateServer:
         self._end = SafeEnd()
 
     def prefault(self, state: object) -> None:
-        """Make memory for snapshots of ``state`` ready; see ``HTTPTransport.prefault``."""
+        """Allocate memory for snapshots of ``state`` in advance, so that the first snapshot is fast."""
         self._stager.prefault(state)
 
     def take(self, wanted: Taking | HeldState, *, share: bool = False) -> SnapshotInProgress:
-        """Begin a snapshot of a state, under the read lock on the thread that owns it; or, once, of a held state.
+        """Begin a snapshot of a state; the caller holds the read lock.
 
         Args:
-            wanted: A held state may come from any thread.
-            share: Serves a held state that ``is_shareable`` from live memory, without a copy. The owner calls
-                `materialize` before anything of it changes, an optimizer's step included. The read lock may be released
-                as soon as this has returned.
+            wanted: The state. A `Taking` must be passed on the thread that owns the state. A `HeldState` may be passed
+                on any thread, once.
+            share: Whether to serve a held state that ``is_shareable`` from the trainer's own tensors, without a copy.
+                Then the caller may release the read lock after this call, and must call `materialize` before anything
+                changes a tensor, including the optimizer's step.
 
         Raises:
-            SnapshotError: The state cannot be captured, memory for it is missing, or receivers still fetch the maximum
+            SnapshotError: The state cannot be captured, there is not enough memory, or receivers still read the maximum
                 number of snapshots.
         """
         try:
@@ -199,12 +202,13 @@ class StateServer:
     def hold(self, taking: Taking) -> HeldState | None:
         """Copy everything that is not deferrable, so that `take` can begin a snapshot of this step later.
 
-        For an owner that learns only after the step boundary that a snapshot is needed. Takes no memory but for the
-        copies, and no place among ``max_snapshots``. Called on the thread that owns the state; the caller holds the
-        read lock from here until ``SnapshotInProgress.copy_deferred`` has returned.
+        This lets a trainer decide only after the step boundary (before ``forward``) whether it takes a snapshot. A held
+        state needs memory only for the copies, and does not count towards ``max_snapshots``. Call this on the thread
+        that owns the state. The caller holds the read lock from this call until ``SnapshotInProgress.copy_deferred``
+        has returned.
 
         Returns:
-            The held state; ``None`` if more than ``max_held_bytes`` would have to be copied.
+            The held state; ``None`` if the copies would exceed ``max_held_bytes``.
 
         Raises:
             SnapshotError: The state cannot be captured.
@@ -212,14 +216,14 @@ class StateServer:
         return self._stager.hold(taking)
 
     def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
-        """End the sharing of live memory that the caller is about to change.
+        """Stop serving from the trainer's own tensors, which the caller is about to change.
 
-        Copies a snapshot first if it is being read or was requested; retires any other. Relays stop serving that
-        memory.
+        If receivers read or have requested a snapshot of these tensors, this method copies it; otherwise it drops the
+        snapshot. Also ends relays that serve these tensors.
 
         Args:
-            changing: Returns the addresses of the storages that will change; called only while memory is shared.
-                ``None`` stands for all.
+            changing: Returns the addresses of the storages that will change; called only if tensors are shared now.
+                ``None`` if any storage may change.
         """
         self.http.relays.close_all()
         if changing is None:
@@ -230,7 +234,8 @@ class StateServer:
             sharings = list(self._sharings)
         changed: Set[int] | None = None
         for sharing in sharings:
-            # Memory that is not shared any more may still be read live: another thread materializes it, and waits.
+            # Memory that is not shared any more may still be read, while another thread materializes it. The call below
+            # waits for that thread.
             if changing is not None and sharing.memory.is_shared:
                 changed = changed if changed is not None else changing()
                 if changed.isdisjoint(sharing.memory.storages):
@@ -244,16 +249,16 @@ class StateServer:
                 self._sharings.remove(sharing)
 
     def lease(self, step: int) -> SnapshotLease:
-        """Lease the newest snapshot of a step to a reader on this host, until the lease is released.
+        """Lease the newest snapshot of a step to a reader on this host.
 
         Raises:
-            SnapshotError: There is none, or it is served from live memory.
+            SnapshotError: There is no snapshot of the step, or it is served from the trainer's own tensors.
         """
         released = SafeEvent()
-        # A reader on this host has read everything when it releases the lease: nothing is on its way any more.
+        # When a reader on this host releases the lease, it has read everything: no bytes are still in flight.
         reading = self._cache.read(step, reader=Reader(released.is_set))
         if reading is None:
-            raise SnapshotError("expected a snapshot, there is none", step=step)
+            raise SnapshotError("expected a snapshot of the step, got none", step=step)
 
         def release() -> None:
             released.set()
@@ -262,7 +267,7 @@ class StateServer:
         memory = reading.snapshot.memory
         if not isinstance(memory, MemoryFile):
             release()
-            raise SnapshotError("expected a snapshot in memory of its own, it is served from live memory", step=step)
+            raise SnapshotError("expected a copied snapshot, got one that shares the trainer's tensors", step=step)
         return SnapshotLease(
             step=step,
             descriptor=memory.descriptor,
@@ -272,29 +277,29 @@ class StateServer:
         )
 
     def newest_sequence(self) -> int:
-        """Number of snapshots that have been published so far."""
+        """Return the number of snapshots that were published so far."""
         return self._cache.newest_sequence()
 
     def newest_step(self) -> int | None:
-        """The step of the newest snapshot, ``None`` before the first."""
+        """Return the step of the newest snapshot; ``None`` before the first snapshot."""
         return self._cache.newest_step()
 
     def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
-        """Report to waiting receivers why no snapshot has come, until the next one is served.
+        """Report to receivers why a snapshot failed, until the next snapshot is served.
 
         Args:
-            step: The step that the snapshot would have shown.
-            error: Its type and message are sent to the receivers.
-            is_final: Whether the next attempt will fail as well: receivers that wait are refused at once.
+            step: Step of the snapshot.
+            error: Error whose type and message the server sends to waiting receivers.
+            is_final: Whether further attempts would fail too; if so, the server refuses waiting receivers at once.
         """
         reason = f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS]
         self._cache.note_failure(reason, is_final=is_final)
 
     def close(self, *, wait: bool) -> None:
-        """Stop serving and free the snapshots. Idempotent.
+        """Stop the server and free the snapshots. Idempotent.
 
         Args:
-            wait: Whether to return only when the server's thread has ended.
+            wait: Whether to wait until the server's thread has ended.
         """
         self._end(self._close, wait=wait)
 

@@ -130,7 +130,7 @@ def test_a_full_disk_is_said_and_what_has_come_is_gone_on_with(
         patch.setattr(files.os, "pwrite", pwrite)
         result = fetch(source.metadata(), "-o", path)
     assert result.exit_code == 1
-    assert "No space left on device; mend that, and what has come is still there" in str(result.exception)
+    assert "No space left on device; the next fetch continues" in str(result.exception)
     assert not path.exists()
     done = told(fetch(source.metadata(), "-o", path, "--json"))
     assert done["num_bytes_kept"] > 0
@@ -227,7 +227,7 @@ def test_two_do_not_write_to_one_file(
     with PartFile(tmp_path / "m"):
         result = fetch(source.metadata(), "-o", tmp_path / "m")
         assert result.exit_code == 1
-        assert "another one writes to" in str(result.exception)
+        assert "another fetch writes to" in str(result.exception)
     assert not list(tmp_path.iterdir())
     assert fetch(source.metadata(), "-o", tmp_path / "m").exit_code == 0
 
@@ -248,7 +248,7 @@ def test_what_was_not_verified_never_takes_the_name(
     monkeypatch.setattr(PartFile, "finish", removed_before)
     result = fetch(source.metadata(), "-o", tmp_path / "m")
     assert isinstance(result.exception, FileWriteError), result.output
-    assert "expected the file that was written" in str(result.exception)
+    assert "another process has moved or replaced" in str(result.exception)
     assert (tmp_path / "m").read_bytes() == b"kept"
 
 
@@ -259,7 +259,7 @@ def test_only_a_regular_file_is_replaced(source: HTTPTransport[Any], tmp_path: P
     for place in (tmp_path / "fifo", tmp_path / "link", tmp_path, Path("/dev/full"), Path()):
         result = fetch(source.metadata(), "-o", place)
         assert result.exit_code == 1
-        assert "expected a regular file to fetch to" in str(result.exception)
+        assert "expected the name of a regular or a new file to write" in str(result.exception)
     missing = fetch(source.metadata(), "-o", tmp_path / "no" / "m")
     assert "No such file or directory" in str(missing.exception)
     assert (tmp_path / "real").read_bytes() == b"kept"
@@ -274,7 +274,7 @@ def test_a_snapshot_that_has_no_room_is_not_begun(
     monkeypatch.setattr(files.os, "fstatvfs", lambda _descriptor: Full())
     result = fetch(source.metadata(), "-o", tmp_path / "m")
     assert result.exit_code == 1
-    assert "there is room for 12288" in str(result.exception)
+    assert "got 12288" in str(result.exception)
     assert not list(tmp_path.iterdir())
 
 
