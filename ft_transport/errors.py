@@ -224,7 +224,7 @@ class PeerProtocolError(PeerError):
 class MessageDamagedError(PeerProtocolError):
     """The request or the response was damaged on the way; another attempt may succeed.
 
-    ``refusal``: The error that the response stands for, if it was not damaged after all.
+    ``refusal``: The error that the response reports, to be raised if the response was not damaged after all.
     """
 
     retryable = True

@@ -42,7 +42,7 @@ class FileRange:
         self.end = end
 
     def send_to(self, connected: BodySocket) -> None:
-        """See `Body`."""
+        """Send the rest of the body, and advance ``position``; blocks."""
         try:
             if connected.is_encrypted:
                 self._send_encrypted(connected)
@@ -107,7 +107,7 @@ class Slices:
         self.end = slices.answer_bytes(frames)
 
     def send_to(self, connected: BodySocket) -> None:
-        """See `Body`."""
+        """Send the rest of the body, and advance ``position``; blocks."""
         largest = max(sum(piece.num_bytes for piece in frame) for frame in self._frames)
         staging = memoryview(bytearray(largest + FRAME_DIGEST_BYTES))
         try:
@@ -158,7 +158,7 @@ class Buffer:
         self.end = len(data)
 
     def send_to(self, connected: BodySocket) -> None:
-        """See `Body`."""
+        """Send the rest of the body, and advance ``position``; blocks."""
         for start in range(0, self.end, CHUNK_BYTES):
             piece = self._data[start : start + CHUNK_BYTES]
             connected.sendall(piece)
@@ -184,7 +184,7 @@ class RelayedChunks:
         self._pause_s = pause_s
 
     def send_to(self, connected: BodySocket) -> None:
-        """See `Body`."""
+        """Send the rest of the body, and advance ``position``; blocks."""
         while self.position < self.end:
             chunk = self._follower.next(0.0)
             if chunk is None:
@@ -246,7 +246,7 @@ class RelayedChunks:
 
 
 def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
-    """Yield views of bytes ``[start, end)`` of the file. Only the data is mapped; the header is read."""
+    """Yield views of bytes ``[start, end)`` of the file: its header is read into memory, its data is mapped already."""
     num_header_bytes = file.data_start - file.start
     if start < num_header_bytes:
         yield memoryview(os.pread(file.descriptor, min(end, num_header_bytes) - start, file.start + start))

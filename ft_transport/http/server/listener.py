@@ -154,7 +154,7 @@ class Listener:
     def _enter(self, accepted: socket.socket, address: str) -> bool:
         """Assign a slot to a connection; return whether its request has arrived already and was passed on."""
         accepted.setblocking(False)
-        if _has_gone(accepted):
+        if _has_closed(accepted):
             accepted.close()
             return False
         slot = self._slots.enter(address)
@@ -166,7 +166,7 @@ class Listener:
             self._sweep_later()
         return _Waiting(self, accepted, slot).look()
 
-    def _ask(self, waiting: _Waiting, sent: bytes) -> bool:
+    def _connect_or_park(self, waiting: _Waiting, sent: bytes) -> bool:
         """Pass a connection to its protocol; or queue it if its rate limit is exceeded, and return ``False``."""
         slot = waiting.slot
         slot.claims = self._claims(slot.address, sent)
@@ -248,7 +248,7 @@ class _Waiting:
         return self.slot.address, self.slot.claims
 
     def look(self) -> bool:
-        """Check the received bytes; pass the connection on if they contain the head of a request, or no request at all.
+        """Pass the connection on if its bytes contain the head of a request, or cannot be the beginning of one.
 
         Returns:
             Whether the connection got its protocol.
@@ -271,7 +271,7 @@ class _Waiting:
             self.end()
             return False
         self._unwatch()
-        return self._listener._ask(self, sent)
+        return self._listener._connect_or_park(self, sent)
 
     def end(self) -> None:
         self._unwatch()
@@ -292,7 +292,7 @@ class _Waiting:
             self._listener._loop.remove_reader(self.accepted.fileno())
 
 
-def _has_gone(accepted: socket.socket) -> bool:
+def _has_closed(accepted: socket.socket) -> bool:
     """Whether the peer has closed the connection without sending anything, so that it needs no slot."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
