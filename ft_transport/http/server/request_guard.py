@@ -13,7 +13,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -64,10 +64,11 @@ _CANCEL_TIMEOUT_S: Final = 5.0
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestGuard:
     """The middlewares of one server. Used only on the server's event loop.
 
-    Args:
+    Attributes:
         cache: The cache of served snapshots; refusals list their steps.
         keys: The job's keys; ``None`` if the server does not require a proof of the job token.
         reached_at: Each ``host:port`` at which peers reach this server through address translation.
@@ -77,26 +78,18 @@ class RequestGuard:
         peer_log: Logs refused requests.
     """
 
-    def __init__(
-        self,
-        cache: SnapshotCache,
-        *,
-        keys: Keys | None,
-        reached_at: Sequence[str],
-        is_encrypted: bool,
-        names: HostCheck | None,
-        slots: ConnectionSlots,
-        peer_log: PeerLog,
-    ) -> None:
-        self._cache = cache
-        self._keys = keys
-        self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
-        self._is_encrypted = is_encrypted
-        self._is_guarded = keys is not None or is_encrypted
-        self._names = names
-        self._slots = slots
-        self._peer_log = peer_log
-        self._handlers: set[asyncio.Task[object]] = set()
+    cache: SnapshotCache
+    keys: Keys | None
+    reached_at: Sequence[str]
+    is_encrypted: bool
+    names: HostCheck | None
+    slots: ConnectionSlots
+    peer_log: PeerLog
+    _sessions: ServerSessions | None = field(init=False)
+    _handlers: set[asyncio.Task[object]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._sessions = ServerSessions(self.keys, reached_at=self.reached_at) if self.keys is not None else None
 
     def middlewares(self) -> list[Middleware]:
         """Return the middlewares of every route, outermost first."""
@@ -109,12 +102,12 @@ class RequestGuard:
 
     def claims(self, address: str, sent: bytes) -> bool:
         """Whether a new connection may be a member's: by a key id in its first bytes, or with TLS by its address."""
-        if self._is_encrypted:
-            return self._slots.limits.is_known(address)
-        if self._keys is None:
+        if self.is_encrypted:
+            return self.slots.limits.is_known(address)
+        if self.keys is None:
             return False
         line = sent.partition(b"\r\n")[0]
-        return any(key.key_id.encode() in line for key in self._keys.current())
+        return any(key.key_id.encode() in line for key in self.keys.current())
 
     async def cancel_handlers(self) -> None:
         """Cancel the requests in progress, and wait until they have ended."""
@@ -128,7 +121,7 @@ class RequestGuard:
 
     @web.middleware
     async def _serve_in_slot(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        with self._slots.serving(slot_of(request)):
+        with self.slots.serving(slot_of(request)):
             return await handler(request)
 
     @web.middleware
@@ -139,31 +132,32 @@ class RequestGuard:
         self._handlers.add(task)
         slot = slot_of(request)
         try:
-            if self._names is not None and not self._names.has(request.headers.get("Host")):
-                self._peer_log.note(logging.WARNING, slot.address, f"a request was refused: {REFUSAL}")
+            if self.names is not None and not self.names.has(request.headers.get("Host")):
+                self.peer_log.note(logging.WARNING, slot.address, f"a request was refused: {REFUSAL}")
                 misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
                 misdirected.force_close()
                 raise misdirected
-            is_watching, belongs = request.path in WATCH_ROUTES, self._is_guarded
+            is_watching = request.path in WATCH_ROUTES
+            is_member = self.keys is not None or self.is_encrypted
             if request.path != CHALLENGE_ROUTE:
                 if is_watching:
                     if _is_cross_site(request.headers):
                         raise web.HTTPForbidden(text="expected a request by a page of this server, got one by another")
                     # A certificate proves membership of the job, as a session does; a watch token does not.
-                    belongs = self._admit_watcher(request) or (self._is_guarded and self._keys is None)
+                    is_member = self._admit_watcher(request) or (self.keys is None and self.is_encrypted)
                 elif self._sessions is not None:
                     self._sessions.admit(request)
-                self._slots.authenticated(slot)
-                if belongs:
-                    self._slots.limits.refund_member(slot)
-            if belongs:
+                self.slots.authenticated(slot)
+                if is_member:
+                    self.slots.limits.refund_member(slot)
+            if is_member:
                 return await handler(request)
             return await self._in_turn(slot, request, handler, is_watching=is_watching)
         except TransportError as error:
             # The log names only the type: the message, which the response contains, may quote the request.
             refusal = f"a request was refused: {type(error).__name__}"
-            self._peer_log.note(logging.INFO, slot.address, refusal)
-            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
+            self.peer_log.note(logging.INFO, slot.address, refusal)
+            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self.cache.steps()))}
             if isinstance(error, PeerNotReadyError):
                 headers["Retry-After"] = str(math.ceil(error.retry_after_s))
                 if error.after is not None:
@@ -186,10 +180,10 @@ class RequestGuard:
         self, slot: Slot, request: web.Request, handler: _Handler, *, is_watching: bool
     ) -> web.StreamResponse:
         """Process a request of an unauthenticated client or of a watcher when the rate limit allows it."""
-        limits = self._slots.limits
+        limits = self.slots.limits
         after_s = limits.turn_after_s(slot)
         if after_s > 0:
-            with self._slots.waiting(slot):
+            with self.slots.waiting(slot):
                 await asyncio.sleep(after_s)
         response = await handler(request)
         # No refund for a watcher: a request for the process's state is costly whatever the length of its response.
@@ -210,14 +204,14 @@ class RequestGuard:
         Raises:
             PeerAuthenticationError: The request has neither the watch token nor a session.
         """
-        if self._keys is None:
+        if self.keys is None:
             return False
         scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
         if scheme == SCHEME and self._sessions is not None:
             self._sessions.admit(request)
             return True
         shown = _sent_token(scheme, credentials)
-        if not any(is_equal(shown, token) for token in self._keys.watch_tokens()):
+        if not any(is_equal(shown, token) for token in self.keys.watch_tokens()):
             raise PeerAuthenticationError(
                 "expected the watch token, as the password of any user or as a bearer token; "
                 "`ft-transport watch-token` prints it where the job token is set"

@@ -151,23 +151,16 @@ class SameHostServer:
         if len(self._lendings) >= _MAX_CONNECTIONS or not is_own_user(accepted):
             accepted.close()
             return
-        self._lendings.add(_Lending(self, self._loop, accepted, self._lendings.discard))
+        self._lendings.add(_Lending(self, accepted))
 
 
 class _Lending:
     """One connection: receives a ticket, sends the descriptor, and keeps the snapshot until the connection closes."""
 
-    def __init__(
-        self,
-        server: SameHostServer,
-        loop: asyncio.AbstractEventLoop,
-        connected: socket.socket,
-        forget: Callable[[_Lending], None],
-    ) -> None:
+    def __init__(self, server: SameHostServer, connected: socket.socket) -> None:
         self._server = server
-        self._loop = loop
+        self._loop = loop = server._loop
         self._connected = connected
-        self._forget = forget
         self._received = b""
         self._reading: Reading | None = None
         self._is_closed = False
@@ -186,7 +179,7 @@ class _Lending:
             self._connected.shutdown(socket.SHUT_RDWR)
         self._connected.close()
         self._end_reading()
-        self._forget(self)
+        self._server._lendings.discard(self)
 
     def _end_reading(self) -> None:
         reading, self._reading = self._reading, None

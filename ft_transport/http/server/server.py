@@ -105,7 +105,7 @@ class SnapshotServer:
             self._slots = ConnectionSlots(max_connections(), time.monotonic)
             peer_log = PeerLog(logger, time.monotonic, errors=process_status.errors)
             self._guard = RequestGuard(
-                cache,
+                cache=cache,
                 keys=keys,
                 reached_at=settings.reached_at,
                 is_encrypted=certificates is not None,
@@ -130,10 +130,10 @@ class SnapshotServer:
             rate = settings.limits.max_send_bytes_per_s
             limiter = RateLimiter(rate) if rate is not None else None
             self._routes = SnapshotRoutes(
-                cache,
-                self.requests,
-                self.deltas,
-                self.relays,
+                cache=cache,
+                requests=self.requests,
+                deltas=self.deltas,
+                relays=self.relays,
                 slots=self._slots,
                 uploads=self._uploads,
                 keys=keys,

@@ -228,8 +228,8 @@ class SnapshotCache:
 
     def newest_step(self) -> int | None:
         """Return the step of the newest snapshot; ``None`` without one."""
-        with self._lock:
-            return self._entries[-1].snapshot.step if self._entries else None
+        newest = self.newest()
+        return newest.step if newest is not None else None
 
     def steps(self) -> tuple[int, ...]:
         """Return the served steps, oldest first."""
@@ -246,8 +246,7 @@ class SnapshotCache:
 
     def num_readers(self) -> int:
         """Return the number of requests that are reading a snapshot."""
-        with self._lock:
-            return sum(entry.num_readers for entry in (*self._entries, *self._leaving))
+        return sum(num_readers for _, _, num_readers in self.alive())
 
     def num_alive(self) -> int:
         """Return the number of snapshots in memory, including evicted ones with readers and those being taken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -61,10 +62,11 @@ _LONGEST_RELAY_PAUSE_S: Final = 3.0
 """Longest wait for the next chunk within a response. Meanwhile the response occupies a thread and a slot."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class SnapshotRoutes:
     """The handlers of the routes for snapshots. Used only on the server's event loop.
 
-    Args:
+    Attributes:
         cache: The cache of served snapshots.
         requests: Finds the snapshot that a request names.
         deltas: The cache of served deltas.
@@ -80,36 +82,19 @@ class SnapshotRoutes:
         clients: Limits the number of receivers to which the server sends data.
     """
 
-    def __init__(
-        self,
-        cache: SnapshotCache,
-        requests: SnapshotRequests,
-        deltas: DeltaCache,
-        relays: Relays,
-        *,
-        slots: ConnectionSlots,
-        uploads: UploadLog,
-        keys: Keys | None,
-        names: dict[str, str],
-        is_on_all_addresses: bool,
-        stall_timeout_s: float,
-        same_host: SameHostServer | None = None,
-        limiter: RateLimiter | None,
-        clients: ClientLimit,
-    ) -> None:
-        self._cache = cache
-        self._same_host = same_host
-        self._requests = requests
-        self._deltas = deltas
-        self._relays = relays
-        self._slots = slots
-        self._uploads = uploads
-        self._keys = keys
-        self._names = names
-        self._is_on_all_addresses = is_on_all_addresses
-        self._stall_timeout_s = stall_timeout_s
-        self._limiter = limiter
-        self._clients = clients
+    cache: SnapshotCache
+    requests: SnapshotRequests
+    deltas: DeltaCache
+    relays: Relays
+    slots: ConnectionSlots
+    uploads: UploadLog
+    keys: Keys | None
+    names: dict[str, str]
+    is_on_all_addresses: bool
+    stall_timeout_s: float
+    same_host: SameHostServer | None
+    limiter: RateLimiter | None
+    clients: ClientLimit
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add all routes."""
@@ -123,38 +108,38 @@ class SnapshotRoutes:
         router.add_get(STATUS_ROUTE, self._status, allow_head=True)
 
     async def _status(self, _request: web.Request) -> web.StreamResponse:
-        newest = self._cache.newest()
+        newest = self.cache.newest()
         body = {
             "state": "serving" if newest is not None else "empty",
-            **self._names,
+            **self.names,
             "step": newest.step if newest is not None else None,
-            "steps": self._cache.steps(),
+            "steps": self.cache.steps(),
             "snapshot": newest.snapshot_id if newest is not None else None,
             "snapshot_bytes": newest.total_bytes if newest is not None else 0,
-            "clients": self._cache.num_readers(),
-            "interfaces": _own_interfaces() if self._is_on_all_addresses else [],
+            "clients": self.cache.num_readers(),
+            "interfaces": _own_interfaces() if self.is_on_all_addresses else [],
         }
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
     async def _metadata(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             headers = {
                 "Content-Type": "application/json",
                 "ETag": f'"{snapshot.snapshot_id}"',
                 MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
             }
-            if self._same_host is not None and self._same_host.can_lend(snapshot):
-                headers[SAME_HOST_HEADER] = self._same_host.name
-            if self._keys is not None:
+            if self.same_host is not None and self.same_host.can_lend(snapshot):
+                headers[SAME_HOST_HEADER] = self.same_host.name
+            if self.keys is not None:
                 header = memoryview(snapshot.header)[8:]
-                signing = asyncio.get_running_loop().run_in_executor(None, self._keys.sign, MANIFEST_PURPOSE, header)
+                signing = asyncio.get_running_loop().run_in_executor(None, self.keys.sign, MANIFEST_PURPOSE, header)
                 headers[MANIFEST_SIGNATURE_HEADER] = await signing
             # The file's whole header without the preceding length.
             return await self._send_part(request, reading, headers, FileRange(snapshot.memory, 8, len(snapshot.header)))
 
     async def _full(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             total = snapshot.total_bytes
             etag = f'"{snapshot.snapshot_id}"'
@@ -174,7 +159,7 @@ class SnapshotRoutes:
             return await self._send_data(request, reading, headers, FileRange(snapshot.memory, start, end), status=206)
 
     async def _digests(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             memory = snapshot.memory
             if isinstance(memory, MemoryFile):
@@ -184,37 +169,37 @@ class SnapshotRoutes:
             return web.Response(text=await computing)
 
     async def _memory(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
-            ticket = self._same_host.ticket_for(snapshot) if self._same_host is not None else None
+            ticket = self.same_host.ticket_for(snapshot) if self.same_host is not None else None
             if ticket is None:
                 raise StepNotServedError("expected a snapshot in memory that can be lent, this memory cannot be")
             key = _key_of(request, snapshot.step, snapshot.snapshot_id)
-            self._uploads.lent(slot_of(request), key, route=_route_name(request), num_bytes=ticket.data_bytes)
+            self.uploads.lent(slot_of(request), key, route=_route_name(request), num_bytes=ticket.data_bytes)
             return web.Response(body=encode_ticket(ticket), content_type="application/json")
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
         # Reads the body before it finds the snapshot, so that a client without a body keeps no snapshot in memory.
         try:
-            with self._slots.waiting(slot_of(request)):
-                body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
+            with self.slots.waiting(slot_of(request)):
+                body = await asyncio.wait_for(request.read(), self.stall_timeout_s)
         except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
             raise web.HTTPRequestTimeout(
-                text=f"expected the body within {self._stall_timeout_s:g} s", headers={"Connection": "close"}
+                text=f"expected the body within {self.stall_timeout_s:g} s", headers={"Connection": "close"}
             ) from None
         request[BODY] = body
-        if self._keys is not None and request.headers.get(CONTENT_DIGEST_HEADER) != await _digested(body):
+        if self.keys is not None and request.headers.get(CONTENT_DIGEST_HEADER) != await _digested(body):
             raise PeerAuthenticationError("expected a body with the digest in its request, the body was changed")
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
             headers = {"Content-Type": "application/octet-stream"}
             return await self._send_data(request, reading, headers, Slices(snapshot, frames))
 
     async def _delta(self, request: web.Request) -> web.StreamResponse:
-        delta = self._deltas.leading_from(request.match_info["step"])
+        delta = self.deltas.leading_from(request.match_info["step"])
         headers = {"Content-Type": "application/octet-stream"}
-        if self._keys is not None:
+        if self.keys is not None:
             headers[CONTENT_DIGEST_HEADER] = await _digested(delta)
         # A delta belongs to no snapshot; in the log, its step is the step to which the delta applies.
         return await self._send(request, _key_of(request, int(request.match_info["step"]), "-"), headers, Buffer(delta))
@@ -225,8 +210,8 @@ class SnapshotRoutes:
             raise ConfigurationError("expected a content id of 32 hexadecimal digits in the path")
         ranges = requested_ranges(request)
         pause_s = requested_pause_s(request, _LONGEST_RELAY_PAUSE_S)
-        with self._slots.waiting(slot_of(request)):
-            follower = await self._relays.follow(
+        with self.slots.waiting(slot_of(request)):
+            follower = await self.relays.follow(
                 content_id, ranges, wait_s=requested_wait_s(request, _LONGEST_RELAY_WAIT_S)
             )
         with contextlib.closing(follower):
@@ -242,7 +227,7 @@ class SnapshotRoutes:
             return await self._send_part(request, reading, headers, body, status=status)
         # If `serving` refuses the receiver, the receiver gets no lease.
         reading.is_leasing = False
-        with self._clients.serving((slot_of(request).address, _replica_of(request))):
+        with self.clients.serving((slot_of(request).address, _replica_of(request))):
             return await self._send_part(request, reading, headers, body, status=status)
 
     async def _send_part(
@@ -250,7 +235,7 @@ class SnapshotRoutes:
     ) -> web.StreamResponse:
         reading.is_leasing = request.method != "HEAD"
         # After sendfile, the kernel uses the pages of the memory file until the receiver has read them.
-        reading.unread_s = self._stall_timeout_s
+        reading.unread_s = self.stall_timeout_s
         key = _key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id)
         return await self._send(request, key, headers, body, status=status)
 
@@ -266,8 +251,8 @@ class SnapshotRoutes:
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
         route, is_head = _route_name(request), request.method == "HEAD"
-        with self._uploads.sending(slot_of(request), key, body, route=route, role=role, is_head=is_head):
-            return await send(request, response, body, stall_timeout_s=self._stall_timeout_s, limiter=self._limiter)
+        with self.uploads.sending(slot_of(request), key, body, route=route, role=role, is_head=is_head):
+            return await send(request, response, body, stall_timeout_s=self.stall_timeout_s, limiter=self.limiter)
 
 
 def _key_of(request: web.Request, step: int, snapshot: str) -> FetchKey:

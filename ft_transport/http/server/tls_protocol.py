@@ -247,10 +247,6 @@ class TLSTransport(asyncio.Transport):
         """See ``asyncio.WriteTransport``."""
         self.write(b"".join(list_of_data))
 
-    def can_write_eof(self) -> bool:
-        """See ``asyncio.WriteTransport``; TLS ends both directions together."""
-        return False
-
     def close(self) -> None:
         """See ``asyncio.BaseTransport``."""
         if not self._is_lent and not self._raw.is_closing() and not self._raw.get_write_buffer_size():
@@ -284,18 +280,6 @@ class TLSTransport(asyncio.Transport):
         if not self._is_lent:
             self._raw.resume_reading()
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        """See ``asyncio.BaseTransport``."""
-        return self.protocol
-
     def get_write_buffer_size(self) -> int:
         """See ``asyncio.WriteTransport``."""
         return self._raw.get_write_buffer_size()
-
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        """See ``asyncio.WriteTransport``."""
-        return self._raw.get_write_buffer_limits()
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """See ``asyncio.WriteTransport``."""
-        self._raw.set_write_buffer_limits(high, low)

@@ -186,7 +186,7 @@ def test_a_manifest_that_somebody_forged_is_not_used() -> None:
     """Where the digest of the manifest is right, and even the session was taken over, the signature is wrong."""
     with transport() as source, transport() as receiver:
         source.send_checkpoint([], 1, STATE, TIMEOUT)
-        source.server.http._routes._keys = Keys.of("another-one")
+        source.server.http._routes.keys = Keys.of("another-one")
         with pytest.raises(MessageDamagedError, match="signed with the job token"):
             receiver.fetch(source.metadata(), 1)
 
