@@ -316,7 +316,7 @@ def decline(*, store: StoreChannel, prefix: str, name: str, reason: str, timeout
 
     Args:
         store: The key-value store of the rendezvous.
-        prefix: Prefix of its keys.
+        prefix: Prefix of the keys of the rendezvous.
         name: The name of this member.
         reason: Why this member does not arrive, for messages of the other members.
         timeout: Limit of the call of the store.

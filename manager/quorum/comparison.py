@@ -285,7 +285,7 @@ class Hyperparameters:
         if self._num_divergences > _MAX_DIVERGENCES:
             raise error
 
-    def name(self, error: HyperparametersDivergedError) -> None:
+    def name(self, error: StatesDivergedError) -> None:
         """Find the hyperparameters that differ, and store them with their values in the error.
 
         All compared replicas call this method at the same time.

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 _MAX_STAND_BYS: Final = 10
 _MAX_MISFITS: Final = 1
 _GIVEN_UP: Final = "the step failed before this rank had healed"
-_NO_DEADLINE: Final = Deadline()
 
 
 class QuorumFormation:
@@ -192,8 +191,7 @@ class QuorumFormation:
         start_s = time.monotonic()
         participant, state, membership = self._participant, self._state, self._participant.membership
         with (
-            self._naming_differences(),
-            self._counting_failures(),
+            self._reporting_failures(),
             self._participant.waiting(
                 f"{participant.name}: waiting for a quorum",
                 missing=membership.missing,
@@ -237,23 +235,16 @@ class QuorumFormation:
         return decision
 
     @contextmanager
-    def _counting_failures(self) -> Iterator[None]:
+    def _reporting_failures(self) -> Iterator[None]:
+        """Count a failed quorum. If the replicas' states differ, add the differences to the error, and log it."""
         try:
             yield
         except Exception as error:
             self._participant.metrics.add("quorum_failures_total", type(error).__name__)
-            raise
-
-    @contextmanager
-    def _naming_differences(self) -> Iterator[None]:
-        try:
-            yield
-        except StatesDivergedError as error:
-            if isinstance(error, HyperparametersDivergedError):
-                self.hyperparameters.name(error)
-            else:
-                self.comparison.name(error)
-            logger.error("%s: %s", self._participant.name, error)
+            if isinstance(error, StatesDivergedError):
+                is_of_hyperparameters = isinstance(error, HyperparametersDivergedError)
+                (self.hyperparameters if is_of_hyperparameters else self.comparison).name(error)
+                logger.error("%s: %s", self._participant.name, error)
             raise
 
     def _handle_divergence(self, decision: Decision) -> None:
@@ -274,7 +265,7 @@ class QuorumFormation:
             "this replica heals" if is_own else "they take no part before they have healed",
         )
 
-    def _configure(self, decision: Decision, deadline: Deadline = _NO_DEADLINE) -> None:
+    def _configure(self, decision: Decision, deadline: Deadline) -> None:
         participant = self._participant
         current = participant.round
         if current is not None and current.error is not None:
@@ -335,7 +326,7 @@ class QuorumFormation:
         """
         participant, membership, healer = self._participant, self._participant.membership, self._healer
         # The other replicas wait in the process group already, so this replica joins it while it receives the state.
-        configuring = self._executor.submit(self._configure, decision)
+        configuring = self._executor.submit(self._configure, decision, Deadline())
         with span("_checkpoint_transport::recv_checkpoint"):
             failures = healer.receive(decision, role)
         phase("rendezvous")
@@ -346,6 +337,7 @@ class QuorumFormation:
             Exchange.HEAL,
             failures[-1:] or ((_GIVEN_UP,) if has_failed else ()),
             timeout=2 * self._participant.config.timeout,
+            deadline=Deadline(),
         )
         if not refusals:
             healer.succeeded()

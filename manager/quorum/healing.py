@@ -1,6 +1,6 @@
 """Receives the state that this replica lacks: `Healer` within a quorum, `WarmJoin` before the first quorum.
 
-All replicas of a quorum wait until the slowest one has healed. They do not wait for work before the quorum:
+All replicas of a quorum wait until the slowest one has healed. No replica waits for work before the quorum:
 
 - If most of the state seldom changes (frozen weights, or weights that DiLoCo synchronises), a newcomer receives the
   state early from a running replica, at a rate that the sender hardly notices. In the quorum it receives only the rest.

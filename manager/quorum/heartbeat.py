@@ -162,7 +162,7 @@ class MissedHeartbeats:
             self._has_failed = True
 
     def count(self) -> int:
-        """Return the number of silences so far."""
+        """Return how often the Lighthouse may have declared this replica dead so far."""
         with self._mutex:
             # Only after a silence, because a new sign of life costs a system call for each thread.
             if self._clock() - self._last.sent_s >= self._timeout_s:

@@ -114,9 +114,9 @@ class LighthouseSession:
     """Sends one replica's requests and heartbeats to the Lighthouse, until `close`.
 
     A restarted Lighthouse has forgotten all replicas, and forms a quorum of the first ones that ask. So the job could
-    split into two halves with different states of the same step. To prevent that, the session checks the next quorum
-    after the Lighthouse was unreachable, or if its quorum numbers start again: until ``timeout``, it asks again if a
-    member of the last quorum is missing.
+    split into two halves with different states of the same step. To prevent that, the session checks each quorum that
+    follows an outage of the Lighthouse or has a lower number than the last one. If a member of the last quorum is
+    missing, the session asks again, until ``timeout``.
 
     Args:
         address: ``http://host:port`` of the Lighthouse.
@@ -301,7 +301,7 @@ class LighthouseSession:
             raise QuorumError(f"replica {self._replica_id}: has been shut down")
 
     def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
-        """Return the members of the last quorum that this one lacks, if the Lighthouse may have been restarted."""
+        """Return the members of the last quorum that are missing in this one, if the Lighthouse may have restarted."""
         names = {name_of(member.replica_id) for member in members}
         # By name, because a restarted replica has another id.
         missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)

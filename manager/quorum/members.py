@@ -374,7 +374,7 @@ def _answer_of(named: RunningMember, ask: AskState) -> Member | Exception | None
     """Request the status of a running replica.
 
     Returns:
-        Its report as a member of a quorum; an error if it does not answer; ``None`` if another process answers.
+        The replica's report as a member of a quorum; the error of the request; or ``None`` if another process answered.
     """
     try:
         status = ask(named.addresses[0], _ANSWERING).manager

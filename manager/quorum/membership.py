@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Final
 
 import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.ranks import decode_message
 from ft_transport.coordination.store import StoreConnections, nobody_listens
@@ -28,14 +29,13 @@ from manager.quorum.lighthouse import LighthouseSession, embedded_lighthouse
 from manager.quorum.members import NAMELESS, AskState, RunningMember, name_of, refusing_members, running_members
 from manager.quorum.process_group import QuorumProcessGroup
 from manager.quorum.rank_exchange import Exchange, RankExchange
-from manager.quorum.replica_identity import Incarnation, ReplicaId, ReplicaStore, find_store, give_back_id, take_id
+from manager.quorum.replica_identity import Incarnation, ReplicaId, find_store, give_back_id, take_id
 from manager.quorum.reports import Member, RankReport, StateReport, member_of
 
 logger = logging.getLogger(__name__)
 
 _GRACE: Final = timedelta(milliseconds=200)
 """The other ranks of a replica wait this much longer than rank 0, so that they still receive its error."""
-_NO_DEADLINE: Final = Deadline()
 _PROBE_S: Final = 0.2
 
 _members_decoder: Final = msgspec.json.Decoder(tuple[Member, ...])
@@ -118,7 +118,7 @@ class Membership:
         self._ranks = RankExchange(None, "", 0, 1)
         self._own_id: ReplicaId | None = None
         # A store that this process hosts closes with the last reference to it.
-        self._store: ReplicaStore | None = None
+        self._hosted_store: TCPStore | None = None
         self._is_asking = False
         try:
             self._start(config)
@@ -128,8 +128,9 @@ class Membership:
 
     def _start(self, config: ManagerConfig) -> None:
         assert config.world_size is not None, "the environment has been asked"
-        self._store = find_store(config, self.stores, state_address=self._address)
-        self._store_address, self.store = self._store.address, self._store.channel
+        self.store, self._store_address, self._hosted_store = find_store(
+            config, self.stores, state_address=self._address
+        )
         name = config.replica_id or NAMELESS
         lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
         self.lighthouse = lighthouse or self.lighthouse
@@ -172,7 +173,7 @@ class Membership:
         )
 
     def running_members(self) -> tuple[RunningMember, ...]:
-        """Return the running replicas that the Lighthouse's status page names, which is not authenticated.
+        """Return the running replicas, as the Lighthouse's status page shows them. The page is not authenticated.
 
         Any rank may call it. A Lighthouse that does not answer costs about 0.2 s.
         """
@@ -262,7 +263,7 @@ class Membership:
                 )
 
     def agree(
-        self, kind: Exchange, refusals: tuple[str, ...], *, timeout: timedelta, deadline: Deadline = _NO_DEADLINE
+        self, kind: Exchange, refusals: tuple[str, ...], *, timeout: timedelta, deadline: Deadline
     ) -> tuple[str, ...]:
         """Vote with the other ranks of this replica on a commit, or on whether the replica has healed.
 
@@ -321,4 +322,4 @@ class Membership:
         if self._incarnation is not None:
             self._incarnation.close()
         self.stores.close()
-        self._store = None
+        self._hosted_store = None

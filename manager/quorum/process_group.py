@@ -211,7 +211,7 @@ class QuorumProcessGroup:
         return self.wrapped.errored()
 
     def allreduce(self, tensor: torch.Tensor, reduction: Reduction) -> Any:
-        """Begin to reduce a tensor in place over the members. Return the work, to wait for.
+        """Begin to reduce a tensor in place over the members, and return a work object to wait for.
 
         Over gloo, nothing is sent before all members have begun the same reduction (`ReductionSequence`).
 
@@ -263,7 +263,8 @@ class QuorumProcessGroup:
             timeout: Limit of the wait for the other members to end the step.
 
         Returns:
-            A claim without step and lineage, for the next quorum to compare; empty if they are compared already.
+            A claim without step and lineage, for the next quorum to compare; empty if the members have compared the
+            reductions already.
 
         Raises:
             ReductionMismatchError: The reductions differ.

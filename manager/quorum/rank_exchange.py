@@ -176,7 +176,7 @@ class RankExchange:
             return decode_message(agreed, _refusals_decoder)
 
     def close(self) -> None:
-        """Make other ranks stop waiting for this one, if the store still answers."""
+        """Mark this rank as shut down, so that other ranks stop waiting for it, if the store still answers."""
         if self._messages is not None:
             with contextlib.suppress(TransportError):
                 self._messages.channel.set(self._left_key(self.rank), "", _PARTING)

@@ -42,28 +42,19 @@ _PARTING: Final = timedelta(milliseconds=200)
 """Timeout of a call to a store whose process may have exited."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStore:
-    """The key-value store of a replica. Its ranks agree through it, and replicas set up process groups through it.
-
-    Attributes:
-        channel: The channel through which this rank calls the store.
-        address: The ``host:port`` at which other replicas reach the store.
-        store: The store, if this process hosts it; ``None`` otherwise. It closes with the last reference to it.
-    """
-
-    channel: StoreChannel
-    address: str
-    store: TCPStore | None = None
-
-
-def find_store(config: ManagerConfig, connections: StoreConnections, *, state_address: str) -> ReplicaStore:
+def find_store(
+    config: ManagerConfig, connections: StoreConnections, *, state_address: str
+) -> tuple[StoreChannel, str, TCPStore | None]:
     """Return the store of the launcher; without a launcher, start a store in this process.
 
     Args:
         config: The configuration, completed from the environment.
         connections: Owns the connection to the store.
         state_address: The address at which this rank serves its state to peers.
+
+    Returns:
+        The channel to the store; the ``host:port`` at which other replicas reach it; and the store, if this process
+        hosts it. A hosted store closes with the last reference to it.
 
     Raises:
         QuorumError: The store does not answer.
@@ -79,7 +70,7 @@ def find_store(config: ManagerConfig, connections: StoreConnections, *, state_ad
             ) from error
         host = _host_for_peers(config.store_addr, config.store_port, own_host, config.connect_timeout)
         channel = connections.own(config.store_addr, config.store_port)
-        return ReplicaStore(channel=channel, address=_join(host, config.store_port))
+        return channel, _join(host, config.store_port), None
     store = own_store(config.connect_timeout)
     # Peers can reach this host at the address at which it serves its state.
     host, port = own_host or "localhost", store.port
@@ -90,7 +81,7 @@ def find_store(config: ManagerConfig, connections: StoreConnections, *, state_ad
             f"expected peers to reach this replica's own store at {host}:{port}, on the host of its state's address: "
             f"{error}; set hostname to a name or address of this host"
         ) from error
-    return ReplicaStore(channel=connections.own(host, port, store), address=_join(host, port), store=store)
+    return connections.own(host, port, store), _join(host, port), store
 
 
 def own_store(timeout: timedelta) -> TCPStore:
@@ -122,8 +113,8 @@ def _first_line(error: Exception) -> str:
 def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedelta) -> str:
     """Return the host at which other replicas reach a launcher's store.
 
-    If the launcher gave a loopback address, which is useless on other machines, that is ``own_host`` if the store
-    answers there.
+    A launcher may give a loopback address, which is useless on other machines. Then the result is ``own_host``, if the
+    store answers there.
     """
     own = own_host or host
     if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:

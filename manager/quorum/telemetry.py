@@ -109,7 +109,7 @@ class StallWatch:
     def waiting(
         self, what: str, *, missing: Callable[[], str] | None = None, thread_id: int | None = None
     ) -> Iterator[None]:
-        """Treat the body of the ``with`` block as a wait.
+        """Log a warning if the body of the ``with`` block takes too long.
 
         Args:
             what: The replica, its step and what it waits for, as the start of the log message.
