@@ -234,7 +234,7 @@ class ReductionSequence:
         for pending in itertools.islice(self._pending, self._num_done, None):
             if pending.num_entries > num:
                 break
-            assert pending.tensor is not None, "only later code clears the tensor"
+            assert pending.tensor is not None, "a tensor is cleared only after its reduction has begun"
             begun.append(self._group.allreduce([pending.tensor], pending.options))
             pending.tensor = None
         self._num_compared = num

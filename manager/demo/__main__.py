@@ -135,7 +135,7 @@ class Demo:
         self._until(lambda: all(self._has_held(name, self._arguments.steps) for name in names))
 
     def _write_targets(self) -> None:
-        """Write the replicas' addresses for Prometheus (``file_sd_configs``); atomically, because it may be reading."""
+        """Write the replicas' addresses for Prometheus (``file_sd_configs``), atomically: Prometheus may be reading."""
         if self._arguments.targets is None:
             return
         targets = [

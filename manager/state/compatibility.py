@@ -1,4 +1,7 @@
-"""Checks, before the first byte arrives, that a peer's state fits this replica; warns of replaced hyperparameters."""
+"""Checks that a peer's state fits this replica, before the first byte of the state arrives.
+
+Also warns if the loaded state replaces hyperparameters with which this process was started.
+"""
 
 from __future__ import annotations
 

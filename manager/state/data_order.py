@@ -1,7 +1,7 @@
 """Checks that data loaders are at the batch of the committed step, and saves random number generators.
 
-A loader's state has the number of batches that the loader has yielded. Two mistakes in a training loop make it wrong,
-without any error, so `LoaderOrder` refuses both:
+A loader's state has the number of batches that the loader has yielded. Two mistakes in a training loop make this number
+wrong without any error, so `LoaderOrder` refuses both:
 
 - The loop draws a batch before the step boundary, as ``for batch in loader`` does with the boundary in its body. Then
   the loader's state is one batch ahead of the model, in every checkpoint and in every replica that heals.

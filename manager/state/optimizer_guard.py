@@ -120,7 +120,7 @@ class _PerThread(threading.local):
 
 
 class _Guard:
-    """One attachment of one optimizer."""
+    """The hooks and the wrapped ``step`` of one optimizer in one attachment."""
 
     def __init__(self, lock: StateLock, optimizer: Optimizer, observer: StepObserver) -> None:
         self._lock = lock

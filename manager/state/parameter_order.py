@@ -142,7 +142,8 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
         mine: Groups = named.get(key, ())
         theirs = received.get(key, ())
         if not (mine and theirs):
-            own = (mine, found.get(key, ()), _param_names(optimizer))
+            param_names = [tuple(group.get(_PARAM_NAMES, ())) for group in optimizer.param_groups]
+            own = (mine, found.get(key, ()), param_names)
             mine, theirs = _same_names(own, (theirs, received.get(f"{key}{_FOUND}", ())))
         at = _first_difference(mine, theirs)
         if at is None:
@@ -191,10 +192,6 @@ def orders_of(registry: StateRegistry) -> Iterator[tuple[str, Groups, bool]]:
     for key, optimizer in registry.holders(Optimizer).items():
         groups = names.get(key, ())
         yield key, groups, not _hindrance(optimizer, groups, groups)
-
-
-def _param_names(optimizer: Optimizer) -> Groups:
-    return [tuple(group.get(_PARAM_NAMES, ())) for group in optimizer.param_groups]
 
 
 def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[str, Optimizer], dict[str, Groups]]:

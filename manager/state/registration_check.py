@@ -235,7 +235,7 @@ def _forgotten_optimizers(
 def _forgotten_schedulers(
     registry: StateRegistry, state: Mapping[str, object], known: Mapping[Optimizer, str]
 ) -> Iterator[str]:
-    """Describe the unregistered schedulers of these optimizers.
+    """Describe the unregistered schedulers of the optimizers in ``known``.
 
     A scheduler leaves marks on an optimizer: an attribute of ``step``, and ``initial_lr`` in the groups.
     """
@@ -273,7 +273,7 @@ def _of_unknown(registry: StateRegistry, state: Mapping[str, object]) -> list[ob
 
 
 def _wrapped(registry: StateRegistry, kind: type[T]) -> list[T]:
-    """Return the optimizers or schedulers inside registered objects of other classes."""
+    """Return the optimizers or schedulers that are attributes of registered objects of other classes."""
     return [part for entry in registry.entries() for part in _parts_of(entry.holder, (kind,))]
 
 

@@ -173,8 +173,8 @@ class StateRegistry:
     def state_dict(self, scope: Scope = "replicated") -> dict[str, object]:
         """Call the state functions of one scope.
 
-        The caller holds the state lock for reading until it has copied the result: the functions usually return live
-        tensors.
+        The functions usually return live tensors. So the caller holds a read section of the state lock until it has
+        copied the result.
 
         Returns:
             The functions' results, by key, in the order of registration.

@@ -145,8 +145,8 @@ class ReplicaState(StepObserver):
             self.is_past_step = False
         if self.is_past_step:
             raise ManagerError(
-                f"expected the number of committed steps: an optimizer has stepped since step {self.step} began; call "
-                "start_step first, or pass the step"
+                "expected the number of committed steps as an argument, because an optimizer has stepped since step "
+                f"{self.step} began; call start_step first, or pass the step"
             )
 
     def content(self) -> dict[str, object]:
