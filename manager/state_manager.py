@@ -154,7 +154,7 @@ class StateManager:
                 checkpoints only.
             on_training_thread: Whether the manager may call the functions only on the training thread.
             is_stable: Whether tensors of the part change only inside `writing` sections or in a step of an attached
-                optimizer. Receivers then read the tensors in place; no snapshot copies them.
+                optimizer. Receivers read tensors that no attached optimizer changes in place, without a copy.
 
         Raises:
             RegistryError: The key is taken.

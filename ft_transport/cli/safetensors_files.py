@@ -222,7 +222,10 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
 
 
 def _moved(tensor: TensorEntry, offsets: tuple[int, ...] | None) -> TensorEntry:
-    """Return a shard of a tensor, placed at its first index. As in DCP's reader, the tensor is assumed to end there."""
+    """Return a shard of a tensor, placed at its first index.
+
+    As in DCP's reader, the shape is the smallest that contains the shard.
+    """
     (piece,) = tensor.pieces
     if offsets is None or len(offsets) != len(piece.sizes):
         return tensor
