@@ -338,16 +338,16 @@ def test_without_a_transport_serving_and_receiving_say_what_is_missing(manager: 
 
 
 def test_a_replica_does_not_wait_for_itself(serving: Manager) -> None:
-    with pytest.raises(ManagerError, match="this one's own"):
+    with pytest.raises(ManagerError, match="this replica's own"):
         serving.recover(serving.metadata())
 
 
 @pytest.mark.parametrize("step", ["5", -1, 2.0, None, True])
 def test_a_step_that_is_no_count_is_refused(serving: Manager, step: Any) -> None:
-    with pytest.raises(ManagerError, match="number of committed steps, got"):
+    with pytest.raises(ManagerError, match="number of committed steps, from 0, got"):
         serving.start_step(step)
     if step is not None:
-        with pytest.raises(ManagerError, match="number of committed steps, got"):
+        with pytest.raises(ManagerError, match="number of committed steps, from 0, got"):
             serving.snapshot(step)
     assert serving.current_step() == 0
 
@@ -393,7 +393,7 @@ def test_a_transport_has_one_manager(serving: Manager, transport: HTTPTransport[
         Manager(checkpoint_transport="http://127.0.0.1:1/")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"address that a peer's metadata\(\) returned, got None"):
         serving.recover(None)  # type: ignore[arg-type]
-    with pytest.raises(ManagerError, match="number of committed steps, got str 'x'"):
+    with pytest.raises(ManagerError, match="number of committed steps, from 0, got str 'x'"):
         serving.recover("http://127.0.0.1:1/", "x")  # type: ignore[arg-type]
 
 
