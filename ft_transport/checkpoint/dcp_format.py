@@ -44,7 +44,7 @@ from ft_transport.checkpoint.plan import SavePlan
 from ft_transport.checkpoint.write_items import Key, WriteItem
 from ft_transport.errors import CheckpointError, escape_peer_text
 from ft_transport.runtime.regular_files import read_regular
-from ft_transport.state.dtypes import DTYPES_BY_NAME
+from ft_transport.state.tensors import DTYPES_BY_NAME
 
 DCP_METADATA_NAME: Final = ".metadata"
 

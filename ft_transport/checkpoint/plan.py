@@ -23,7 +23,7 @@ from msgspec import Struct
 from ft_transport.checkpoint.write_items import LOCAL, SHARED, Described, Key, WriteItem
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
 from ft_transport.runtime.regular_files import create_file
-from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_FILE_NAMES
+from ft_transport.state.tensors import DTYPES_BY_NAME, SAFETENSORS_FILE_NAMES
 from ft_transport.wire.nodes import QuantizedNode
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from ft_transport.errors import CheckpointError
-from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of
 from ft_transport.state.placements import MeshResolver
+from ft_transport.state.tensors import DTYPES_BY_SAFETENSORS_NAME, name_of
 from ft_transport.state.unflatten import Unflattener
 from ft_transport.wire.chunks import Hasher, digest
 from ft_transport.wire.layouts import Region, region_of, shape_of

@@ -72,7 +72,7 @@ from ft_transport.coordination.votes import AbandonedError
 from ft_transport.coordination.votes import describe as describe_failure
 from ft_transport.errors import ReplicasDivergedError, RestoreError
 from ft_transport.runtime.regular_files import open_regular, sync_directory
-from ft_transport.state.dtypes import DTYPES_BY_NAME
+from ft_transport.state.tensors import DTYPES_BY_NAME
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.merging import Path as TreePath

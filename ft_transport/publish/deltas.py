@@ -27,7 +27,7 @@ from ft_transport.runtime.regular_files import (
     open_regular,
     read_regular,
 )
-from ft_transport.state.memory_bytes import as_bytes
+from ft_transport.state.tensors import as_bytes
 from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.delta import Bytes, Delta, TensorChanges, TensorPair, apply_changes, encode_delta
 

@@ -33,10 +33,9 @@ from ft_transport.http.peer_address import PeerAddress, look_up
 from ft_transport.keys import Keys
 from ft_transport.publish.deltas import changes_of, flip
 from ft_transport.settings import Limits, TransportSettings
-from ft_transport.state.dtypes import overlaps_itself
 from ft_transport.state.matching import Incoming
-from ft_transport.state.memory_bytes import extent_bytes, has_own_memory
 from ft_transport.state.placements import is_dtensor
+from ft_transport.state.tensors import extent_bytes, has_own_memory, overlaps_itself
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import TLSFiles
 from ft_transport.transfer.client import FetchRequest, StateClient

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ft_transport.state.dtypes import SAFETENSORS_NAMES, name_of
+from ft_transport.state.tensors import SAFETENSORS_NAMES, name_of
 from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.nodes import LayoutNode, Node
 

@@ -16,10 +16,9 @@ import torch
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.dtypes import carrier_of, torch_name_of
 from ft_transport.state.flatten import flatten
-from ft_transport.state.memory_bytes import as_bytes
 from ft_transport.state.restore import DestinationPlan
+from ft_transport.state.tensors import as_bytes, carrier_of, torch_name_of
 from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest

@@ -5,18 +5,24 @@ later reads use the copy. If the state does not change while it is read, no memo
 
 A reader pins the memory while it reads. ``materialize`` waits until no live memory is pinned, so a reader must not wait
 for the network while it has such a pin. Pins of the copy delay nobody.
+
+`LastingDigests` caches the digest of a chunk from one snapshot to the next. A cached digest is valid while the chunk
+has the same address, torch has counted no change of it, and its owner has announced none (`LastingDigests.forget`).
+torch does not count changes through ``Tensor.data``; owners must announce these. To detect a missing announcement, each
+snapshot digests a few cached chunks again, and discards the cache if a digest differs.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -24,9 +30,8 @@ import torch
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.signal_safe import SafeCondition
 from ft_transport.state.arena import Arena, ArenaPool
-from ft_transport.state.copying import ChunkKey, Column, HostCopier, HostCopies, LastingDigests
-from ft_transport.state.device_copies import DeviceCopier
-from ft_transport.state.memory_bytes import bytes_at
+from ft_transport.state.copying import DeviceCopier, HostCopier, HostCopies
+from ft_transport.state.tensors import Column, bytes_at
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, Digester
 from ft_transport.wire.manifest import encode_digests
@@ -38,6 +43,63 @@ _gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)  # noqa: TID251 #
 """Maximum number of readers that gather slices at one time. Each has a pin, so more would delay `materialize`."""
 _LONGEST_PIN_S: Final = 10.0
 """How long `materialize` waits for pins. A pin lasts only for a read of memory, unless the machine stalls."""
+
+
+ChunkKey: TypeAlias = tuple[object, ...]
+"""The addresses and versions of the tensors in a chunk, and the name of the digest function."""
+_NUM_CHECKED: Final = 2
+_own_random = random.Random()
+"""Separate from the generator of ``random``, which the trainer uses and saves."""
+
+
+class LastingDigests:
+    """Caches digests of chunks in lasting memory, which its owner seldom changes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._generation = 0
+        self._digests: dict[ChunkKey, int] = {}
+
+    def forget(self) -> None:
+        """Discard all digests. Called before any of the memory may change."""
+        with self._mutex:
+            self._generation += 1
+            self._digests = {}
+
+    def known(self, keys: Sequence[ChunkKey | None], digest: Callable[[int], int]) -> tuple[int, list[int | None]]:
+        """Return the cached digests of the chunks of a snapshot. Discards the digests of all other chunks.
+
+        Args:
+            keys: The cache key of each chunk; ``None`` for a chunk that is not only lasting memory.
+            digest: Returns the digest of a chunk, by its number.
+
+        Returns:
+            The number of `forget` calls so far (the generation), and the digest of each chunk, ``None`` if not cached.
+        """
+        with self._mutex:
+            generation = self._generation
+            found = [self._digests.get(key) if key is not None else None for key in keys]
+            self._digests = {
+                key: each for key, each in zip(keys, found, strict=True) if key is not None and each is not None
+            }
+        kept = [chunk for chunk, each in enumerate(found) if each is not None]
+        for chunk in _own_random.sample(kept, min(_NUM_CHECKED, len(kept))):
+            if digest(chunk) != found[chunk]:
+                logger.warning(
+                    "memory that is registered as stable has changed outside a write section, in a way that torch does "
+                    "not count (Tensor.data?): all its digests are computed again"
+                )
+                self.forget()
+                return generation, [None] * len(keys)
+        return generation, found
+
+    def keep(self, generation: int, key: ChunkKey | None, digest: int) -> None:
+        """Cache the digest of a chunk, unless `forget` was called since ``generation``."""
+        if key is None:
+            return
+        with self._mutex:
+            if generation == self._generation:
+                self._digests[key] = digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ import torch
 from typing_extensions import TypeIs
 
 from ft_transport.errors import ConfigurationError, ManifestError, UnsupportedLeafError
-from ft_transport.state.dtypes import DTYPES_BY_NAME, name_of
+from ft_transport.state.tensors import DTYPES_BY_NAME, name_of
 from ft_transport.wire.nodes import (
     MAX_BIG_INT_DIGITS,
     STRIDE,

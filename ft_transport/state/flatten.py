@@ -15,10 +15,8 @@ import numpy as np
 import torch
 
 from ft_transport.errors import SnapshotError, UnsupportedLeafError
-from ft_transport.state import encodings
+from ft_transport.state import encodings, tensors
 from ft_transport.state.blocks import Blocks, FastLane, FlatState, OffLaneError
-from ft_transport.state.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
-from ft_transport.state.memory_bytes import Base, ViewKey, find_views, is_lazy, view_key
 from ft_transport.state.placements import LayoutEncoder, dtensor_type
 from ft_transport.wire import nodes
 from ft_transport.wire.nodes import MAX_DEPTH, LayoutNode, LeafNode, MappingNode, Node, TensorNode
@@ -44,7 +42,7 @@ def flatten(state: object) -> FlatState:
     with _named_errors():
         flat = _flatten_in_lane(state)
         blocks = flat.blocks
-        views = find_views(blocks.names, blocks.sources, blocks.addresses, blocks.num_bytes)
+        views = tensors.find_views(blocks.names, blocks.sources, blocks.addresses, blocks.num_bytes)
         return _Flattener(views, None).flatten(state) if views else flat
 
 
@@ -93,7 +91,7 @@ class _Flattener:
         off_lane: Ids of unusual tensors, which must not enter the fast lane; ``None`` to use no fast lane.
     """
 
-    def __init__(self, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> None:
+    def __init__(self, views: dict[tensors.ViewKey, tensors.Base], off_lane: frozenset[int] | None) -> None:
         self.blocks = Blocks()
         self.layouts = LayoutEncoder()
         self._views = views
@@ -160,7 +158,7 @@ class _Flattener:
         constant = encodings.encode_constant(value)
         if constant is not None:
             return constant
-        if is_lazy(value):
+        if tensors.is_lazy(value):
             raise UnsupportedLeafError(
                 "expected a tensor with a shape, got a parameter or buffer of a lazy module that has not run yet; call "
                 "its forward once before the first step",
@@ -314,7 +312,7 @@ class _Flattener:
                 path=path,
             )
         self._lane.settle()
-        wire_dtype = SAFETENSORS_NAMES.get(dtype)
+        wire_dtype = tensors.SAFETENSORS_NAMES.get(dtype)
         if wire_dtype is None and value.is_quantized:
             return self._quantized(value, path)
         is_lazy = value.is_neg() or (dtype.is_complex and value.is_conj())
@@ -329,7 +327,7 @@ class _Flattener:
             start = value.data_ptr()
             if not start:
                 raise UnsupportedLeafError("expected a tensor with memory, got one whose storage was freed", path=path)
-            base = self._views.get(view_key(value)) if self._views and not is_lazy else None
+            base = self._views.get(tensors.view_key(value)) if self._views and not is_lazy else None
             if base is not None:
                 return self._view(value, base)
             if contiguous:
@@ -360,19 +358,19 @@ class _Flattener:
         """Encode a tensor that needs a `LayoutNode`, because the tensor table lacks its dtype or memory layout."""
         source = value.resolve_conj().resolve_neg()
         # A tensor with holes is stored row-major, because the holes may be memory of other tensors.
-        is_row_major = source.is_contiguous() or not is_dense(shape, source.stride())
+        is_row_major = source.is_contiguous() or not tensors.is_dense(shape, source.stride())
         stride = torch.empty(shape, device="meta").stride() if is_row_major else source.stride()
         if wire_dtype is not None:
             index = self._lane.store(source, path, wire_dtype, shape)
-            return TensorNode(index) if is_row_major else LayoutNode(index, name_of(value.dtype), shape, stride)
+            return TensorNode(index) if is_row_major else LayoutNode(index, tensors.name_of(value.dtype), shape, stride)
         if not source.is_contiguous():
-            source = source.view(carrier_of(source.dtype))
+            source = source.view(tensors.carrier_of(source.dtype))
         itemsize = value.dtype.itemsize
         entry_shape = shape if itemsize == 1 else (*shape, itemsize)
         index = self._lane.store(source, path, "U8", entry_shape)
-        return LayoutNode(index, name_of(value.dtype), shape, stride)
+        return LayoutNode(index, tensors.name_of(value.dtype), shape, stride)
 
-    def _view(self, value: torch.Tensor, base: Base) -> Node:
+    def _view(self, value: torch.Tensor, base: tensors.Base) -> Node:
         tensor, name = base
         node = self._plain_tensor(tensor, name)
         assert isinstance(node, TensorNode), "a base is row-major, and has a dtype of safetensors"
@@ -380,7 +378,7 @@ class _Flattener:
         return nodes.ViewNode(node.index, tuple(value.shape), value.stride(), offset)
 
     def _quantized(self, value: torch.Tensor, path: str) -> Node:
-        if value.dtype not in QUANTIZED:
+        if value.dtype not in tensors.QUANTIZED:
             raise UnsupportedLeafError(f"expected a tensor of whole bytes, got dtype {value.dtype}", path=path)
         if value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             raise UnsupportedLeafError(
@@ -389,7 +387,7 @@ class _Flattener:
             )
         values = self._plain_tensor(value.int_repr(), path)
         return nodes.QuantizedNode(
-            values, name_of(value.dtype), encodings.float_bits(value.q_scale()), value.q_zero_point()
+            values, tensors.name_of(value.dtype), encodings.float_bits(value.q_scale()), value.q_zero_point()
         )
 
 

@@ -11,17 +11,20 @@ import torch
 
 from ft_transport.errors import RestoreError
 from ft_transport.state import placements
-from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of, overlaps_itself, torch_name_of
-from ft_transport.state.memory_bytes import (
+from ft_transport.state.placements import is_dtensor
+from ft_transport.state.tensors import (
+    DTYPES_BY_SAFETENSORS_NAME,
     Column,
     ViewKey,
     extent_bytes,
     has_own_memory,
     is_lazy,
+    name_of,
+    overlaps_itself,
     read_only_positions,
+    torch_name_of,
     view_key,
 )
-from ft_transport.state.placements import is_dtensor
 from ft_transport.state.unflatten import as_plain
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (

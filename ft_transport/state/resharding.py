@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.decoding import collector_paused
-from ft_transport.state.dtypes import (
+from ft_transport.state.placements import describe_mesh, encode_placements, is_dtensor
+from ft_transport.state.tensors import (
     WHOLE_BYTE_DTYPES_BY_NAME,
     is_dense,
+    is_lazy,
     torch_name_of,
 )
-from ft_transport.state.memory_bytes import is_lazy
-from ft_transport.state.placements import describe_mesh, encode_placements, is_dtensor
 from ft_transport.wire.chunks import CHUNK_BYTES, ChunkTable
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement, Region, region_of, shape_of
 from ft_transport.wire.manifest import ITEM_BITS, Manifest, TensorEntry

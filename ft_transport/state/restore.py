@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state import placements
-from ft_transport.state.device_copies import copy_bits
-from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME
+from ft_transport.state.copying import copy_bits
 from ft_transport.state.matching import Incoming, Matcher
-from ft_transport.state.memory_bytes import bytes_at, extent_bytes, has_own_memory, view_key
 from ft_transport.state.placements import is_dtensor
 from ft_transport.state.prefaulted import FreshMemory, PrefaultedMemory
+from ft_transport.state.tensors import DTYPES_BY_SAFETENSORS_NAME, bytes_at, extent_bytes, has_own_memory, view_key
 from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import CheckTime, DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode, unbounded

@@ -22,10 +22,9 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import Arena
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.copy_on_write import CopyOnWriteMemory, SnapshotResources
-from ft_transport.state.copying import ChunkKey, Column, HostCopies
-from ft_transport.state.device_copies import Marks
-from ft_transport.state.dtypes import carrier_of
+from ft_transport.state.copy_on_write import ChunkKey, CopyOnWriteMemory, SnapshotResources
+from ft_transport.state.copying import HostCopies, Marks
+from ft_transport.state.tensors import Column, carrier_of
 from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.snapshot import MemoryFile, Snapshot

@@ -11,8 +11,7 @@ from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import ArenaPool
 from ft_transport.state.blocks import cast_floating
 from ft_transport.state.copy_on_write import SnapshotResources
-from ft_transport.state.copying import HostCopier
-from ft_transport.state.device_copies import Accelerator, DeviceCopier, pinning
+from ft_transport.state.copying import Accelerator, DeviceCopier, HostCopier, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking, data_bytes_of
 from ft_transport.telemetry.metrics import MetricValues

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 
 from ft_transport.errors import ManifestError, RestoreError, TransportError
-from ft_transport.state import encodings
-from ft_transport.state.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
+from ft_transport.state import encodings, tensors
 from ft_transport.state.encodings import HashWatch, distinct, set_of
-from ft_transport.state.memory_bytes import as_bytes, has_own_memory, is_lazy, view_key
 from ft_transport.state.placements import MeshResolver, is_dtensor, matches, rebuild
 from ft_transport.wire import nodes
 from ft_transport.wire.manifest import Manifest
@@ -91,7 +89,7 @@ class Unflattener:
         try:
             if self._depth > _MAX_NODE_DEPTH:
                 raise ManifestError(f"expected at most {MAX_DEPTH} levels of nesting, got more")
-            return self._build(node, None if is_lazy(into) else into, path)
+            return self._build(node, None if tensors.is_lazy(into) else into, path)
         except TransportError as error:
             error.path = error.path or path or "(root)"
             raise
@@ -153,13 +151,13 @@ class Unflattener:
         Raises:
             ManifestError: The number of bytes does not match dtype and shape.
         """
-        dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
+        dtype = tensors.WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
         if dtype is None:
             raise ManifestError(f"expected a dtype of torch {torch.__version__}, got {node.dtype[:64]!r}")
         if math.prod(node.shape) * dtype.itemsize != stored.nbytes:
             raise ManifestError(f"expected bytes for {node.dtype}{list(node.shape)}, got {stored.nbytes}")
         try:
-            return as_bytes(stored.detach()).view(dtype).view(node.shape)
+            return tensors.as_bytes(stored.detach()).view(dtype).view(node.shape)
         except RuntimeError as error:  # an empty tensor whose other sizes exceed torch's limits
             raise ManifestError(f"expected a shape within the limits of torch, got {list(node.shape)}") from error
 
@@ -173,7 +171,7 @@ class Unflattener:
 
     def _tensor(self, node: TensorNode | LayoutNode | ViewNode, into: object, path: str) -> torch.Tensor:
         # A view is never a destination, because its base receives the data.
-        receiver = as_plain(into) if has_own_memory(into) else None
+        receiver = as_plain(into) if tensors.has_own_memory(into) else None
         if receiver is not None and type(node) is not ViewNode and self._is_destination(node.index, receiver):
             return receiver
         key = _key_of(node)
@@ -181,7 +179,7 @@ class Unflattener:
         if known is None:
             known = self._make_tensor(node, path)
             self._tensors[key] = known
-        if receiver is not None and known.numel() and view_key(receiver) == view_key(known):
+        if receiver is not None and known.numel() and tensors.view_key(receiver) == tensors.view_key(known):
             return receiver
         return known
 
@@ -203,13 +201,13 @@ class Unflattener:
     def _laid_out(self, tensor: torch.Tensor, node: LayoutNode, path: str) -> torch.Tensor:
         if tensor.stride() == node.stride:
             return tensor
-        if len(node.stride) != len(node.shape) or not is_dense(node.shape, node.stride):
+        if len(node.stride) != len(node.shape) or not tensors.is_dense(node.shape, node.stride):
             raise ManifestError(f"expected strides of a dense layout, got {node.stride} for {node.shape}", path=path)
         # The elements of an expanded dimension are stored repeatedly. Copy each element once, and expand again.
         compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in node.stride)]
         self._spend(compact.nbytes, path)
         laid_out = torch.empty_strided(compact.shape, node.stride, dtype=tensor.dtype)
-        carrier = carrier_of(tensor.dtype)
+        carrier = tensors.carrier_of(tensor.dtype)
         laid_out.view(carrier).copy_(compact.view(carrier))
         return laid_out.as_strided(node.shape, node.stride)
 
@@ -330,10 +328,10 @@ class Unflattener:
             ) from error
 
     def _quantized(self, node: nodes.QuantizedNode, path: str) -> torch.Tensor:
-        dtype = DTYPES_BY_NAME.get(node.dtype)
+        dtype = tensors.DTYPES_BY_NAME.get(node.dtype)
         # Only nodes whose tensors are as large as the bytes sent for them, because the tensor is copied below.
         values = self.build(node.values, None, path) if isinstance(node.values, (TensorNode, LayoutNode)) else None
-        integers = QUANTIZED.get(dtype) if dtype is not None else None
+        integers = tensors.QUANTIZED.get(dtype) if dtype is not None else None
         if integers is None or not isinstance(values, torch.Tensor) or values.dtype != integers:
             raise ManifestError(f"expected the integers of a quantized tensor, got {node.dtype[:64]!r}", path=path)
         if abs(node.zero_point) >= 2**31:

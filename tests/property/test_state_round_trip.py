@@ -16,7 +16,7 @@ from state_equality import exact
 from state_tools import file_of_state, manifest_of, receive
 
 from ft_transport.state.comparison import state_digest
-from ft_transport.state.dtypes import DTYPES_BY_NAME
+from ft_transport.state.tensors import DTYPES_BY_NAME
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

@@ -13,7 +13,7 @@ import torch
 from state_equality import exact, tensor_bytes
 
 from ft_transport.checkpoint.dcp_format import envelope_of, saved
-from ft_transport.state.dtypes import SAFETENSORS_NAMES, name_of
+from ft_transport.state.tensors import SAFETENSORS_NAMES, name_of
 
 _SHAPES = [(), (1,), (5,), (0,), (3, 0, 2), (2, 3), (1, 1, 1, 1), (7, 1, 3)]
 _MIB = 1 << 20

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_transport.state import device_copies as module
-from ft_transport.state.device_copies import BounceBuffers, Pair
+from ft_transport.state import copying as module
+from ft_transport.state.copying import BounceBuffers, Pair
 
 HALF_BYTES = 4096
 EMPTY: Any = torch.empty

@@ -17,10 +17,10 @@ from interruptions import at_every_place
 from state_tools import file_of, open_stager, receive, take
 
 from ft_transport.errors import SnapshotError
-from ft_transport.state import device_copies as module
+from ft_transport.state import copying as module
 from ft_transport.state import stager as stager_module
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.device_copies import Accelerator, DeviceCopier, pinning
+from ft_transport.state.copying import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.snapshot import Taking
 

@@ -16,9 +16,9 @@ from state_equality import exact, tensor_bytes
 from state_tools import CHUNK_BYTES, file_of, file_of_state, manifest_of, open_stager, receive, take
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError, UnsupportedLeafError
-from ft_transport.state.dtypes import SAFETENSORS_NAMES
 from ft_transport.state.snapshot import PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
+from ft_transport.state.tensors import SAFETENSORS_NAMES
 from ft_transport.wire.chunks import digest
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ft_transport.state.memory_bytes import bytes_at, read_only_positions
+from ft_transport.state.tensors import bytes_at, read_only_positions
 
 
 def test_a_part_of_a_tensor_is_read_and_written() -> None:
