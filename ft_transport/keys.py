@@ -32,7 +32,7 @@ _WATCHING: Final = "watching"
 _ROUNDS: Final = 200_000
 _MAX_TOKENS: Final = 2
 _MAX_FILE_BYTES: Final = 4096
-_LOOK_EVERY_S: Final = 1.0
+_CHECK_EVERY_S: Final = 1.0
 
 
 class Keys:
@@ -53,8 +53,8 @@ class Keys:
         self._mutex = threading.Lock()
         self._text = read()
         self._keys = _keys_of(self._text)
-        self._looked_s = time.monotonic()
-        self._trouble = ""
+        self._checked_s = time.monotonic()
+        self._failure = ""
 
     @classmethod
     def of(cls, token: str) -> Keys:
@@ -97,12 +97,12 @@ class Keys:
     def current(self) -> tuple[Key, ...]:
         """Return the current keys, the signing key first. A replaced but invalid token causes only a warning."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOK_EVERY_S:
+        if now_s - self._checked_s < _CHECK_EVERY_S:
             return self._keys
         with self._mutex:
-            if now_s - self._looked_s >= _LOOK_EVERY_S:
-                self._looked_s = now_s
-                self._look_again()
+            if now_s - self._checked_s >= _CHECK_EVERY_S:
+                self._checked_s = now_s
+                self._reread()
         return self._keys
 
     def sign(self, purpose: str, *parts: Bytes) -> str:
@@ -129,18 +129,18 @@ class Keys:
         """
         return tuple(key.mac(_WATCHING).hex() for key in self.current())
 
-    def _look_again(self) -> None:
+    def _reread(self) -> None:
         try:
             text = self._read()
             if text != self._text:
                 self._text = text
                 self._keys = _keys_of(text)
-                logger.info("the job token was replaced; it signs as %s now", self._keys[0].key_id)
-            self._trouble = ""
+                logger.info("the job token was replaced; the key %s signs from now on", self._keys[0].key_id)
+            self._failure = ""
         except ConfigurationError as error:
-            if self._trouble != (trouble := str(error)):
-                self._trouble = trouble
-                logger.warning("the job token stays as it was: %s", trouble)
+            if self._failure != (failure := str(error)):
+                self._failure = failure
+                logger.warning("the job token stays as it was: %s", failure)
 
     def __repr__(self) -> str:
         return f"Keys({', '.join(key.key_id for key in self._keys)})"

@@ -30,11 +30,11 @@ VERIFY_VARIABLE: Final = "FT_TRANSPORT_TLS_VERIFY"
 
 Verify: TypeAlias = Literal["name", "chain"]
 
-_LOOK_EVERY_S: Final = 1.0
+_CHECK_EVERY_S: Final = 1.0
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Ciphers for TLS 1.2 that have forward secrecy and authenticated encryption, as all ciphers of TLS 1.3 do."""
 
-_Seen: TypeAlias = tuple[tuple[int, int, int], ...]
+_Versions: TypeAlias = tuple[tuple[int, int, int], ...]
 _Contexts: TypeAlias = tuple[ssl.SSLContext, ssl.SSLContext]
 
 
@@ -109,10 +109,10 @@ class Certificates:
     def __init__(self, files: TLSFiles) -> None:
         self.files = files
         self._mutex = threading.Lock()
-        self._seen = _look_at(files)
+        self._versions = _versions_of(files)
         self._contexts = _load(files)
-        self._looked_s = time.monotonic()
-        self._trouble = ""
+        self._checked_s = time.monotonic()
+        self._failure = ""
 
     def for_server(self) -> ssl.SSLContext:
         """Return the context with which a server accepts a new connection."""
@@ -124,33 +124,33 @@ class Certificates:
 
     def _current(self) -> _Contexts:
         now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOK_EVERY_S:
+        if now_s - self._checked_s < _CHECK_EVERY_S:
             return self._contexts
         with self._mutex:
-            if now_s - self._looked_s >= _LOOK_EVERY_S:
-                self._looked_s = now_s
-                self._look_again()
+            if now_s - self._checked_s >= _CHECK_EVERY_S:
+                self._checked_s = now_s
+                self._reread()
         return self._contexts
 
-    def _look_again(self) -> None:
+    def _reread(self) -> None:
         try:
-            seen = _look_at(self.files)
-            if seen != self._seen:
+            seen = _versions_of(self.files)
+            if seen != self._versions:
                 # Raises if only some of the files are renewed yet, because key and certificate do not match.
                 self._contexts = _load(self.files)
-                self._seen = seen
+                self._versions = seen
                 logger.info("the certificate in %s was renewed", self.files.certificate)
-            self._trouble = ""
+            self._failure = ""
         except ConfigurationError as error:
-            if self._trouble != (trouble := str(error)):
-                self._trouble = trouble
-                logger.warning("the certificate stays as it was: %s", trouble)
+            if self._failure != (failure := str(error)):
+                self._failure = failure
+                logger.warning("the certificate stays as it was: %s", failure)
 
     def __repr__(self) -> str:
         return f"Certificates({os.fspath(self.files.certificate)!r})"
 
 
-def _look_at(files: TLSFiles) -> _Seen:
+def _versions_of(files: TLSFiles) -> _Versions:
     """Return inode, size and time of each file: they change if a file is replaced or written, or a link retargeted."""
     seen = []
     for path in (files.certificate, files.key, files.authority):

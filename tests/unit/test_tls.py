@@ -29,7 +29,7 @@ def issued(tmp_path: Path) -> Issued:
 
 @pytest.fixture
 def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(tls, "_CHECK_EVERY_S", 0.0)
 
 
 def serial_of(context: ssl.SSLContext) -> object:
