@@ -314,8 +314,9 @@ class StateClient(Generic[T]):
         )
 
     def _receive_sharded(self, request: FetchRequest) -> Received[T]:
+        """Receive this rank's part: ask all ranks of the group, plan which rank has which bytes, fetch them."""
         settings, check_time = request.settings, request.settings.timeouts.check_deadline
-        restore: Restore | None = None
+        part = PartialState()
         try:
             with ask_group(request.peers.sources, request.step, settings) as (sources, unreachable):
                 try:
@@ -323,12 +324,8 @@ class StateClient(Generic[T]):
                     names = [str(source.peer) for source in sources]
                     resharding = reshard(manifests, request.into, like=request.like, names=names, check_time=check_time)
                     manifest = resharding.manifest
-                    restore = Restore(
-                        manifest,
-                        into=request.into,
-                        meshes=self._settings.meshes,
-                        check_time=check_time,
-                    )
+                    restore = Restore(manifest, into=request.into, meshes=self._settings.meshes, check_time=check_time)
+                    part.own(restore)
                     if request.check is not None:
                         request.check(restore.incoming)
                     fetch_slices(sources, resharding.wanted, restore, settings)
@@ -343,8 +340,7 @@ class StateClient(Generic[T]):
                 manifest = dataclasses.replace(manifest, digests=tuple(digests))
             return Received(step=manifest.step, state=cast(T, restore.finish()), _manifest=manifest)
         except BaseException as error:
-            if restore is not None:
-                _poison(restore, error)
+            part.failed(error, is_kept=False)
             raise
 
 
@@ -356,15 +352,3 @@ def _begin_relay(relays: Relays, plan: Plan, peers: FetchPeers) -> Receivers:
     relay = Relay(content, step=manifest.step, chunks=manifest.chunks, views=views, missing=plan.chunks)
     relays.open(relay)
     return Receivers(peers=peers.receivers, own=peers.own, relay=relay)
-
-
-def _poison(restore: Restore, error: BaseException) -> None:
-    """Overwrite the tensors that received data before ``error``, so that no trainer uses that data."""
-    if restore.destination_touched:
-        # Errors of other packages, such as those of a device, need these attributes as well.
-        error.destination_touched = True  # type: ignore[attr-defined]
-        try:
-            restore.poison()
-        except BaseException as another:
-            another.destination_touched = True  # type: ignore[attr-defined]
-            raise

@@ -225,6 +225,10 @@ class PartialState:
         settings.timeouts.note_progress()
         return dataclasses.replace(plan, manifest=manifest, chunks=chunks)
 
+    def own(self, restore: Restore) -> None:
+        """Reference the memory of a fetch without a `plan`, so that `failed` overwrites its data."""
+        self._restore = restore
+
     def note(self, chunk: int) -> None:
         """Note that a chunk was received. Any thread may call this."""
         self._has_landed[chunk] = 1

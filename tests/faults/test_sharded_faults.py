@@ -200,7 +200,7 @@ def test_a_source_that_is_out_of_reach_and_needed_is_named() -> None:
     port = closed_port()
     with group() as ranks:
         sources = [ranks.urls[0], f"http://127.0.0.1:{port}/checkpoint/"]
-        with pytest.raises(RestoreError, match=f"name all ranks.*unreachable sources: .*127.0.0.1:{port}"):
+        with pytest.raises(RestoreError, match=f"pass all ranks.*unreachable sources: .*127.0.0.1:{port}"):
             ranks.fetch(ranks.own(Shard(1)), sources=sources, timeout=timedelta(seconds=2))
 
 

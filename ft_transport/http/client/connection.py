@@ -61,6 +61,7 @@ class Connection:
         peer: Address of the server.
         same_host: Name of the socket where the peer lends its memory to processes on its host, from the peer's last
             response that named one; ``None`` before.
+        is_interrupted: Whether `interrupt` was called: further requests fail.
         num_opened: Number of times that the connection was opened.
         local_address: Local address at which the connection was last opened; empty before.
     """
@@ -90,7 +91,7 @@ class Connection:
         self.num_opened = 0
         self.local_address = ""
         self._body: BodyReader | None = None
-        self._is_interrupted = False
+        self.is_interrupted = False
         close_in_children(self)
         if timeouts.handle is not None:
             timeouts.handle.add(self)
@@ -139,14 +140,9 @@ class Connection:
         """Longest time without a byte from the peer, in seconds."""
         return self._timeouts.stall_timeout_s
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether `interrupt` was called: further requests fail."""
-        return self._is_interrupted
-
     def interrupt(self) -> None:
         """Interrupt another thread's wait on this connection, and refuse further requests. Thread-safe."""
-        self._is_interrupted = True
+        self.is_interrupted = True
         sock = self._socket
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -339,7 +335,7 @@ class Connection:
         timeout_s = min(self._timeouts.connect_timeout_s, self._timeouts.remaining_s(doing, self.peer))
         failures = []
         for family, kind, protocol, _name, address in look_up(
-            self.peer, timeout_s=timeout_s, is_given_up=lambda: self._is_interrupted
+            self.peer, timeout_s=timeout_s, is_given_up=lambda: self.is_interrupted
         ):
             timeout_s = min(self._timeouts.connect_timeout_s, self._timeouts.remaining_s(doing, self.peer))
             with making_socket:
@@ -357,7 +353,7 @@ class Connection:
                 self.close()
                 failures.append(f"{address[0]}: {type(error).__name__}: {error}")
                 continue
-            if self._is_interrupted:
+            if self.is_interrupted:
                 raise PeerUnreachableError("the request was cancelled", peer=str(self.peer))
             self.num_opened += 1
             self.local_address = str(opened.raw.getsockname()[0])

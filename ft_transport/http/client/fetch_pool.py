@@ -19,7 +19,6 @@ from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.signal_safe import SafeCondition
 from ft_transport.runtime.threads import run_on_threads
-from ft_transport.settings import FetchProgress
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import current
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, Unit, WorkerIndex
@@ -167,7 +166,7 @@ class FetchPool(Generic[Unit]):
         settings: FetchSettings,
         *,
         num_workers: int,
-        num_sources: int | None = None,
+        num_sources: int,
         step: int,
         total_bytes: int,
     ) -> None:
@@ -176,7 +175,7 @@ class FetchPool(Generic[Unit]):
         self._wire = wire
         self._settings = settings
         self._num_workers = num_workers
-        self._num_sources = num_sources if num_sources is not None else len(sources)
+        self._num_sources = num_sources
         self._step = step
         self._total_bytes = total_bytes
         # Guards the machine and the connections. Workers without a request wait for a notification.
@@ -387,13 +386,8 @@ class FetchPool(Generic[Unit]):
     def _report_progress(self, num_bytes: int) -> None:
         """Count ``num_bytes`` more received bytes, and call the caller's ``on_progress``. Called under the lock."""
         self._done_bytes += num_bytes
-        if self._settings.on_progress is not None:
-            progress = FetchProgress(
-                done_bytes=self._done_bytes,
-                total_bytes=self._total_bytes,
-                elapsed_s=time.monotonic() - self._started_s,
-            )
-            try:
-                self._settings.on_progress(progress)
-            except Exception as error:
-                raise _ProgressError from error
+        elapsed_s = time.monotonic() - self._started_s
+        try:
+            self._settings.report_progress(self._done_bytes, self._total_bytes, elapsed_s=elapsed_s)
+        except Exception as error:
+            raise _ProgressError from error

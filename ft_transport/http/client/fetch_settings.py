@@ -236,6 +236,11 @@ class FetchSettings:
             replica=settings.replica,
         )
 
+    def report_progress(self, done_bytes: int, total_bytes: int, *, elapsed_s: float) -> None:
+        """Call ``on_progress``, if the caller has set it."""
+        if self.on_progress is not None:
+            self.on_progress(FetchProgress(done_bytes=done_bytes, total_bytes=total_bytes, elapsed_s=elapsed_s))
+
     def with_stall_timeout(self, longest_s: float) -> FetchSettings:
         """Return the same settings with a stall timeout of at most ``longest_s`` seconds."""
         timeouts = self.timeouts

@@ -17,7 +17,6 @@ from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.shared_memory import LentMemory
 from ft_transport.runtime.threads import run_on_threads
-from ft_transport.settings import FetchProgress
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import MEMORY_ROUTE, bound_path, decode_ticket
 from ft_transport.wire.snapshot import Memory
@@ -236,16 +235,9 @@ class _Copying:
     def _report(self, num_bytes: int) -> None:
         """Count ``num_bytes`` more copied bytes, and call the caller's ``on_progress``. Called under the lock."""
         self._done_bytes += num_bytes
-        on_progress = self._settings.on_progress
-        if on_progress is None:
-            return
-        progress = FetchProgress(
-            done_bytes=self._done_bytes,
-            total_bytes=self._manifest.data_bytes,
-            elapsed_s=time.monotonic() - self._started_s,
-        )
+        elapsed_s = time.monotonic() - self._started_s
         try:
-            on_progress(progress)
+            self._settings.report_progress(self._done_bytes, self._manifest.data_bytes, elapsed_s=elapsed_s)
         except Exception as error:
             raise self._failed(error) from error
 

@@ -114,6 +114,7 @@ def _fetch(
         wire,
         settings,
         num_workers=num_workers,
+        num_sources=len(sources),
         step=step,
         total_bytes=total_bytes,
     )

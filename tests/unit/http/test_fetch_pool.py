@@ -53,7 +53,7 @@ class _NoWire:
 def test_workers_that_wait_for_each_other_end_with_the_time(progress_timeout: timedelta | None) -> None:
     settings = _settings(60 if progress_timeout else 0.2, progress_timeout)
     machine: FetchMachine[int] = FetchMachine(_NothingToTake(), sources=["source"], max_failures=1)
-    pool = FetchPool([_PEER], machine, _NoWire(), settings, num_workers=2, step=3, total_bytes=10)
+    pool = FetchPool([_PEER], machine, _NoWire(), settings, num_workers=2, num_sources=1, step=3, total_bytes=10)
     began_s = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"0 of 10 bytes"):
         pool.run()
@@ -80,7 +80,9 @@ class _Refusing:
 
 def test_a_fetch_that_ends_with_the_time_says_what_went_wrong_last() -> None:
     machine: FetchMachine[int] = FetchMachine(_AskingOnce(), sources=["source"], max_failures=3)
-    pool = FetchPool([_PEER], machine, _Refusing(), _settings(0.3), num_workers=2, step=3, total_bytes=10)
+    pool = FetchPool(
+        [_PEER], machine, _Refusing(), _settings(0.3), num_workers=2, num_sources=1, step=3, total_bytes=10
+    )
     with pytest.raises(DeadlineExceededError, match="the deadline passed; last error: nobody is there") as caught:
         pool.run()
     assert caught.value.peer == "source:1"
@@ -140,7 +142,9 @@ def test_a_request_that_ends_does_not_wake_all_who_have_nothing_to_do() -> None:
     num_workers = 16
     machine = _Watched(_OneAfterTheOther(), num_sources=1)
     wire = _CountingWhoLooks(machine, num_others=num_workers - 1)
-    FetchPool([_PEER], machine, wire, _settings(60), num_workers=num_workers, step=3, total_bytes=10).run()
+    FetchPool(
+        [_PEER], machine, wire, _settings(60), num_workers=num_workers, num_sources=1, step=3, total_bytes=10
+    ).run()
     assert not wire.has_more_than_one_looked
 
 
@@ -245,7 +249,7 @@ class _Together:
 def test_all_who_have_nothing_to_do_are_woken_for_as_many_requests_beside_one_who_pauses() -> None:
     machine = _Watched(_MoreAfterTheFirst(), num_sources=2)
     wire = _Together(machine)
-    FetchPool([_PEER, _PEER], machine, wire, _settings(60), num_workers=4, step=3, total_bytes=10).run()
+    FetchPool([_PEER, _PEER], machine, wire, _settings(60), num_workers=4, num_sources=2, step=3, total_bytes=10).run()
     assert wire.were_asked_together
 
 
