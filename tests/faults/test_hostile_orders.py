@@ -278,7 +278,7 @@ class TestWhoOrders:
             engine = PullingEngine(f"http://127.0.0.1:{port}", token=TOKEN)
             with (
                 Publisher([engine], tmp_path, transport=source) as publisher,
-                pytest.raises(PublishError, match="expected the job token"),
+                pytest.raises(PublishError, match="to prove that it knows the job token"),
             ):
                 publisher.publish(1, weights(1.0)).result(SOON)
 

@@ -242,7 +242,7 @@ def test_a_gradient_that_is_used_before_it_is_there_refuses_the_step(alone: Trai
             alone.model[0].grad = torch.ones(4)
         case _:
             alone.optimizer.zero_grad()
-    with pytest.raises(UnfinishedReductionError, match=r"call \.wait\(\) on what it returns before you clip"):
+    with pytest.raises(UnfinishedReductionError, match=r"call \.wait\(\) on the result of allreduce before you clip"):
         alone.manager.should_commit()
     assert alone.manager.current_step() == 0
     # After the reduction it may change as it likes.

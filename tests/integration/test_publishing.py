@@ -179,7 +179,7 @@ class TestWeights:
 
     def test_something_else_than_a_tensor_is_refused_by_name(self, tmp_path: Path) -> None:
         with publishing(tmp_path) as publisher:
-            with pytest.raises(PublishError, match=r"expected tensors alone.*layer.scale"):
+            with pytest.raises(PublishError, match=r"expected only tensors.*layer.scale"):
                 publisher.publish(1, {"layer.weight": torch.ones(3), "layer.scale": 3.0})  # type: ignore[dict-item]
             assert publisher.latest() is None
 
