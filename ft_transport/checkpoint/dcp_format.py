@@ -138,7 +138,7 @@ class _Capture:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing, because nothing is buffered."""
+        """Do nothing: ``torch.save`` requires the method, but this file has no buffer."""
 
 
 @lru_cache(_MAX_ENVELOPES)

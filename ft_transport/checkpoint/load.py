@@ -180,7 +180,7 @@ def _read_description(found: FoundCheckpoint, trust: Trust, retries: ReadRetries
 
 
 class _Loading:
-    """The load of one checkpoint on one rank: plan, read, build."""
+    """Loads one checkpoint on one rank: the constructor plans, `read` reads the data, `finish` builds the state."""
 
     def __init__(self, directory: Path, described: bytes, destination: Destination, agreement: Agreement) -> None:
         encoded, rank_files = _description_decoder.decode(described)

@@ -290,7 +290,7 @@ class _IgnoringTensors:
         return nodes[0]
 
     def stored(self, path: TreePath, source: int, node: StoredLeaf) -> Node:
-        """Accept leaves with bytes without a comparison."""
+        """Accept the bytes of a leaf without a comparison."""
         del path, source
         return node
 

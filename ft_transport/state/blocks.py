@@ -71,7 +71,7 @@ _facts_of: Final = attrgetter("dtype", "shape", "nbytes", "requires_grad", "is_c
 
 
 class OffLaneError(Exception):
-    """Some tensors in the fast lane are unusual; ``ids`` has their ids."""
+    """Raised if tensors in the fast lane turn out to be unusual; ``ids`` has the ``id()`` of each such tensor."""
 
     def __init__(self, ids: frozenset[int]) -> None:
         super().__init__(len(ids))

@@ -130,7 +130,7 @@ def find_differences(manifest: Manifest, state: object, *, num_threads: int) -> 
 
 
 class _Walk:
-    """Compares two trees, and finds which tensor of one tree corresponds to which of the other."""
+    """Compares an expected tree with that of a live state, and pairs the tensors at the same paths."""
 
     def __init__(self, manifest: Manifest, flat: FlatState) -> None:
         self._manifest = manifest

@@ -230,7 +230,7 @@ class CopyOnWriteMemory:
             with self._changed:
                 self._num_pins -= 1
                 self._num_pins_of_shared -= is_of_shared
-                self._let_go()
+                self._free_unused()
                 self._changed.notify_all()
 
     def encoded_digests(self) -> str:
@@ -265,11 +265,11 @@ class CopyOnWriteMemory:
                 if is_to_copy:
                     with self._changed:
                         self._num_pins -= 1
-                        self._let_go()
+                        self._free_unused()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._num_pins_of_shared, _LONGEST_PIN_S):
                 logger.error("a reader still uses live memory after %.0f s; it may read changed bytes", _LONGEST_PIN_S)
-            self._let_go()
+            self._free_unused()
         if is_to_copy:
             num_bytes = 0 if self._is_lost else int(self._num_bytes[self._to_copy].sum())
             self._resources.costs.add("snapshot_copy_bytes_total", "copy_on_write", by=num_bytes)
@@ -289,9 +289,9 @@ class CopyOnWriteMemory:
         """Free the memory as soon as no reader has pinned it."""
         with self._changed:
             self._is_closed = True
-            self._let_go()
+            self._free_unused()
 
-    def _let_go(self) -> None:
+    def _free_unused(self) -> None:
         """Free memory that nobody can read any more. The caller holds the mutex."""
         if not self._num_pins_of_shared and not self.is_shared:
             self._owners = []
@@ -318,7 +318,7 @@ class CopyOnWriteMemory:
                 raise SnapshotError("expected a snapshot that can still be read, its memory changed")
 
     def _copy(self) -> None:
-        """Copy the shared blocks into the arena, which later pins then read."""
+        """Copy the live memory into the arena, from which all later pins read."""
         arena, taken = self._arena, None
         try:
             self._check()

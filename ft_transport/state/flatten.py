@@ -84,7 +84,7 @@ def _flatten_in_lane(state: object) -> FlatState:
 
 
 class _Flattener:
-    """Walks through one state once.
+    """Turns one state into a tree of nodes and a table of tensors, in one walk.
 
     Args:
         views: The tensors that are views of other tensors, with their bases.
