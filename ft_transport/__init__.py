@@ -1,7 +1,7 @@
 """Fault-tolerant checkpoint transport for replicated training.
 
-A healthy replica serves an immutable snapshot of its live state over HTTP, and a recovering one receives it straight
-into its own tensors, while the healthy one goes on training.
+A healthy replica serves an immutable snapshot of its state over HTTP while it continues to train. A recovering replica
+receives the snapshot directly into its own tensors.
 """
 
 from typing import TYPE_CHECKING

@@ -146,7 +146,7 @@ class LentMemory:
             return False
 
     def was_held(self) -> bool:
-        """Return the memory; return whether the source confirms that the memory was unchanged until now."""
+        """Give the memory back, and return whether the source confirms that it was unchanged until now."""
         try:
             self._socket.sendall(DONE)
             self._wait()

@@ -179,7 +179,7 @@ class RequestGuard:
     async def _in_turn(
         self, slot: Slot, request: web.Request, handler: _Handler, *, is_watching: bool
     ) -> web.StreamResponse:
-        """Process a request of an unauthenticated client or of a watcher when the rate limit allows it."""
+        """Wait until the rate limit allows a request by an unauthenticated client or a watcher, then process it."""
         limits = self.slots.limits
         after_s = limits.turn_after_s(slot)
         if after_s > 0:
