@@ -63,7 +63,7 @@ class SafeEvent(threading.Event):
 
 
 class SafeFuture(Future[T]):
-    """A ``concurrent.futures.Future`` safe from signal handlers; ``concurrent.futures.wait`` is not safe from them."""
+    """A ``concurrent.futures.Future`` that is safe from signal handlers; ``concurrent.futures.wait`` is not."""
 
     def __init__(self) -> None:
         """Start pending."""

@@ -54,8 +54,8 @@ class FetchRequest:
         into: The receiver's state, whose tensors receive the data; ``None`` for new tensors.
         check: Function to call with a description of the state before any data is fetched; it raises an error to
             refuse the state.
-        is_comparable: Whether the caller will call `Received.differences`. Then a fetch does not verify data whose
-            digests the source computes after the data.
+        is_comparable: Whether the caller will verify the state with `Received.differences`. Then the fetch itself does
+            not verify data that arrived before its digests.
         known: Data that the receiver already has.
         like: Returns the receiver's tensors for a fetch in another layout; see `reshard`.
     """

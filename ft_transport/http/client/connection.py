@@ -366,7 +366,7 @@ class Connection:
         return self._body.num_bytes if self._body is not None else 0
 
     def _fail(self, error: BaseException, doing: str) -> NoReturn:
-        """Close the connection, and raise ``error`` or the error of this package that stands for it."""
+        """Close the connection; raise ``error``, or a `TransportError` in place of one of the socket or of HTTP."""
         self.close()
         match error:
             case TransportError():

@@ -133,7 +133,7 @@ class ConnectionPool:
 
 
 class Wire(Protocol[Unit]):
-    """Requests and receives units. Any thread may call it, with a connection that no other thread uses."""
+    """Requests and receives units (chunks or frames). Any thread may call it, with a connection of its own."""
 
     def receive(self, connection: Connection, request: Request[Unit]) -> Iterator[tuple[Unit, int]]:
         """Sends one request; yields each received and verified unit, with its number of bytes.
@@ -152,10 +152,10 @@ class FetchPool(Generic[Unit]):
         wire: Performs the requests.
         settings: Settings of the fetch.
         num_workers: Number of threads.
-        num_sources: Number of peers that have all units, which come first in ``sources``. The other peers are relays,
-            whose stall timeout is short because other peers can replace them.
+        num_sources: Number of peers that have all of the data, which come first in ``sources``. The other peers are
+            relays, whose stall timeout is short because other peers can replace them.
         step: Step of the state, for errors.
-        total_bytes: Size of all units, for progress reports and errors.
+        total_bytes: Size of all data to fetch, for progress reports and errors.
     """
 
     def __init__(
