@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, Literal, NewType, Protocol, TypeAlias, TypeVar
+from typing import Final, Generic, NewType, Protocol, TypeAlias, TypeVar
 
 from ft_transport.errors import FetchFailedError, PeerNotReadyError, PeerSilentError, TransportError
 
@@ -147,10 +147,6 @@ class Undeliverable:
     path: str | None = None
 
 
-MayTake: TypeAlias = Literal["may take"]
-"""A result that means: workers that wait may find something to do now."""
-
-
 class Work(Protocol[Unit]):
     """The units to fetch, and the choice of their sources. Only the `FetchMachine` calls these methods."""
 
@@ -172,14 +168,14 @@ class Work(Protocol[Unit]):
             ``None`` if the worker has nothing to do.
         """
 
-    def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | MayTake | None:
+    def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | bool:
         """Records that a unit from ``source`` landed.
 
         Returns:
-            ``None``, an `Undeliverable` if some unit can no longer land, or that waiting workers have something to do.
+            Whether waiting workers have something to do now; an `Undeliverable` if some unit can no longer land.
         """
 
-    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
+    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> bool:
         """Takes the seconds since the start of the fetch; returns whether waiting workers have something to do."""
 
     def put_back(
@@ -265,7 +261,7 @@ class FetchMachine(Generic[Unit]):
             self._stop = self._outcome(effect)
         elif not self._work.num_left:
             self._stop = Stop(None)
-        return self._stop is not None or effect is not None
+        return self._stop is not None or bool(effect)
 
     def time_passed(self, elapsed_s: float) -> bool:
         """Pass on the seconds since the start of the fetch. Callers do this repeatedly while workers wait.
@@ -273,7 +269,7 @@ class FetchMachine(Generic[Unit]):
         Returns:
             Whether waiting workers have something to do now.
         """
-        if self._stop is not None or self._work.time_passed(elapsed_s, self._sources) is None:
+        if self._stop is not None or not self._work.time_passed(elapsed_s, self._sources):
             return False
         self._nothing_to_do = False
         return True

@@ -103,17 +103,17 @@ class ReadWork:
             self._relieve(chosen, sources)
         return SourceIndex(chosen), self._take_frames(self._queues[chosen])
 
-    def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> Undeliverable | None:
+    def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> Undeliverable | bool:
         """Record that a frame landed. If its source was already replaced, request its unsharded reads again."""
         queue = self._queues[source]
-        undeliverable = None
+        undeliverable: Undeliverable | None = None
         if sources[source].is_excluded and queue.stand_in is not None:
             # The frame may have overwritten data that the substitute has delivered.
             undeliverable = self._hand_over(source, [read for read in unit if read.is_whole], sources)
         if queue.whole_left:
             queue.whole_left.difference_update(map(id, unit))
         self.num_left -= 1
-        return undeliverable
+        return undeliverable or False
 
     def put_back(
         self, source: SourceIndex, units: Sequence[FrameOfReads], sources: Sequence[SourceState]
@@ -135,8 +135,10 @@ class ReadWork:
         self._share_out(source, frames, sources, lambda other: sources[other].failures < failures)
         return None
 
-    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> None:
-        """Return ``None``: the choice of sources does not depend on the time."""
+    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> bool:
+        """Return ``False``: the choice of sources does not depend on the time."""
+        del elapsed_s, sources
+        return False
 
     def _enqueue(self, index: int, reads: Iterable[AnyRead]) -> None:
         """Group reads into full frames, and append the frames to the queue of a source."""

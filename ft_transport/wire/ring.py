@@ -15,37 +15,13 @@ relayed chunk comes with the number of chunks that the furthest receiver known t
 
 from __future__ import annotations
 
-from typing import Final
-
-_CHUNKS_PER_RECEIVER: Final = 16
-"""Minimum number of chunks per receiver. With fewer, the delay of the ring would be too long."""
-_LEAST_RECEIVERS: Final = 3
-_SETTLED_PART: Final = 8
-"""A receiver judges its predecessor only after 1/8 of its own chunks, because receivers begin at different times."""
-_FEW_SETTLED_PART: Final = 4
-"""With few own chunks, 1/4 of them must have landed, ..."""
-_FEW_SETTLED: Final = (2, 8)
-"""... but at least 2 and at most 8 for each request to a source."""
-_EARLY: Final = 10
-"""Number of own chunks that may land before the ring delivers its first chunk."""
-_LESS_AT_FIRST: Final = 2
-"""Factor by which the ring may deliver less than a source, until then, and if several requests share the link."""
-_LITTLE_BEHIND_PART: Final = 16
-"""A receiver whose ring delivers too little leaves the ring only if it is behind by 1/16 of all chunks."""
-_SILENT_PART: Final = 2
-"""A predecessor is too slow if it delivers nothing while 1/2 of the own chunks land."""
-_BEHIND_PART: Final = 8
-"""A receiver is behind if another receiver has more chunks than it, by 1/8 of all chunks. A receiver that is behind
-leaves the ring ..."""
-_FALLING_PART: Final = 16
-"""... if the distance has grown by 1/16 of all chunks, ..."""
-_MUCH_LESS: Final = 2
-"""... and the share of its chunks that the ring has delivered is less than 1/2 of the share that the sources have."""
-
 
 def has_ring(*, num_receivers: int, num_chunks: int) -> bool:
-    """Return whether receivers begin as a ring. All receivers of a state get the same result."""
-    return num_receivers >= _LEAST_RECEIVERS and num_chunks >= _CHUNKS_PER_RECEIVER * (num_receivers - 1)
+    """Return whether receivers begin as a ring. All receivers of a state get the same result.
+
+    With fewer chunks per receiver, the delay of the ring would be too long.
+    """
+    return num_receivers >= 3 and num_chunks >= 16 * (num_receivers - 1)
 
 
 class Ring:
@@ -76,8 +52,9 @@ class Ring:
         self.num_relayed_landed = 0
         self._num_own_requests = num_own_requests
         self._num_silent = 0
-        least, most = (number * num_own_requests for number in _FEW_SETTLED)
-        self._num_settled = max(least, min(most, num_own // _FEW_SETTLED_PART), num_own // _SETTLED_PART)
+        # Receivers begin at different times, so a receiver judges its predecessor only after 1/8 of its own chunks.
+        # With few own chunks it waits for 1/4 of them, but for at least 2 and at most 8 for each request to a source.
+        self._num_settled = max(2 * num_own_requests, min(8 * num_own_requests, num_own // 4), num_own // 8)
         self._furthest = 0
         self._least_behind: int | None = None
 
@@ -142,25 +119,28 @@ class Ring:
         The progress of the others matters because a source may serve one receiver before all others. Then no
         predecessor has chunks to relay at first.
         """
-        is_early = self._num_own_landed < _EARLY or self._num_own_requests > 1
-        least = self.num_relayed_landed * self._num_own_requests * (_LESS_AT_FIRST if is_early else 1)
+        # The ring may deliver half as much as a source until 10 own chunks have landed, or if requests share the link.
+        is_early = self._num_own_landed < 10 or self._num_own_requests > 1
+        least = self.num_relayed_landed * self._num_own_requests * (2 if is_early else 1)
         is_little = least < self._num_own_landed and self._has_brought_less(1)
-        is_behind = self._num_behind * _LITTLE_BEHIND_PART > self._num_chunks
-        return (is_little and is_behind) or self._num_silent >= max(self._num_settled, self._num_own // _SILENT_PART)
+        is_behind = self._num_behind > self._num_chunks / 16
+        return (is_little and is_behind) or self._num_silent >= max(self._num_settled, self._num_own // 2)
 
     def _has_brought_less(self, by: int) -> bool:
+        """Return whether the ring has delivered a smaller part of its chunks than the sources, by this factor."""
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
         return of_sources > by * of_ring
 
     def _is_left_behind(self) -> bool:
+        """Return whether others are far ahead and get further ahead, while the ring delivers less than the sources."""
         behind = self._num_behind
-        if behind * _BEHIND_PART <= self._num_chunks:
+        if behind <= self._num_chunks / 8:
             self._least_behind = None
             return False
         # A receiver that was delayed earlier must not leave if its predecessor relays enough now.
         self._least_behind = min(behind, self._least_behind if self._least_behind is not None else behind)
-        is_falling = (behind - self._least_behind) * _FALLING_PART > self._num_chunks
-        return is_falling and self._has_brought_less(_MUCH_LESS)
+        is_falling = behind - self._least_behind > self._num_chunks / 16
+        return is_falling and self._has_brought_less(2)
 
     @property
     def _num_behind(self) -> int:

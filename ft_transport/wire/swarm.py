@@ -5,24 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState
-
-_RUNS_PER_RECEIVER: Final = 2
-"""A block is divided into this many runs of chunks for each receiver that may substitute for its owner."""
-_MOST_TAKEN_OVER: Final = 4
-"""Maximum number of chunks that a receiver whose own block is complete at the start takes over from another block."""
-_LEAST_WAITED_S: Final = 0.5
-"""Minimum wait in seconds. A busy machine, or a connection that has lost a packet (RFC 6298), may pause this long."""
-_LEAST_WAITED_PART: Final = 4
-"""Minimum wait as a part of the time in which the own block was fetched: 1/4."""
-_NOTHING_YET: Final = 0.5
-"""Assumed number of delivered chunks for a source that has delivered none."""
-_LEAST_KNOWN: Final = 2
-"""Number of chunks per source that must land before sources are compared."""
-_MUCH_SLOWER: Final = 4.0
-"""Interrupting a request loses parts of chunks, so another source must be faster by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +106,8 @@ class Blocks:
         self.queues = [BlockQueue(index, range(*self._starts[index : index + 2])) for index in range(number)]
         self.own = self.queues[swarm.own]
         self._is_ring = is_ring
-        self._chunks_per_run = max(1, num_chunks // number // (_RUNS_PER_RECEIVER * max(1, number - 1)))
+        # Two runs for each receiver that may substitute for the owner of a block.
+        self._chunks_per_run = max(1, num_chunks // number // (2 * max(1, number - 1)))
         for first, end in ranges:
             for queue, chunks in self.parts(range(first, end)):
                 queue.add(chunks)
@@ -158,7 +143,7 @@ class Blocks:
         if self.own.num_left or not fullest.num_missing:
             return
         num_left = sum(queue.num_left for queue in self.queues)
-        chunks = fullest.take(max(1, min(_MOST_TAKEN_OVER, num_left // (4 * len(self.queues)))))
+        chunks = fullest.take(max(1, min(4, num_left // (4 * len(self.queues)))))
         fullest.num_left -= len(chunks)
         self.own.add(chunks)
         self.own.num_left += len(chunks)
@@ -243,7 +228,8 @@ class RelayRates:
         if self._then.keys() != relays.keys():
             self._since_s, self._then = elapsed_s, relays
         waited_s = elapsed_s - self._since_s
-        if not self._num_own or waited_s < max(_LEAST_WAITED_S, self._own_s / _LEAST_WAITED_PART):
+        # A busy machine, or a connection that has lost a packet (RFC 6298), may pause for half a second.
+        if not self._num_own or waited_s < max(0.5, self._own_s / 4):
             return None
         landed = {relay: each.num_landed - self._then[relay].num_landed for relay, each in relays.items()}
         num_left, num_landed = sum(each.num_left for each in relays.values()), sum(landed.values())
@@ -271,17 +257,19 @@ def slowest_to_end(
         sources: The state of each source.
         usable: The states of the sources that could take over a request.
     """
-    if sum(source.num_landed for source in usable) < max(1, _LEAST_KNOWN * len(usable)):
+    # Two chunks for each source: with fewer, differences between sources are random.
+    if sum(source.num_landed for source in usable) < max(1, 2 * len(usable)):
         return None
     best = max(usable, key=lambda source: source.num_landed)
 
     def left(assignment: Assignment[int]) -> float:
         source = sources[assignment.source]
-        return assignment.num_left * source.num_active / max(_NOTHING_YET, source.num_landed)
+        return assignment.num_left * source.num_active / max(0.5, source.num_landed)
 
     slow = [each for each in under_way if sources[each.source] is not best and not each.is_interrupted]
     slowest = max(slow, key=left, default=None)
     if slowest is None:
         return None
     again = slowest.num_left * (best.num_active + 1) / best.num_landed
-    return slowest if left(slowest) > _MUCH_SLOWER * again else None
+    # Interrupting a request loses parts of chunks, so the other source must be much faster.
+    return slowest if left(slowest) > 4.0 * again else None

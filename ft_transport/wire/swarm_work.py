@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from ft_transport.wire.chunks import runs_of
-from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
+from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
 from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.routes import MAX_RANGES
 from ft_transport.wire.swarm import BlockQueue, Blocks, Delivery, RelayRates, Swarm, slowest_to_end
@@ -140,12 +140,12 @@ class SwarmWork:
             taken = self._take_over(under_way)
         return taken
 
-    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
+    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> bool:
         """Stop waiting for a relay, or for the ring, if it is too slow by now (``Work.time_passed``)."""
         has_source = any(not each.is_excluded and not each.num_dry for each in sources[: self._swarm.num_sources])
         if self._own.num_left or not has_source:
             self._rates.restart()
-            return None
+            return False
         ring = self._ring if self._ring is not None and self._ring.num_asked else None
         if ring is not None:
             relays = {self._swarm.own: Delivery(ring.num_asked, ring.num_relayed_landed)}
@@ -153,19 +153,19 @@ class SwarmWork:
             relays = {queue.receiver: Delivery(queue.num_left, queue.num_landed) for _, queue in self._others}
         slow = self._rates.too_slow(elapsed_s, num_from_sources=self._num_from_sources, relays=relays)
         if slow is None:
-            return None
+            return False
         if ring is not None:
             ring.has_left = True
         else:
             self._blocks.queues[slow].is_slow = True
-        return "may take"
+        return True
 
     def landed(
         self,
         source: SourceIndex,
         unit: int,
         sources: Sequence[SourceState],  # noqa: ARG002
-    ) -> MayTake | None:
+    ) -> bool:
         """Record a chunk that landed; return whether waiting workers have something to do (``Work.landed``)."""
         self.num_left -= 1
         queue, ring = self._by_source[source], self._ring
@@ -175,11 +175,10 @@ class SwarmWork:
             self._num_from_sources += 1
         if ring is not None and self._is_of_ring(source):
             owner.num_left -= 1
-            return "may take" if ring.relayed_landed() else None
+            return ring.relayed_landed()
         queue.num_landed += 1
         queue.num_left -= 1
-        is_left_now = ring is not None and queue is self._own and ring.own_landed()
-        return "may take" if is_left_now else None
+        return ring is not None and queue is self._own and ring.own_landed()
 
     def put_back(
         self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]

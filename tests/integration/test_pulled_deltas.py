@@ -325,7 +325,8 @@ def test_other_weights_than_before_are_refused_with_what_differs(
         with pytest.raises(PublishError, match=r"the engine has other weights .*\(weights_differ; it has version 1\)"):
             handle.result(SOON)
         assert re.search(
-            r"missing: \['layers\.1\.weight'\].*layers\.0\.weight: .*\[128, 256\] here, .*\[7\] there", caplog.text
+            r"missing: \['layers\.1\.weight'\].*layers\.0\.weight: .*\[128, 256\] in the engine, .*\[7\] published",
+            caplog.text,
         )
         (engine,) = handle.report(SOON).engines
         # A pull that breaks off may leave no weights to use; which it was, the engine alone knows.

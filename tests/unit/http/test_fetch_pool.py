@@ -17,7 +17,7 @@ from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_pool import ConnectionPool, FetchPool
 from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.fetch import FetchMachine, Instruction, MayTake, Request, SourceIndex, Wait, Work, WorkerIndex
+from ft_transport.wire.fetch import FetchMachine, Instruction, Request, SourceIndex, Wait, Work, WorkerIndex
 
 
 def _settings(timeout_s: float, progress_timeout: timedelta | None = None) -> FetchSettings:
@@ -41,7 +41,12 @@ class _NothingToTake:
     def take(self, *_: object) -> None:
         return None
 
-    landed = put_back = time_passed = take
+    put_back = take
+
+    def time_passed(self, *_: object) -> bool:
+        return False
+
+    landed = time_passed
 
 
 class _NoWire:
@@ -114,8 +119,9 @@ class _OneAfterTheOther(_NothingToTake):
     def take(self, _sources: object, under_way: Collection[object]) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
         return (SourceIndex(0), range(1)) if not under_way else None
 
-    def landed(self, *_: object) -> None:
+    def landed(self, *_: object) -> bool:
         self.num_left -= 1
+        return False
 
 
 class _CountingWhoLooks:
@@ -173,15 +179,16 @@ class _MoreWhenTheTimeIsTold(_NothingToTake):
         self._num_now -= 1
         return SourceIndex(0), range(1)
 
-    def landed(self, *_: object) -> None:
+    def landed(self, *_: object) -> bool:
         self.num_left -= 1
+        return False
 
-    def time_passed(self, *_: object) -> MayTake | None:  # type: ignore[override]
+    def time_passed(self, *_: object) -> bool:
         if self.num_left != 1 or self._is_told:
-            return None
+            return False
         self._is_told = True
         self._num_now = 1
-        return "may take"
+        return True
 
 
 def test_beside_relays_the_time_is_told_at_the_end_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,12 +212,13 @@ class _MoreAfterTheFirst(_NothingToTake):
         source, unit = self._now.pop(0)
         return SourceIndex(source), range(unit, unit + 1)
 
-    def landed(self, _source: object, unit: int, _sources: object) -> None:  # type: ignore[override]
+    def landed(self, _source: object, unit: int, _sources: object) -> bool:  # type: ignore[override]
         self.num_left -= 1
         if unit == 1:
             self._now += [(1, 3)]
         elif unit == 3:
             self._now += [(1, 4), (1, 5), (1, 6)]
+        return False
 
     def put_back(self, *_: object) -> None:
         self._now.insert(0, (0, 0))
