@@ -185,8 +185,8 @@ class Publisher:
     ) -> PublishHandle:
         """Export a version, and begin to notify the engines.
 
-        Every rank must call this method with the same arguments, on the training thread. When the method returns, the
-        version is on disk, and the trainer may change the weights.
+        Every rank must call this method, on the training thread, with its own part of the weights. When the method
+        returns, the version is on disk, and the trainer may change the weights.
 
         Args:
             version: Number of the version. It must be greater than every earlier version, also of earlier runs.

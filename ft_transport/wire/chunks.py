@@ -33,7 +33,7 @@ _NUM_CHUNKS_WANTED: Final = 256
 DIGEST_HEX_DIGITS: Final = 16
 
 Hasher: TypeAlias = xxhash.xxh3_64
-"""Computes a plain digest of several buffers: ``update(buffer)``, then ``intdigest()``. Releases the GIL if large."""
+"""Computes a plain digest of several buffers with ``update`` and ``intdigest``. Releases the GIL for long ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def chunk_bytes_for(data_bytes: int, *, most: int) -> int:
 
 
 def digest(data: bytes | memoryview) -> int:
-    """The xxh3-64 digest of ``data`` as an unsigned 64-bit number."""
+    """Return the xxh3-64 digest of ``data``, an unsigned 64-bit number."""
     return xxhash.xxh3_64_intdigest(data)
 
 

@@ -2,8 +2,8 @@
 
 So a receiver has one connection to the sources and one to a relay, whatever the number of receivers, and each
 connection uses the full rate of its link. With a connection to every other receiver, each connection would carry little
-data in small packets, at many times the cost. A chunk passes through all receivers, so the last receiver gets it late,
-by the time of one chunk for each receiver.
+data in small packets, at many times the cost. A chunk passes through all receivers, so each receiver
+gets it later than its predecessor, by the time of one chunk.
 
 If its predecessor fails, a receiver switches to the next receiver upstream, and the ring continues without the failed
 one. If its predecessor is too slow, a receiver leaves the ring: it fetches each remaining block from the block's owner.

@@ -176,7 +176,7 @@ class Blocks:
 
 
 def _mixed(run: int, receiver: int) -> int:
-    """Return a hash of a run and a receiver, so that the substitutes of several runs differ."""
+    """Return a hash of a run of chunks and a receiver, so that different runs get different substitutes."""
     mixed = (run * 0x9E3779B1 + receiver * 0x85EBCA77) & 0xFFFFFFFF
     return (mixed ^ mixed >> 15) * 0xC2B2AE3D & 0xFFFFFFFF
 

@@ -132,10 +132,10 @@ class SwarmWork:
             # The sources have failed. Other receivers may have the missing chunks.
             ring.has_left = True
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
-        if taken is None and self._deal_what_keeps_waiting(sources):
+        if taken is None and self._deal_stalled(sources):
             taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and not under_way:
-            taken = self._take_from_anybody(sources)
+            taken = self._take_last_resort(sources)
         if taken is None and self._is_only_source:
             taken = self._take_over(under_way)
         return taken
@@ -328,7 +328,7 @@ class SwarmWork:
         # all receivers there.
         return relay, queue.take(min(self._most_of_relay, 2 * queue.num_landed + 1))
 
-    def _take_from_anybody(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
+    def _take_last_resort(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """Return a request for one chunk to the working source or relay with the fewest empty responses."""
         queue = next((queue for queue in self._blocks.queues if queue.missing), None)
         number = self._swarm.num_sources
@@ -345,21 +345,21 @@ class SwarmWork:
         self._by_source[asked].num_left += len(chunks)
         return asked, chunks
 
-    def _deal_what_keeps_waiting(self, sources: Sequence[SourceState]) -> bool:
+    def _deal_stalled(self, sources: Sequence[SourceState]) -> bool:
         """Assign the chunks of failed relays to substitutes, and of slow relays once the own block is complete."""
         is_any = False
         expects_own = self._expects_own(sources)
         for relay, queue in self._others:
             if queue.num_left and not queue.is_given_up:
                 state = sources[relay]
-                if state.has_failed or (not expects_own and self._keeps_waiting(queue, state)):
+                if state.has_failed or (not expects_own and self._is_stalled(queue, state)):
                     queue.is_given_up = is_any = True
                     self._blocks.deal(queue)
         if is_any:
             self._others = [other for other in self._others if not other[1].is_given_up]
         return is_any
 
-    def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
+    def _is_stalled(self, queue: BlockQueue, relay: SourceState) -> bool:
         """Return whether a relay has had nothing for long, or has delivered much less than the best relay."""
         if relay.num_dry >= _DRY_ENOUGH or queue.is_slow:
             return True

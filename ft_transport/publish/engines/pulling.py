@@ -45,7 +45,7 @@ REASONS: Final[Mapping[Reason, tuple[int, str]]] = {
         "name it in WeightReceiver.reached_at",
     ),
     "stale": (409, "the receiver has a later version of the same source, or has begun one"),
-    "superseded": (409, "a later order of the same source came before its turn"),
+    "superseded": (409, "a later order of the same source replaced this order before its turn"),
     "busy": (503, "orders of too many sources wait for their turn"),
     "source_refused": (
         403,
@@ -53,10 +53,10 @@ REASONS: Final[Mapping[Reason, tuple[int, str]]] = {
         "from WeightReceiver.sources",
     ),
     "source_unreachable": (500, "the receiver cannot reach the publisher's transport"),
-    "source_failed": (500, "the publisher's transport did not deliver the version whole and proved"),
-    "too_slow": (500, "the weights did not come in time, or so slowly that another order went first"),
+    "source_failed": (500, "the publisher's transport did not deliver the whole version, with valid proofs"),
+    "too_slow": (500, "the weights did not arrive in time, or arrived so slowly that a waiting order was preferred"),
     "weights_differ": (500, "the engine has other weights (names, shapes, dtypes or ties) than the version"),
-    "weights_unusable": (500, "the engine has weights that cannot be received into"),
+    "weights_unusable": (500, "the engine has weights into which data cannot be received"),
     "engine_failed": (500, "the engine's own code or its device failed"),
     "closing": (503, "the receiver is being closed"),
 }
