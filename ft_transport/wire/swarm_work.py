@@ -29,26 +29,10 @@ from ft_transport.wire.swarm import BlockQueue, Blocks, Delivery, RelayRates, Sw
 MAX_CHUNKS_PER_REQUEST: Final = 64
 _MAX_WORKERS: Final = 16
 """Maximum number of concurrent requests of one receiver; most of them wait for a relay most of the time."""
-_LEAST_AT_THE_END: Final = 4
-"""Minimum number of chunks in a request to the only source, if there are many chunks: the overhead of a request is
-equal to about half a megabyte."""
 _DRY_ENOUGH: Final = 2
-"""A receiver stops waiting for a relay after this many empty responses in a row..."""
-_DRY_AT_FIRST: Final = 6
-"""...or after this many in a ring, while few chunks have come from the sources."""
+"""A receiver stops waiting for a relay after this many empty responses in a row."""
 _HOPELESSLY_DRY: Final = 8
-"""If no source is left, the fetch fails after this many empty responses of all relays together..."""
-_LEAST_HOPELESSLY_DRY: Final = 3
-"""...of which each relay must have sent at least this many."""
-_MUCH_SLOWER: Final = 2
-"""A receiver stops waiting for a relay if the best relay has delivered more by this factor."""
-_MUCH_LEFT: Final = 8
-"""In a ring, a receiver that lacks only chunks of one block stops waiting for the owner if it lacks more than 1/8 of
-the block."""
-_LEAST_REQUESTS_PER_BLOCK: Final = 32
-"""Minimum number of requests into which the own block is divided, if it has enough chunks."""
-_LEAST_REQUESTS_PER_RELAY: Final = 8
-"""Minimum number of requests into which another block is divided, if there are more relays than concurrent requests."""
+"""If no source is left, the fetch fails after this many empty responses of all relays together."""
 
 
 class SwarmWork:
@@ -85,7 +69,7 @@ class SwarmWork:
         self._chunks_per_block = max(1, num_chunks // number)
         # With a worker for each relay, a request may last until the relay has its whole block.
         self._is_one_each = self._num_own_requests + number - 1 <= _MAX_WORKERS
-        self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
+        self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // 8))
         is_ring = has_ring(num_receivers=number, num_chunks=num_chunks)
         self._blocks = Blocks(ranges, num_chunks=num_chunks, swarm=swarm, is_ring=is_ring)
         self._own = self._blocks.own
@@ -107,7 +91,8 @@ class SwarmWork:
                 num_own_requests=self._num_own_requests,
             )
         self._is_only_source = number == swarm.num_sources == 1
-        self._least_per_request = max(1, min(_LEAST_AT_THE_END, self.num_left // (16 * self.num_workers)))
+        # The overhead of a request is equal to about half a megabyte.
+        self._least_per_request = max(1, min(4, self.num_left // (16 * self.num_workers)))
 
     def report_progress(self, num_landed: int) -> None:
         """Record that another receiver has this many chunks. Any thread may call this."""
@@ -202,7 +187,7 @@ class SwarmWork:
             return None
         # Every relay is empty. The fetch fails only after several empty responses of each relay.
         relays = [each.num_dry for each in sources[self._swarm.num_sources :] if not each.is_excluded]
-        if relays and (min(relays) < _LEAST_HOPELESSLY_DRY or sum(relays) < _HOPELESSLY_DRY):
+        if relays and (min(relays) < 3 or sum(relays) < _HOPELESSLY_DRY):
             return None
         names = ", ".join(each.name for each in sources)
         return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")
@@ -283,7 +268,7 @@ class SwarmWork:
             self._pass_over(sources)
         elif state.num_dry and not self._ring.is_settled and self._expects_own(sources):
             # The first chunk may take long if the sources are slow or have many clients.
-            self._ring.has_left |= state.num_dry >= _DRY_AT_FIRST
+            self._ring.has_left |= state.num_dry >= 6
         elif state.num_dry or state.num_interrupted or self._ring.was_cut:
             self._ring.has_left = True
         else:
@@ -368,10 +353,10 @@ class SwarmWork:
             return False
         # Compares only with relays whose block has landed completely: with fewer chunks, differences are random.
         of_best_relay = max((other.num_landed for _, other in self._others if not other.num_lacking), default=0)
-        if of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1):
+        if of_best_relay > 2 * (queue.num_landed + 1):
             return True
         # If all missing chunks belong to one relay's block, and are many, that relay delays the ring.
-        is_alone_behind = self.num_left == queue.num_lacking and queue.num_lacking * _MUCH_LEFT > len(queue.block)
+        is_alone_behind = self.num_left == queue.num_lacking and queue.num_lacking > len(queue.block) / 8
         return self._ring is not None and is_alone_behind
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
@@ -391,5 +376,5 @@ class SwarmWork:
         if self._swarm.num_receivers > 1:
             # A source serves receivers with small requests in turns, but long responses at different rates, and all
             # receivers would wait for the slowest.
-            most = min(most, self._chunks_per_block // _LEAST_REQUESTS_PER_BLOCK)
+            most = min(most, self._chunks_per_block // 32)
         return max(1, min(most, state.num_landed + 1, share))
