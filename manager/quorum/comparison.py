@@ -74,7 +74,7 @@ class StateComparison:
     def suspect(self, reason: str, current: QuorumRound) -> None:
         """Compare the replicas at the next step boundary, because the present step may make their states differ.
 
-        Logs a warning at the first time.
+        Logs a warning the first time.
 
         Args:
             reason: Why the states may differ, as a clause.

@@ -185,7 +185,7 @@ class DifferenceExchange:
     def differing_tensors(
         self, error: StatesDivergedError, table: dict[str, int], timeout: timedelta
     ) -> tuple[str, ...]:
-        """Exchange the digest of each tensor, and return the paths of tensors that differ; empty without an answer.
+        """Exchange the digest of each tensor, and return the paths of tensors that differ; empty after a timeout.
 
         Args:
             error: The error that names the compared replicas. All of them call this method at the same time.
@@ -199,7 +199,7 @@ class DifferenceExchange:
     def differing_values(
         self, error: StatesDivergedError, table: dict[str, str], timeout: timedelta
     ) -> tuple[str, ...]:
-        """Exchange the hyperparameters, and describe each one that differs with its values; empty without an answer.
+        """Exchange the hyperparameters, and describe each one that differs with its values; empty after a timeout.
 
         Args:
             error: The error that names the compared replicas. All of them call this method at the same time.
