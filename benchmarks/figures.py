@@ -28,14 +28,14 @@ highest of single rounds. Compare figures of one state only: other tenants share
 run.
 """
 _ROWS: Final = (
-    ("first fetch, 2 GB, in place, verified", "fetch", "big", "first fetch", VERIFIED.name),
-    ("clone under the lock, 2 GB", "clone", "big", "warm", ""),
-    ("clone under the lock, 15,259 tensors of 64 KiB", "clone", "small", "warm", ""),
+    ("first fetch into existing tensors, 2 GB, verified", "fetch", "big", "first fetch", VERIFIED.name),
+    ("copy of the state in memory, 2 GB", "clone", "big", "warm", ""),
+    ("copy of the state in memory, 15,259 tensors of 64 KiB", "clone", "small", "warm", ""),
     ("longest wait of a step while a slow receiver reads", "stall", "trainer", "longest wait before the optimizer", ""),
     ("step, 1,000 tensors, gradients one by one", "loop", "1000", "a step, gradients one by one", ""),
     ("step, 1,000 tensors, gradients in one bucket", "loop", "1000", "a step, gradients in one bucket", ""),
-    ("quorum to first commit, 1 GB, adapters of 1 % trained", "heal", "adapter", "quorum to first commit", ""),
-    ("quorum to first commit, 1 GB, all trained", "heal", "adamw", "quorum to first commit", ""),
+    ("recovery of a replica, 1 GB, 1 % of the weights trained (LoRA)", "heal", "adapter", "quorum to first commit", ""),
+    ("recovery of a replica, 1 GB, all weights trained", "heal", "adamw", "quorum to first commit", ""),
     ("pause for a durable checkpoint, 2 GB", "checkpoint", "big", "pause", ""),
     ("save to disk, 2 GB", "checkpoint", "big", "durable", ""),
 )
@@ -174,7 +174,7 @@ def reason(benchmark: Benchmark, missed: Line) -> str | None:
 
 def with_table(readme: str, lines: Sequence[Line]) -> str:
     """The README with the table of the newest figures."""
-    rows = [("measurement", "ft-transport", "best peer", "ceiling")]
+    rows = [("measurement", "ft-transport", "best other program", "reference")]
     for words, benchmark, state, quantity, variant in _ROWS:
         of = [line for line in lines if (line.benchmark, line.state, line.quantity) == (benchmark, state, quantity)]
         best = {line.role: line for line in sorted(of, key=_badness, reverse=True)}
