@@ -42,8 +42,8 @@ TransportError
 └── DeadlineExceededError       a wait timed out (also a TimeoutError)
 
 ``retryable``: The same request may succeed later or elsewhere. A fetch (``wire/fetch.py``) then repeats the request. A
-save repeats its attempt after two kinds of errors: `WriterFailedError`, and an ``OSError`` whose number is one of
-``RETRYABLE_ERRNOS`` (``coordination/votes.py``).
+save makes up to three attempts if every failed rank has a retryable error, or an ``OSError`` whose number is one of
+``RETRYABLE_ERRNOS`` (``coordination/votes.py``); `SaveJob.run` lists the errors that a retry can cure.
 
 ``http_status``: Status of the server's response if the server raises the error.
 

@@ -1,7 +1,7 @@
 """Copies, at each step boundary (before ``forward``), the part of the state that a later snapshot could not read.
 
 With an asynchronous quorum, a replica learns during ``forward`` that a newcomer needs the state of the boundary. By
-then ``forward`` may have changed buffers. So `BoundaryCopier.copy` runs at every boundary:
+then ``forward`` may have changed buffers. So, in a quorum, `BoundaryCopier.copy` runs at every boundary:
 
 - It copies the tensors of modules that something besides an attached optimizer may change: as a rule, a few buffers.
 - It copies the values in the parameter groups of attached optimizers, such as learning rates.

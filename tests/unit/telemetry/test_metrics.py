@@ -54,7 +54,7 @@ class TestMetricValues:
         assert shown(MetricValues("lock"), "lock_timeouts_total") == {("read",): 0, ("write",): 0}
 
     def test_that_are_not_known_yet_are_announced_without_a_number(self) -> None:
-        assert list(MetricValues("server").readings()) == [Reading("sent_bytes_total", None)]
+        assert Reading("sent_bytes_total", None) in list(MetricValues("server").readings())
 
     def test_add_up_by_labels(self) -> None:
         values = MetricValues("records")
