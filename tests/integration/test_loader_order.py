@@ -294,7 +294,7 @@ def test_the_loop_over_a_loader_of_nodes_is_refused(tmp_path: Path) -> None:
 
 def test_batches_are_those_of_a_registered_loader() -> None:
     manager = _alone(None)
-    with pytest.raises(RegistryError, match=r"expected a registered loader, got list"):
+    with pytest.raises(RegistryError, match=r"expected a registered loader, got a list"):
         manager.batches([1, 2])
     manager.shutdown()
 

@@ -36,10 +36,10 @@ def test_ranks_that_train_are_recovered_from_at_one_step(reports: list[dict[str,
 
 def test_if_one_rank_cannot_recover_none_trains_on(reports: list[dict[str, Any]]) -> None:
     *others, last = reports[script.NUM_TRAINING :]
-    assert "RestoreError: expected sources that hold all" in last["together"]
+    assert "RestoreError: expected sources that" in last["together"]
     for report in others:
         assert "StateTornError" in report["together"]
-        assert f"rank {script.NUM_RECOVERING - 1}: RestoreError: expected sources that hold all" in report["together"]
+        assert f"rank {script.NUM_RECOVERING - 1}: RestoreError: expected sources that" in report["together"]
 
 
 def test_a_collective_in_a_state_function_is_refused_on_every_rank(reports: list[dict[str, Any]]) -> None:

@@ -188,7 +188,7 @@ def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
 
     monkeypatch.setattr(transport.server._sharings[0].memory._resources.pool, "take", refuse)
     transport.server.materialize()
-    with pytest.raises(SnapshotError, match="there is none"):
+    with pytest.raises(SnapshotError, match="the snapshot is lost"):
         in_progress.publish()
     assert transport.server.newest_step() is None
 

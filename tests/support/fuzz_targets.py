@@ -17,7 +17,7 @@ from state_tools import file_of_state, manifest_of, manifest_with
 from ft_transport.checkpoint import manifest as checkpoint_manifest
 from ft_transport.coordination import votes
 from ft_transport.errors import FetchFailedError, ManifestError, PeerUnreachableError
-from ft_transport.http.server.snapshot_routes import _asked_range
+from ft_transport.http.server.snapshot_routes import _requested_range
 from ft_transport.state.resharding import reshard
 from ft_transport.state.restore import Restore
 from ft_transport.wire.chunks import digest
@@ -133,7 +133,7 @@ def _fuzz_range(data: bytes) -> object:
     text = data.decode("latin-1")
     value, _, condition = text.partition("\n")
     headers = {"Range": value.strip("\r\0"), **({"If-Range": condition.strip("\r\0\n")} if condition else {})}
-    asked = _asked_range(_Request(headers), 1000, '"id"')  # type: ignore[arg-type]
+    asked = _requested_range(_Request(headers), 1000, '"id"')  # type: ignore[arg-type]
     assert asked is None or 0 <= asked[0] <= 1000 >= asked[1] >= 0
     return asked
 
