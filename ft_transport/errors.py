@@ -154,7 +154,7 @@ class UnsupportedLeafError(SnapshotError, TypeError):
 
 
 class CollectiveRefusedError(SnapshotError):
-    """A state function runs a collective: it would wait for the other ranks, which do not run that collective."""
+    """A state function runs a collective, which would wait for the other ranks, but they do not run it."""
 
 
 class StateMovedError(SnapshotError):
@@ -180,7 +180,7 @@ class IntegrityError(TransportError):
     """Bytes differ from their digest.
 
     Args:
-        message: The object that was verified.
+        message: Beginning of the message, which names the damaged object.
         chunk: Index of the damaged chunk; ``None`` if the manifest itself is damaged.
         expected: Digest according to the manifest.
         actual: Digest of the received bytes.
@@ -281,7 +281,7 @@ class SnapshotReplacedError(PeerError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FetchFailedError(TransportError):
-    """No source could deliver the whole snapshot. ``failures``: The errors of the sources, in order of time."""
+    """No source could deliver the whole snapshot. ``failures``: The errors of the sources, oldest first."""
 
     failures: tuple[TransportError, ...]
 

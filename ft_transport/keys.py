@@ -39,7 +39,7 @@ class Keys:
     """The keys of a job: the first key signs messages, and every key verifies messages. Thread-safe.
 
     While a token is being replaced, a job has two keys. Every process first accepts the new key, then signs with the
-    new key, and at last drops the old key. Processes need not take these steps at the same time.
+    new key, and finally drops the old key. Processes need not take these steps at the same time.
 
     Args:
         read: Returns the text with the tokens. Called again at most once a second, to detect a replaced token.
@@ -79,23 +79,24 @@ class Keys:
         """Return the keys for the environment variables; ``None`` if neither variable is set.
 
         Raises:
-            ConfigurationError: A variable is set but gives no valid token: a lost secret must not open a server.
+            ConfigurationError: A variable is set but gives no valid token, or both are set. Without this error, a
+                server whose secret was lost would run without authentication.
         """
         token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
         if token is not None and path is not None:
             raise ConfigurationError(
-                f"expected {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}, both are set; unset one, an empty one too"
+                f"expected either {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}, both are set; unset one, even if empty"
             )
         if path is not None:
             return cls.from_file(path)
         if token == "":
             raise ConfigurationError(
-                f"expected a job token in {TOKEN_VARIABLE}, it is set and empty; unset it for none"
+                f"expected a job token in {TOKEN_VARIABLE}, got an empty value; unset it to use no token"
             )
         return cls.of(token) if token is not None else None
 
     def current(self) -> tuple[Key, ...]:
-        """Return the current keys, the signing key first. A replaced but invalid token causes only a warning."""
+        """Return the current keys, the signing key first. If the new token is invalid, warn and keep the old keys."""
         now_s = time.monotonic()
         if now_s - self._checked_s < _CHECK_EVERY_S:
             return self._keys
@@ -170,12 +171,16 @@ def _file_text(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigurationError(f"expected a regular file with a job token at {path}, got no regular file")
+                raise ConfigurationError(
+                    f"expected a regular file with a job token at {path}, got another kind of file"
+                )
             content = os.read(descriptor, _MAX_FILE_BYTES + 1)
         finally:
             os.close(descriptor)
         if len(content) > _MAX_FILE_BYTES:
-            raise ConfigurationError(f"expected a file of at most {_MAX_FILE_BYTES} bytes with a job token at {path}")
+            raise ConfigurationError(
+                f"expected a file of at most {_MAX_FILE_BYTES} bytes with a job token at {path}, got a larger one"
+            )
         return content.decode("ascii")
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigurationError):

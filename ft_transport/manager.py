@@ -1,4 +1,4 @@
-"""Another name of the package ``manager``, for programs with a module or package ``manager`` of their own.
+"""Another name of the package ``manager``, for programs that have their own module or package ``manager``.
 
 ``from ft_transport.manager import Manager`` imports from this project's package, whatever ``import manager`` finds.
 """
@@ -44,7 +44,7 @@ def _load() -> ModuleType:
 
 
 def _check_names(hiding: ModuleSpec) -> None:
-    """Refuse a package ``manager`` that shares a module's name with ours: Python has one module for each name."""
+    """Raise an error if the other package ``manager`` and ours have a module of the same name; only one could load."""
     theirs = {module.name for module in iter_modules(hiding.submodule_search_locations)}
     common = sorted(theirs & {module.name for module in iter_modules([str(_HOME)])})
     if hiding.submodule_search_locations is not None and common:

@@ -46,7 +46,7 @@ class FetchProgress:
 
     Attributes:
         done_bytes: Bytes received so far. They are verified, unless the source sends the digests after the data. In
-            that case a damaged chunk is fetched again, and counts again.
+            that case a damaged chunk is fetched again, and counted again.
         total_bytes: Bytes to receive in all.
         elapsed_s: Seconds since the fetch began.
     """
@@ -67,7 +67,8 @@ class Limits:
             ask again each second.
         max_send_bytes_per_s: Maximum rate at which the server sends all responses together, so that its training has
             the rest of the network; ``None`` for no limit. With a limit, the server lends no memory to receivers on the
-            same host (``same_host``). Receivers give up a connection below ``min_bytes_per_s``.
+            same host (``same_host``). Allow more than ``min_bytes_per_s`` for each receiver;
+            otherwise receivers give up their connections.
         stall_timeout: A receiver gives up a connection that delivers nothing for this long. A server cuts off a
             receiver that reads less than 4 MiB in this time, unless less is left to send. An attempt to connect takes
             at most 10 s, or this time if it is shorter.
@@ -216,7 +217,7 @@ def check_duration(name: str, value: object, at_least: timedelta = timedelta.res
     """Return the value if it is a ``timedelta`` of at least ``at_least``.
 
     Raises:
-        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
+        ConfigurationError: The value is invalid; the message calls it ``name``.
     """
     if not isinstance(value, timedelta):
         raise ConfigurationError(f"expected a datetime.timedelta as {name}, got {_shown(value)}")
@@ -230,7 +231,7 @@ def check_number(name: str, value: object, at_least: int = 1, at_most: int | Non
     """Return the value as an ``int`` if it is a whole number within the bounds.
 
     Raises:
-        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
+        ConfigurationError: The value is invalid; the message calls it ``name``.
     """
     try:
         # ``index`` also accepts the integers of numpy and torch.
@@ -250,7 +251,7 @@ def check_rate(name: str, value: object) -> float:
     """Return the value if it is a positive number or infinity.
 
     Raises:
-        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
+        ConfigurationError: The value is invalid; the message calls it ``name``.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise ConfigurationError(f"expected a positive number as {name}, got {_shown(value)}")
@@ -261,7 +262,7 @@ def check_function(name: str, value: object) -> object:
     """Return the value if it can be called.
 
     Raises:
-        ConfigurationError: The value is invalid; ``name`` stands for it in the message.
+        ConfigurationError: The value is invalid; the message calls it ``name``.
     """
     if not callable(value):
         raise ConfigurationError(f"expected a function as {name}, got {_shown(value)}")

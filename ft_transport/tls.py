@@ -76,7 +76,8 @@ class TLSFiles:
         """Return the files that the environment variables name; ``None`` if no variable is set.
 
         Raises:
-            ConfigurationError: Only some of the three files are named: a lost variable must not open a server.
+            ConfigurationError: Only some of the three files are named. Without this error, a server whose variable was
+                lost would run without TLS.
         """
         variables = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
         found = [os.environ.get(variable) for variable in variables]
@@ -86,7 +87,7 @@ class TLSFiles:
         certificate, key, authority = found
         if not certificate or not key or not authority:
             unset = [variable for variable, value in zip(variables, found, strict=True) if not value]
-            raise ConfigurationError(f"expected {', '.join(variables)} together, {' and '.join(unset)} not set")
+            raise ConfigurationError(f"expected {', '.join(variables)} to be set together, unset: {', '.join(unset)}")
         # The constructor checks the value of ``verify``.
         return cls(certificate=certificate, key=key, authority=authority, verify=verify or "name")  # type: ignore[arg-type]
 
@@ -151,7 +152,7 @@ class Certificates:
 
 
 def _versions_of(files: TLSFiles) -> _Versions:
-    """Return inode, size and time of each file: they change if a file is replaced or written, or a link retargeted."""
+    """Return inode, size and modification time of each file, which change if a file or the target of a link changes."""
     seen = []
     for path in (files.certificate, files.key, files.authority):
         try:
@@ -194,18 +195,18 @@ def _load_into(context: ssl.SSLContext, files: TLSFiles) -> None:
             raise
         raise ConfigurationError(
             f"expected a certificate in {os.fspath(files.certificate)} and its private key in {os.fspath(files.key)}, "
-            f"both PEM: {_reason(error)}"
+            f"both in PEM format: {_reason(error)}"
         ) from error
     try:
         context.load_verify_locations(files.authority)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"expected certificates of authorities in {os.fspath(files.authority)}, PEM: {_reason(error)}"
+            f"expected certificates of authorities in PEM format in {os.fspath(files.authority)}: {_reason(error)}"
         ) from error
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception) -> ConfigurationError:
-    return ConfigurationError(f"expected a file for TLS at {os.fspath(path)}: {type(error).__name__}")
+    return ConfigurationError(f"cannot read the TLS file {os.fspath(path)}: {type(error).__name__}")
 
 
 def _reason(error: Exception) -> str:

@@ -45,7 +45,7 @@ class HTTPTransport(Generic[T]):
 
     Args:
         timeout: Longest time that the server lets a request wait for its step, and the default deadline of a fetch.
-        num_chunks: Number of parallel connections of a fetch; 0 for 4. The name is torchft's, which splits the state
+        num_chunks: Number of parallel connections of a fetch; 0 means 4. The name is torchft's, which splits the state
             into this number of chunks.
         state_dict: Returns the receiver's own state. ``recv_checkpoint`` calls it each time, and receives directly into
             the tensors that fit, which saves a copy and its memory.
@@ -174,7 +174,7 @@ class HTTPTransport(Generic[T]):
         """
         if fresh_snapshot is not None and self.server.http.requests.fresh_snapshot is not None:
             raise ConfigurationError(
-                "expected a transport that serves no other owner's snapshots, got one with an owner"
+                "expected a transport without an owner, this transport serves another owner's snapshots"
             )
         self.server.http.requests.fresh_snapshot = fresh_snapshot
 
@@ -362,10 +362,10 @@ class HTTPTransport(Generic[T]):
         return ask_state(address, self._connect, timeout.total_seconds())
 
     def prefault_receive(self, num_bytes: int) -> None:
-        """Make memory resident that the next fetch will fill, for received data that has no destination in ``into``.
+        """Make memory resident in which the next fetch stores the data that has no destination in ``into``.
 
         Blocks until the memory is ready. Does nothing if ``num_bytes`` is half of the free memory, or more. The next
-        fetch releases unused memory, and so does a call with 0.
+        fetch, or a call with 0, releases the memory that was not used.
         """
         self._client.prefaulted.prepare(num_bytes)
 

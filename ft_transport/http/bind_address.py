@@ -1,6 +1,6 @@
 """Chooses the address on which a server listens, and the address that it advertises to peers.
 
-The server logs its advertised address once, and warns if the address, as far as this host can check, leads elsewhere.
+The server logs its advertised address once, and warns if the address seems to lead to another host.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyo
     Args:
         host: The configured address; ``None`` for all addresses.
         is_guarded: Whether the server authenticates its peers.
-        may_open: Whether this server has the setting ``allow_anyone``.
-        allow_anyone: Whether a server without authentication may listen beyond the loopback.
+        may_open: Whether users of this server can set ``allow_anyone``; if not, it has no effect.
+        allow_anyone: Whether the server may listen on other addresses than the loopback without authentication.
 
     Returns:
         The address; ``None`` for all addresses.
@@ -64,7 +64,7 @@ def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyo
         return next((each for each in _LOOPBACKS if can_bind(each)), _LOOPBACKS[0])
     if not is_loopback(host):
         raise ConfigurationError(
-            f"expected a loopback address to listen on while there is no job token, got {host!r}: {remedy}"
+            f"expected a loopback address to listen on, because there is no job token, got {host!r}; {remedy}"
         )
     return host
 
@@ -90,7 +90,7 @@ def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addres
 def _warn_of_loopback(remedy: str) -> None:
     """Warn once per process that the server listens only on the loopback."""
     logger.warning(
-        "there is no job token, so this process listens on the loopback alone; for peers on other hosts, %s", remedy
+        "there is no job token, so this process listens only on the loopback; for peers on other hosts, %s", remedy
     )
 
 
@@ -130,7 +130,7 @@ def listen(host: str | None, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"expected to listen on {host or '*'} port {port}: {error}") from error
+        raise ConfigurationError(f"cannot listen on {host or '*'} port {port}: {error}") from error
 
 
 def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
@@ -180,7 +180,7 @@ def interface_address(name: str) -> str:
 
 
 def _is_wildcard(host: str | None) -> bool:
-    """Whether ``host`` stands for all addresses of this host, so that no peer can connect to it."""
+    """Whether ``host`` means all addresses of this host, such as 0.0.0.0, to which no peer can connect."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -202,8 +202,8 @@ def advertised_url(
         setting: The host to advertise; see ``advertised_host`` for the default.
         bound: The address on which the server listens; ``None`` for all addresses.
         port: The port on which the server listens.
-        is_guarded: Whether peers have to prove the job token. Such a peer rejects a server that it has reached at an
-            address that the server does not recognize as its own.
+        is_guarded: Whether peers and server prove the job token to each other. If so, a peer rejects a server that does
+            not recognize the address at which the peer has reached it.
         reached_at: Each ``host:port`` at which peers reach the server through address translation.
         is_encrypted: Whether the server uses TLS.
 
@@ -218,21 +218,21 @@ def advertised_url(
     is_local = bool(found) and all(each.is_loopback for each in found)
     if is_listening_locally and not is_local and not reached_at:
         raise ConfigurationError(
-            f"expected a loopback address to advertise, because the server listens on {bound} alone, got "
-            f"{peer.host!r}; if a proxy forwards connections, name its address in TransportSettings.reached_at"
+            f"expected a loopback address to advertise, because the server listens only on {bound}, got "
+            f"{peer.host!r}; if a proxy forwards connections, add its address to TransportSettings.reached_at"
         )
     by_address = interfaces()
     own = [each for each in found if each.is_loopback or can_bind(str(each))]
     if found and not own and str(peer) not in reached_at:
         if is_guarded and is_address(peer.host):
             raise ConfigurationError(
-                f"expected to advertise an address of this host, got {peer.host}, which is none of "
-                f"{sorted({str(each) for each in by_address})}; if the network translates this address, name {peer} in "
-                f"TransportSettings.reached_at as well, else {remedy}"
+                f"expected to advertise an address of this host, one of {sorted({str(each) for each in by_address})}, "
+                f"got {peer.host}; if the network translates {peer.host} into an address of this host, add {peer} to "
+                f"TransportSettings.reached_at, else {remedy}"
             )
         logger.warning(
-            "this server advertises %s, which resolves to %s here, no address of this host; if the network translates "
-            "this address, name it in TransportSettings.reached_at, else %s",
+            "this server advertises %s, which resolves to %s here, but this host has no such address; if the network "
+            "translates the address into one of this host, add it to TransportSettings.reached_at, else %s",
             peer,
             [str(each) for each in found],
             remedy,

@@ -124,7 +124,7 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
         remaining_s = give_up_s - time.monotonic()
         if remaining_s <= 0:
             raise PeerUnreachableError(
-                f"expected {peer.host!r} to resolve within {timeout_s:.3g} s, it did not", peer=str(peer)
+                f"the host name {peer.host!r} did not resolve within {timeout_s:.3g} s", peer=str(peer)
             )
         found.wait(min(_TICK_S, remaining_s))
     return found.result()
@@ -168,7 +168,7 @@ def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
             SafeThread(target=run, name="ft-transport-look-up", daemon=True).start()
         except ThreadRefusedError as error:
             raise PeerUnreachableError(
-                f"expected a thread to look up {peer.host!r}: {error}", peer=str(peer)
+                f"cannot start a thread to look up {peer.host!r}: {error}", peer=str(peer)
             ) from error
         _under_way[peer] = found
         return found

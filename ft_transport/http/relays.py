@@ -49,7 +49,8 @@ class Relay:
         content: Id of the state's content.
         step: The committed step of the state.
         chunks: Division of the data into chunks.
-        close_s: When a complete relay closes unless a receiver requests it before, in monotonic seconds.
+        close_s: Monotonic time, in seconds, at which the relay closes. Infinite until the relay is complete; each
+            later request postpones it.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Relay:
 
     @property
     def furthest(self) -> int:
-        """The largest number of chunks that one receiver is known to have received, this process included."""
+        """Number of chunks that the most advanced receiver has received, as far as this process knows."""
         return max(self._has_landed.count(1) - self._num_there, self._furthest)
 
     def report_progress(self, num_landed: int) -> None:
@@ -91,7 +92,7 @@ class Relay:
             follower.landed(chunk)
 
     def landed_except(self, missing: Collection[int]) -> None:
-        """Record that this process has all chunks but ``missing``, verified. Called before the first `landed`."""
+        """Record that this process has verified all chunks except ``missing``. Called before the first `landed`."""
         has_landed = bytearray(b"\x01" * self.chunks.num_chunks)
         for chunk in missing:
             has_landed[chunk] = 0
@@ -104,8 +105,7 @@ class Relay:
         """Return a follower that reports chunks as they land; the caller closes the follower.
 
         Args:
-            chunks: Indices of the chunks to report. Of the landed chunks, the follower first reports the one that comes
-                first in this order.
+            chunks: Indices of the chunks to report. If several have landed, the follower reports them in this order.
             on_first: Called once, by any thread, when the first chunk has landed or the relay closes.
         """
         follower = Follower(self, chunks, on_first)
@@ -122,12 +122,12 @@ class Relay:
             self._followers = tuple(each for each in self._followers if each is not follower)
 
     def touch(self) -> None:
-        """Record a request, so that a complete relay stays open for another `_IDLE_S`."""
+        """Record a request, so that a complete relay stays open for another `_IDLE_S` seconds."""
         if self.close_s != float("inf"):
             self.close_s = time.monotonic() + _IDLE_S
 
     def complete(self) -> None:
-        """Record that the fetch has all chunks; the relay closes after `_IDLE_S` without a request."""
+        """Record that the fetch has all chunks; the relay closes after `_IDLE_S` seconds without a request."""
         self.close_s = time.monotonic() + _IDLE_S
 
     def close(self) -> None:
@@ -149,11 +149,11 @@ class Relay:
 
 
 class Follower:
-    """Tells one response which of its chunks have landed. One thread calls `next`; any thread calls the rest.
+    """Tells one response which of its chunks have landed. Only one thread may call `next`.
 
     Attributes:
         relay: The relay that sends the response.
-        chunks: Indices of all requested chunks, in the order in which landed chunks are sent.
+        chunks: Indices of all requested chunks. If several have landed, they are sent in this order.
     """
 
     def __init__(self, relay: Relay, chunks: Iterable[int], on_first: Callable[[], None]) -> None:
@@ -266,8 +266,8 @@ class Relays:
 
         Args:
             content: Id of the requested content.
-            ranges: Half-open byte ranges, each of whole chunks. Of the landed chunks, the relay first sends the one
-                that comes first in this order.
+            ranges: Half-open byte ranges, each of whole chunks. If several chunks have landed, the relay sends them in
+                this order.
             wait_s: Longest wait, in seconds.
 
         Raises:

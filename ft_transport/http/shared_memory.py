@@ -1,7 +1,7 @@
-"""The receiver's end of lending: a source on the same host lends the memory of a snapshot as a file descriptor.
+"""Reads the memory of a snapshot, which a source on the same host lends to this process as a file descriptor.
 
 The receiver reads the memory with ``preadv``, which fills many tensors in one call without the interpreter. Mapping and
-copying was slower: to map a page for one use costs as much as to copy it.
+copying was slower: mapping a page for one use costs as much as copying it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MAX_BUFFERS: Final = 1024
 class LentMemory:
     """A connection to a source on this host, and the memory that the source lends.
 
-    A context manager that returns the memory. Several threads may call `read` and `is_held` at once. Any thread may
-    call `interrupt`. Only one thread calls the other methods.
+    A ``with`` block gives the memory back at its end. Several threads may call `read` and `is_held` at once. Any thread
+    may call `interrupt`. Only one thread calls the other methods.
 
     Args:
         name: Name of the source's unix socket, as the source announced it.
@@ -59,7 +59,7 @@ class LentMemory:
             # Non-blocking, because with a timeout `is_held` would wait for data.
             self._socket.setblocking(False)
             if not is_own_user(self._socket):
-                raise PeerProtocolError("expected a source of this process's user on this host, it is another user's")
+                raise PeerProtocolError("expected a source that runs as this process's user, got one of another user")
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError):
@@ -73,7 +73,7 @@ class LentMemory:
         self.close()
 
     def close(self) -> None:
-        """Return the memory to the source. Called when no thread reads the memory any more."""
+        """Give the memory back to the source. Called when no thread reads it any more."""
         self._socket.close()
         if self._memory is not None:
             self._memory.close()
@@ -87,7 +87,7 @@ class LentMemory:
             return False
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """Whether ``status`` is of the lent file; forked children close it (``runtime.children``)."""
+        """Whether ``status`` describes the lent file; forked children close the file (``runtime.children``)."""
         return self._file == (status.st_dev, status.st_ino)
 
     def borrow(self, ticket: MemoryTicket) -> None:
@@ -112,7 +112,7 @@ class LentMemory:
             raise PeerUnreachableError(f"the connection to the source on this host broke: {error}") from error
 
     def read(self, buffers: Sequence[memoryview], start: int) -> None:
-        """Copy the snapshot's data from byte ``start`` on into buffers.
+        """Copy the snapshot's data into buffers, beginning at byte ``start``.
 
         Args:
             buffers: Writable buffers, filled in order; none is empty.
@@ -126,7 +126,7 @@ class LentMemory:
         while left:
             num_bytes = os.preadv(descriptor, left[:_MAX_BUFFERS], position)
             if not num_bytes:
-                raise OSError(f"expected {sum(map(len, left))} more bytes of memory at {position}, it ends there")
+                raise OSError(f"expected {sum(map(len, left))} more bytes at {position}, but the memory ends there")
             position += num_bytes
             num_full = 0
             while num_full < len(left) and num_bytes >= len(left[num_full]):
@@ -137,7 +137,7 @@ class LentMemory:
                 left[0] = left[0][num_bytes:]
 
     def is_held(self) -> bool:
-        """Whether the source, as far as this process can tell, has not reclaimed the memory."""
+        """Whether the source still lends the memory, as far as this process can tell without waiting."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:

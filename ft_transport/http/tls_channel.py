@@ -1,7 +1,7 @@
 """TLS without a socket: decrypts received records, and encrypts data into records to send.
 
-The owner of the socket sends and receives the records. So it can wait with its own methods and deadlines, and a body
-can be encrypted on another thread than the head of the response.
+The owner of the socket sends and receives the records. So the owner can wait with its own methods and deadlines,
+and one thread can encrypt the head of a response, and another its body.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ class TLSChannel:
         return got
 
     def write(self, data: Bytes) -> None:
-        """Encrypt all of ``data`` for `take`."""
+        """Encrypt all of ``data``; `take` returns the result."""
         self.object.write(data)
 
     def end(self) -> None:
-        """Encrypt the announcement that this end sends no more data (RFC 8446, section 6.1), for `take`."""
+        """Encrypt the announcement that this end sends no more data (RFC 8446, section 6.1); `take` returns it."""
         with contextlib.suppress(ssl.SSLError, ValueError):  # Raised because the other end has not ended yet.
             self.object.unwrap()
 
@@ -147,7 +147,7 @@ class TLSChannel:
             return TLSRefusedError(f"expected a certificate from the {other}, it has sent none")
         if reason in _NOTHING_IN_COMMON:
             # All members of a job support these versions, so a member's first bytes were probably changed on the way.
-            return TLSBrokenError(f"expected TLS 1.2 or later with a cipher of both sides: {_words(reason)}")
+            return TLSBrokenError(f"expected TLS 1.2 or later with a cipher that both sides support: {_words(reason)}")
         if "_ALERT_" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
             words = _words(reason.partition("_ALERT_")[2])
             return TLSRefusedError(

@@ -257,7 +257,7 @@ def test_an_old_state_does_not_pass_for_the_latest(sender: HTTPTransport[Any]) -
     )  # As a trainer that has moved on and is at no step boundary.
     with pytest.raises(DeadlineExceededError, match=r"the newest one is older \(step 3\)"):
         sender.fetch(sender.metadata(), timeout=timedelta(seconds=1))
-    with pytest.raises(ConfigurationError, match="got one with an owner"):
+    with pytest.raises(ConfigurationError, match="another owner"):
         sender.serve_fresh(lambda _step: 0)
     sender.serve_fresh(None)
     sender.serve_fresh(lambda _step: 0)

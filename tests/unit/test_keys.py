@@ -57,7 +57,7 @@ def test_the_environment_names_a_token_or_a_file(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(variable, raising=False)
     assert Keys.from_environment() is None
     monkeypatch.setenv(TOKEN_VARIABLE, "")  # a secret that was not found
-    with pytest.raises(ConfigurationError, match="set and empty"):
+    with pytest.raises(ConfigurationError, match="got an empty value"):
         Keys.from_environment()
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     from_variable = Keys.from_environment()

@@ -19,7 +19,7 @@ _FIELD = "…"
 
 _PUT_TOGETHER = {
     "expected quorum_timeout of at least timeout, got",
-    "expected a job token in FT_TRANSPORT_TOKEN, it is set and empty",
+    "expected a job token in FT_TRANSPORT_TOKEN, got an empty value",
     "s LocalSGD changes the model outside the lock when it synchronizes",
     "this side does not accept the server",
     "s certificate (FT_TRANSPORT_TLS_CERT)",

@@ -101,7 +101,7 @@ def fetch_data(
 ) -> None:
     """Fetch the data of a snapshot into ``destination``; return when every chunk was received.
 
-    Verifies each chunk if ``settings.verify`` is set, or if there are other receivers, and the manifest has digests.
+    Verifies each chunk if the manifest has digests, and if ``settings.verify`` is set or there are other receivers.
 
     Args:
         sources: Files of the sources, which all contain the same data.

@@ -59,8 +59,8 @@ class Connection:
 
     Attributes:
         peer: Address of the server.
-        same_host: Name of the socket where the peer lends its memory to processes on its host, from the peer's last
-            response that named one; ``None`` before.
+        same_host: Name of the unix socket at which the peer lends its memory to processes on its host; ``None`` until a
+            response of the peer contains the name.
         is_interrupted: Whether `interrupt` was called: further requests fail.
         num_opened: Number of times that the connection was opened.
         local_address: Local address at which the connection was last opened; empty before.
@@ -108,7 +108,7 @@ class Connection:
         )
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """Return whether the socket is that of this connection; see ``runtime.children``."""
+        """Return whether the socket belongs to this connection; see ``runtime.children``."""
         sock = self._socket
         if sock is not None and candidate.fileno() == sock.raw.fileno():
             return True
@@ -168,7 +168,7 @@ class Connection:
 
         Raises:
             PeerUnreachableError: The connection failed, or the peer was silent for too long.
-            PeerError: The peer refused the request or did not authenticate itself; the subclass is the reason.
+            PeerError: The peer refused the request or did not authenticate itself; the subclass says which.
             MessageDamagedError: The request, or the head of the response, was damaged on the way.
             DeadlineExceededError: The deadline passed.
         """
@@ -366,7 +366,7 @@ class Connection:
         return self._body.num_bytes if self._body is not None else 0
 
     def _fail(self, error: BaseException, doing: str) -> NoReturn:
-        """Close the connection; raise ``error``, or a `TransportError` in place of one of the socket or of HTTP."""
+        """Close the connection, and raise ``error``; convert errors of the socket and of HTTP to a `TransportError`."""
         self.close()
         match error:
             case TransportError():
@@ -385,7 +385,7 @@ class Connection:
                 raise error
 
     def _timed_out(self, doing: str) -> TransportError:
-        """Return the error for a wait that timed out: only if the deadline has not passed, a retry may help."""
+        """Return the error for a wait that timed out; it is retryable only if the deadline has not passed."""
         doing = f"{doing} after {self._num_received} bytes"
         if self._timeouts.is_over():
             return DeadlineExceededError(f"timed out {doing}: {self._timeouts.reason()}", peer=str(self.peer))

@@ -28,8 +28,8 @@ class DeadlineSocket:
         raw: The kernel's socket.
         tls: Encrypts sent bytes and decrypts received bytes; ``None`` without TLS.
         read_until_s: Deadline of reads and writes, on the monotonic clock.
-        in_head: Whether the head of a response is still expected, so that its end would be an error.
-        head_complete: Whether the head was read, so that `makefile` returns no more bytes.
+        in_head: Whether the head of a response is still incomplete, so that the end of the stream would be an error.
+        head_complete: Whether the head was read, so that the file of `makefile` returns no more bytes.
     """
 
     def __init__(self, raw: socket.socket) -> None:
@@ -48,7 +48,7 @@ class DeadlineSocket:
         self.raw.settimeout(remaining_s)
 
     def block(self, at_most_s: float) -> None:
-        """Make each read wait in the kernel until it is complete, for about ``at_most_s`` seconds.
+        """Make each read wait in the kernel until all its bytes have arrived, at most for about ``at_most_s`` seconds.
 
         With a Python timeout, each read would poll and wake up once for each part that arrives.
         """
@@ -86,7 +86,7 @@ class DeadlineSocket:
         return io.BufferedReader(_HeadFile(self))
 
     def sendall(self, data: bytes) -> None:
-        """Send all of a request, until ``read_until_s`` at most."""
+        """Send a whole request; raise ``TimeoutError`` if that is not finished at ``read_until_s``."""
         self.arm()
         if self.tls is not None:
             self.tls.sendall(data)
@@ -98,7 +98,7 @@ class DeadlineSocket:
 
 
 class _HeadFile(io.RawIOBase):
-    """The file from which ``http.client`` reads the head of a response. A close leaves the socket open."""
+    """The file from which ``http.client`` reads the head of a response. Closing the file leaves the socket open."""
 
     def __init__(self, sock: DeadlineSocket) -> None:
         super().__init__()

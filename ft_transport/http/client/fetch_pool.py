@@ -47,11 +47,11 @@ class _Flow:
 
 
 class ConnectionPool:
-    """The connections of one fetch by peer, and the traffic over them. Not thread-safe: callers hold one lock.
+    """The connections of one fetch, grouped by peer, and their traffic. Not thread-safe: the caller's lock protects it.
 
     Args:
         peers: All peers. The methods take the index of a peer in this sequence.
-        connect: Returns a connection to the peer with an index; the connection opens at its first request.
+        connect: Takes the index of a peer and returns a new connection, which opens at its first request.
         num_sources: Number of sources, which come first in ``peers``; the other peers are relays.
     """
 
@@ -147,8 +147,8 @@ class FetchPool(Generic[Unit]):
     """The threads of one fetch, which perform the requests of its state machine.
 
     Args:
-        sources: The serving peers, in the order of the machine's indices.
-        machine: State machine that decides on requests; called only under the pool's lock.
+        sources: The peers that serve the data. The machine refers to each by its index here.
+        machine: State machine that decides which requests to send; called only under the pool's lock.
         wire: Performs the requests.
         settings: Settings of the fetch.
         num_workers: Number of threads.

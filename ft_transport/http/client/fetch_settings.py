@@ -28,7 +28,7 @@ class Progress:
         timeout_s: Longest time without progress, in seconds.
 
     Attributes:
-        timeout_s: The argument.
+        timeout_s: Longest time without progress, in seconds.
         last_s: Time of the last progress, on the monotonic clock.
     """
 
@@ -37,7 +37,7 @@ class Progress:
         self.last_s = time.monotonic()
 
     def note(self) -> None:
-        """Note that data arrived, or that this process was busy with work of its own."""
+        """Restart the time without progress: data arrived, or this process was busy with its own work."""
         self.last_s = time.monotonic()
 
 
@@ -52,7 +52,7 @@ class FetchHandle:
     """Lets another thread observe the progress of a fetch and cancel the fetch. Thread-safe.
 
     Attributes:
-        num_bytes: Approximate number of bytes of bodies that the fetch has received.
+        num_bytes: Approximate number of bytes that the fetch has received in the bodies of responses.
         reason: Why the fetch was cancelled; empty if it was not cancelled.
     """
 
@@ -71,7 +71,7 @@ class FetchHandle:
             each.interrupt()
 
     def add(self, waiting: Interruptible) -> None:
-        """Make `cancel` interrupt ``waiting``, or interrupt it now if the fetch was cancelled."""
+        """Register an object that `cancel` interrupts; interrupt it now if the fetch is cancelled already."""
         with self._mutex:
             self._waiting.add(waiting)
             is_cancelled = bool(self.reason)
@@ -89,7 +89,7 @@ class Timeouts:
         stall_timeout_s: Longest time without a byte from a peer, in seconds. ``min_bytes_per_s`` applies to a body only
             after this time.
         min_bytes_per_s: Minimum average throughput of a body; a request with a slower body fails.
-        progress: Ends the fetch after too long a time without data from any peer; ``None`` for no such limit.
+        progress: Limits the time without data from any peer; ``None`` for no such limit.
         handle: Lets another thread cancel the fetch; ``None`` if no thread can.
     """
 
@@ -101,7 +101,7 @@ class Timeouts:
     handle: FetchHandle | None = None
 
     def end_s(self) -> float:
-        """Return the earlier of the deadline and the end of the time without progress, on the monotonic clock."""
+        """Return the time at which the deadline or the limit of ``progress`` ends the fetch, on the monotonic clock."""
         if self.handle is not None and self.handle.reason:
             return 0.0
         if self.progress is None:
@@ -128,7 +128,7 @@ class Timeouts:
         return "the deadline passed"
 
     def check_deadline(self) -> None:
-        """Check the deadline during long work of this process, which counts as progress.
+        """Check the deadline during long work of this process, and count that work as progress.
 
         Raises:
             DeadlineExceededError: The deadline passed.
@@ -155,7 +155,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchTimeout:
-    """Timeouts of a fetch, for calls that need more than one total timeout.
+    """Timeouts of a fetch, for callers that need more than a total timeout.
 
     Attributes:
         total: Longest duration of the whole fetch.
@@ -268,7 +268,7 @@ def rate_limited(settings: FetchSettings, max_bytes_per_s: float | None) -> Fetc
 
 
 class _RateLimiter:
-    """Sleeps after each chunk, to limit the throughput. Time lost with a late chunk is not made up for."""
+    """Sleeps after each chunk, to limit the throughput. The rate does not rise after a late chunk to make up for it."""
 
     def __init__(
         self,

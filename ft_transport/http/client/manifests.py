@@ -55,8 +55,8 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
     """Return the manifest of a peer's snapshot of ``step``; wait until the deadline for the snapshot.
 
     Args:
-        connection: Connection to the peer. While it is open, the peer does not replace the snapshot for the time of a
-            lease after each request.
+        connection: Connection to the peer. After each request, the peer keeps the snapshot for the time of a lease if
+            the connection stays open.
         step: A step or ``latest``.
         settings: Settings of the fetch.
 

@@ -54,7 +54,7 @@ class PeerStatus:
         snapshot: Id of the newest snapshot; ``None`` without a snapshot.
         snapshot_bytes: Size of the newest snapshot.
         clients: Number of receivers that are fetching now.
-        unix_s: Time of the peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if unknown.
+        unix_s: Unix time by the peer's clock, from the ``Date`` header, in whole seconds; 0 if unknown.
         interfaces: Addresses of the server, without the loopback; empty if the server listens on only one address.
     """
 
@@ -118,7 +118,7 @@ class ProbedRate:
 
 
 def connecting(keys: Keys | None, certificates: Certificates | None) -> Connect:
-    """Return a function that makes connections with these keys and certificates, for commands that ask a peer."""
+    """Return a function that makes connections with these keys and certificates, for commands that query a peer."""
 
     def connect(peer: PeerAddress, within_s: float) -> Connection:
         timeouts = Timeouts(
@@ -159,15 +159,15 @@ def ask_state(address: str, connect: Connect, within_s: float) -> ProcessState:
 
 
 def probe_rates(peer: PeerAddress, status: PeerStatus, connect: Connect, *, seconds_each: float) -> list[ProbedRate]:
-    """Measure the throughput of each address of a peer: first the given address, then those of its interfaces.
+    """Measure the throughput of each address of a peer: first ``peer``, then the addresses of the peer's interfaces.
 
     Each measurement fetches a part of the peer's newest snapshot over one connection.
 
     Args:
-        peer: The given address.
+        peer: An address of the peer, which is measured first.
         status: The peer's status.
         connect: Makes connections.
-        seconds_each: Longest time of each measurement, in seconds; the connection may take as long again.
+        seconds_each: Longest time of each measurement, in seconds; connecting may take as long again.
     """
     rates = [_probe(peer, "", status, connect, seconds_each)]
     for each in _other_addresses(peer, status.interfaces):
@@ -178,7 +178,7 @@ def probe_rates(peer: PeerAddress, status: PeerStatus, connect: Connect, *, seco
 
 
 def _other_addresses(peer: PeerAddress, advertised: Sequence[PeerInterface]) -> list[PeerInterface]:
-    """Return the valid addresses, without loopback and link-local addresses and the address of ``peer`` itself."""
+    """Return the valid advertised addresses, except loopback and link-local ones and that of ``peer``."""
     others = []
     for each in advertised[:_MAX_ADDRESSES]:
         try:

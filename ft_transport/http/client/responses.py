@@ -60,7 +60,7 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
         response: The response; this function reads its body.
         source: The peer that sent the response.
         in_session: Whether the peer and the response are authenticated.
-        has_token: Whether this process has a job token and the response refuses its challenge.
+        has_token: Whether the response refuses a challenge, so that this process must have a job token.
     """
     peer = str(source)
     reason = escape_peer_text(
@@ -68,7 +68,7 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
     )
     match response.status:
         case 401 if in_session:
-            return MessageDamagedError(f"the peer received another request than was sent: {reason}", peer=peer)
+            return MessageDamagedError(f"the request was changed on its way to the peer: {reason}", peer=peer)
         case 401 if has_token:
             return PeerAuthenticationError(f"the peer refused the challenge: {reason}", peer=peer)
         case 401:
@@ -132,8 +132,8 @@ def check_understood(
             return
     answer = f"; its response is: {refusal.message}" if refusal is not None else ""
     raise MessageDamagedError(
-        f"expected a response to {request.method} {request.target[:200]} as it was sent; the peer has read "
-        f"something else, or its response was damaged{answer}",
+        f"the peer did not read {request.method} {request.target[:200]} as it was sent, or its response was "
+        f"damaged{answer}",
         refusal=refusal,
         peer=str(peer),
     )
@@ -291,7 +291,7 @@ class ClientSession:
         self._number = 0
 
     def signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes | None) -> dict[str, str]:
-        """Return the headers of the next request, with the headers that authenticate the request added."""
+        """Return the headers of the next request together with those that authenticate the request."""
         signed = dict(headers)
         if body is not None:
             signed[CONTENT_DIGEST_HEADER] = content_digest(body)
@@ -315,7 +315,7 @@ def make_challenge(keys: Keys, address: str) -> Challenge:
 
 
 def begin_session(keys: Keys, challenge: Challenge, answer: bytes) -> ClientSession | None:
-    """Return the session that the server's answer to ``challenge`` begins; ``None`` if the answer proves nothing."""
+    """Return the session that the server's answer to ``challenge`` begins; ``None`` if the answer is no proof."""
     try:
         decoded = _answer_decoder.decode(answer)
     except DECODE_ERRORS:

@@ -246,7 +246,7 @@ class _Copying:
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of the views in pieces of about `_PIECE_BYTES`, as parts of views or as several views."""
+    """Yield the bytes of the views in pieces of `_PIECE_BYTES`; each piece is a list of views or parts of views."""
     piece: list[memoryview] = []
     piece_bytes = 0
     for view in views:

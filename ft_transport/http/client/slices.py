@@ -127,8 +127,8 @@ class _SliceWire:
 
     Args:
         manifests: The manifest of each source.
-        source_slice: Returns where a read's bytes are in the data of a source, which is given by its index.
-        destination_slice: Returns where a read's bytes belong in the receiver's data.
+        source_slice: Takes a read and the index of a source; returns the slice of the source's data to read.
+        destination_slice: Takes a read; returns the slice of the receiver's data to fill.
         destination: Memory of the receiver's state.
         settings: Settings of the fetch.
     """

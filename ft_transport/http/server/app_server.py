@@ -117,16 +117,17 @@ class AppServer:
     Attributes:
         listening: The listening socket. The server's thread closes the socket at the end.
         name: Name of the server's thread.
-        keep_alive_s: Longest time without a request after which a connection is closed, in seconds.
+        keep_alive_s: Time without a request after which the server closes a connection, in seconds.
         slots: Assigns slots to the connections.
         peer_log: Logs failures of connections and requests.
-        claims: Returns whether a connection, by its address and its first bytes, may be a member's.
+        claims: Takes the address and the first bytes of a connection; returns whether its client may be a member of the
+            job.
         make_app: Creates the application. Called on the event loop.
         end: Called on the event loop after the listener has stopped.
         certificates: TLS certificates of the server; ``None`` for plain HTTP.
         uploads: Logs a fetch when its last connection ends.
-        loop: The event loop. A selector loop in any case: the process's policy may create loops without sendfile, such
-            as uvloop's.
+        loop: The event loop. It does not follow the process's event loop policy, which may create loops without
+            sendfile, such as uvloop's.
     """
 
     listening: socket.socket

@@ -69,9 +69,9 @@ class FileRange:
             self.position = end
 
     def _send_shared(self, connected: BodySocket, file: SharedFile) -> None:
-        """Send shared memory piece by piece, each pinned for one call that lets the kernel copy it.
+        """Send shared memory in pieces; pin each piece only during the system call that copies it into the kernel.
 
-        So the owner of the memory waits for at most one call, and never for a receiver.
+        So the owner of the memory waits for at most one system call, and never for a receiver.
         """
         connected.raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         while self.position < self.end:
@@ -166,7 +166,7 @@ class Buffer:
 
 
 class RelayedChunks:
-    """A body of chunks that this process is receiving itself: it sends each chunk when it lands, in any order.
+    """A body of chunks that this process is still receiving; each chunk is sent as soon as it has landed.
 
     Args:
         follower: Reports landed chunks; the caller closes the follower.
@@ -246,7 +246,7 @@ class RelayedChunks:
 
 
 def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
-    """Yield views of bytes ``[start, end)`` of the file: its header is read into memory, its data is mapped already."""
+    """Yield views of bytes ``[start, end)`` of the file: reads the header into memory; the data is mapped already."""
     num_header_bytes = file.data_start - file.start
     if start < num_header_bytes:
         yield memoryview(os.pread(file.descriptor, min(end, num_header_bytes) - start, file.start + start))
@@ -255,19 +255,19 @@ def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
 
 
 def _send_file(connected: BodySocket, file: MemoryFile, position: int, end: int) -> Iterator[int]:
-    """Send bytes ``[position, end)`` of the file; yield after each system call the number of bytes that it sent."""
+    """Send bytes ``[position, end)`` of the file; after each system call, yield the number of bytes that it sent."""
     # Smaller pieces where the system does not report acknowledged bytes: a stall is then detected by sent bytes.
     piece_bytes = _PIECE_BYTES if acked_bytes(connected.raw) else CHUNK_BYTES
     while position < end:
         sent = connected.send_file(file.descriptor, position, min(end - position, piece_bytes))
         if not sent:
-            raise ConnectionAbortedError(f"the memory file ends at {position}, expected {end}")
+            raise ConnectionAbortedError(f"expected a memory file of {end} bytes or more, got one of {position} bytes")
         position += sent
         yield sent
 
 
 def _send_data(connected: BodySocket, memory: MemoryFile, piece: Slice) -> Iterator[int]:
-    """Send a contiguous part of the data; yield after each system call the number of bytes that it sent."""
+    """Send a contiguous part of the data in pieces; after each piece, yield its number of bytes."""
     if not connected.is_encrypted:
         yield from _send_file(connected, memory, memory.data_start + piece.start, memory.data_start + piece.end)
         return

@@ -1,7 +1,7 @@
 """Sends the bodies of responses, directly from memory to the socket, within the server's rate limit.
 
 Each body has its own thread, so that the kernel sends large pieces and waits for the receiver. An event loop would wake
-up for about each megabyte that the receiver reads, and would each time take the interpreter from the training thread.
+up about once for each megabyte that the receiver reads, and each time take the interpreter from the training thread.
 
 Sending a state slows down the training: the kernel copies each byte on the trainer's cores, and sends it over the
 network that the gradients need. So one rate limit covers all bodies together. Bodies are sent in pieces of 25
@@ -71,7 +71,7 @@ class RateLimiter:
         self.piece_bytes: int = max(_LEAST_PIECE_BYTES, min(CHUNK_BYTES, int(bytes_per_s * _PIECE_S)))
 
     def grant(self, num_bytes: int) -> float:
-        """Take ``num_bytes`` from the budget; return the seconds until they may be sent, in the order of the calls."""
+        """Take ``num_bytes`` from the budget; return how many seconds the caller has to wait before sending."""
         now_s = self._clock()
         with self._mutex:
             start_s = max(self._free_s, now_s - _CREDIT_S)
@@ -79,7 +79,7 @@ class RateLimiter:
         return start_s - now_s
 
     def take_back(self, num_bytes: int) -> None:
-        """Return unused bytes to the budget."""
+        """Give unused bytes back to the budget."""
         with self._mutex:
             self._free_s -= num_bytes / self._bytes_per_s
 
@@ -165,13 +165,13 @@ class BodySocket:
                 left_s = until_s - time.monotonic()
 
     def unsent(self, num_bytes: int) -> None:
-        """Return bytes to the budget that `admit` allowed but that were not sent."""
+        """Give back to the budget ``num_bytes`` that `admit` has allowed but that were not sent."""
         if self._limiter is not None and num_bytes:
             self._limiter.take_back(num_bytes)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Add the duration of the block to `waited_s`: the receiver has nothing to read meanwhile."""
+        """Add the duration of the ``with`` block to `waited_s`: the receiver has nothing to read during that time."""
         self._waits = self._waits[0], time.monotonic()
         try:
             yield
@@ -179,12 +179,12 @@ class BodySocket:
             self._waits = self.waited_s(), None
 
     def waited_s(self) -> float:
-        """Return for how many seconds the sender, and not the receiver, has caused a wait. Called by any thread."""
+        """Return for how many seconds the receiver has had to wait for the sender. Called by any thread."""
         waited_s, began_s = self._waits
         return waited_s + (time.monotonic() - began_s if began_s is not None else 0.0)
 
     def has_ended(self, within_s: float) -> bool:
-        """Wait at most ``within_s`` until one side closes the connection; return whether it was closed."""
+        """Wait at most ``within_s`` seconds for one side to close the connection; return whether it is closed."""
         self._poll.register(self.raw, _CLOSED_BY_PEER)
         return bool(self._poll.poll(within_s * 1e3))
 
@@ -218,7 +218,7 @@ async def send(
 ) -> web.StreamResponse:
     """Send a response with this body; or without it, if the method of the request is HEAD.
 
-    If the receiver disconnects or stalls, the server closes the connection, and raises no error.
+    If the receiver disconnects or stalls, closes the connection, and raises no error.
     """
     response.content_length = body.end - body.position
     try:
@@ -314,7 +314,7 @@ class _Sending:
 
 
 async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:
-    """Wait until the event loop has sent the head of the response, as it usually has already."""
+    """Wait until the event loop has sent the head of the response, which it usually has done already."""
     deadline_s = time.monotonic() + stall_timeout_s
     while num_bytes := transport.get_write_buffer_size():
         if time.monotonic() > deadline_s:
@@ -366,7 +366,7 @@ def drop_connection(transport: asyncio.Transport) -> None:
 
 
 def _cut_off(connected: socket.socket) -> None:
-    """Let the call of the sending thread fail, and discard unsent bytes when the connection is closed."""
+    """Make the sending thread's current call fail, and let a later close of the connection discard unsent bytes."""
     with contextlib.suppress(OSError):  # The receiver has disconnected already.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_UNSENT)
         connected.shutdown(socket.SHUT_RDWR)

@@ -1,15 +1,16 @@
 """Connection slots of a server, and rate limits for clients that have not authenticated themselves.
 
 Slots: A connection is a newcomer until it has authenticated itself as a member of the job; in a server without a
-secret, until its first request. Newcomers may use a part of the slots, and the newcomers of one address a part of that.
-A newcomer keeps its slot for seconds at most. If there are too many newcomers, the next newcomer evicts another: the
-oldest one that has not sent a request, if there is one. So a client that opens connections without end evicts mostly
-its own, and a genuine peer, which authenticates itself at once, is a newcomer only for an instant. If all slots are in
-use, but few of them by newcomers, the server closes the connection that has been idle for longest.
+secret, until its first request. Newcomers may use only a part of the slots, and the newcomers of one address only a
+part of these. A newcomer keeps its slot for seconds at most. If there are too many newcomers, the next newcomer evicts
+another: the oldest one that has not sent a request, if there is one. So a client that opens connections without end
+evicts mostly its own, and a genuine peer, which authenticates itself at once, is a newcomer only for an instant. If all
+slots are in use, but few of them by newcomers, the server closes the connection that has been idle for longest.
 
 Rate limits: Each connection and each request costs the training a fraction of a millisecond of Python. The server
-charges a connection to a budget before it reads the first request. Without budget, the request waits unread. After the
-client has authenticated itself, the server refunds the charge, so that any number of genuine peers may connect at once.
+charges a connection to a budget before it reads the first request. If the budget is used up, the request waits
+unread. After the client has authenticated itself, the server refunds the charge, so that any number of genuine peers
+may connect at once.
 A server without authentication cannot recognize genuine peers. There, the first requests of a connection are free, and
 so are responses with much data; other requests are charged. Each address has a budget, and all addresses share a larger
 one. Clients that send what only members know, such as the id of the job's key, have separate budgets, so that a flood
@@ -57,8 +58,9 @@ class Slot:
         is_authenticated: Whether the connection has authenticated itself as a member of the job.
         is_ending: Whether the connection is being closed.
         has_left: Whether the connection has ended.
-        num_requests: Number of charged or free requests on the connection.
-        charged: The budget that was charged for the connection; ``None`` before that, and after a refund.
+        num_requests: Number of challenges and unauthenticated requests on the connection, except free ones with large
+            responses.
+        charged: The budget that was charged for the connection; ``None`` before the charge and after a refund.
     """
 
     address: str
@@ -72,7 +74,7 @@ class Slot:
     charged: _Buckets | None = None
 
     def refund(self) -> bool:
-        """Refund what was charged for the connection; return whether anything was charged."""
+        """Refund the charge for the connection; return whether the connection was charged."""
         charged, self.charged = self.charged, None
         if charged is not None:
             charged.give_back(self.address)
@@ -202,7 +204,7 @@ class ConnectionSlots:
         return slot
 
     def note_request(self, slot: Slot) -> None:
-        """Record that a newcomer has sent a request: until the response, newcomers without a request go first."""
+        """Record that a newcomer has sent a request: until the response, others without a request are evicted first."""
         if not slot.is_ending:
             self._waiting.discard(slot)
             self._asking.add(slot)
@@ -231,7 +233,7 @@ class ConnectionSlots:
 
     @contextlib.contextmanager
     def waiting(self, slot: Slot) -> Iterator[None]:
-        """Allow the eviction of a connection, although a request is in progress, because the request has to wait."""
+        """Allow the eviction of a connection during the ``with`` block, in which its request only waits."""
         if slot.is_authenticated and not slot.is_ending:
             self._idle.add(slot)
         try:
@@ -310,7 +312,7 @@ class RateLimits:
         self._known_s: dict[str, float] = {}
 
     def admit(self, slot: Slot) -> bool:
-        """Charge for a new connection; return ``False`` if the budget does not suffice and it has to wait."""
+        """Charge for a new connection; return ``False`` if the budget is used up and the connection has to wait."""
         buckets = self._claims if slot.claims else self._connections
         if not buckets.take(slot.address):
             return False
@@ -337,7 +339,7 @@ class RateLimits:
         return self._requests.borrow(slot.address) if slot.num_requests > _FREE_REQUESTS else 0.0
 
     def refund_transfer(self, slot: Slot, num_bytes: int) -> None:
-        """Refund the charge for a request if its response had at least `_MOVING_BYTES`."""
+        """Refund the charge for a request if its response had at least `_MOVING_BYTES` bytes."""
         if num_bytes < _MOVING_BYTES:
             return
         slot.refund()
@@ -373,7 +375,7 @@ class _Buckets:
         return wait_s if wait_s > _ROUNDING_S else 0.0
 
     def take(self, address: str) -> bool:
-        """Take a token of this address if one is available; return whether one was."""
+        """Take a token of this address if one is available; return whether it was taken."""
         is_available = not self.borrow(address)
         if not is_available:
             self.give_back(address)

@@ -1,7 +1,7 @@
 """Leases, which keep a snapshot in the cache for a receiver, and the limit on the number of receivers.
 
-A lease keeps a snapshot between the requests of one fetch (``snapshot_cache``). It begins with the receiver's request.
-If the receiver waits for a future step, it begins when the snapshot of that step arrives.
+A lease keeps a snapshot between the requests of one fetch (``snapshot_cache``). The lease begins with the
+receiver's request; if the receiver waits for a future step, it begins when the snapshot of that step arrives.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Lease:
     Attributes:
         reader: The reader.
         num_readings: Number of the reader's requests in progress.
-        until_s: Time until which the lease lasts without a request in progress.
+        until_s: Time at which the lease ends if no request is in progress.
     """
 
     reader: Reader
@@ -126,7 +126,7 @@ class ClientLimit:
         """Reserve a slot for the receiver while a response is sent, and for a moment after its last response.
 
         Raises:
-            PeerNotReadyError: Other receivers have all slots.
+            PeerNotReadyError: Other receivers occupy all slots.
         """
         if self._max_clients is None:
             yield
@@ -148,7 +148,7 @@ class ClientLimit:
                         del self._places[each]
             if len(self._places) >= max_clients:
                 raise PeerNotReadyError(
-                    f"expected fewer than {max_clients} receivers (max_clients), the server sends to {max_clients} now",
+                    f"the server already sends to {max_clients} receivers, the limit (max_clients); try again later",
                     retry_after_s=_RETRY_AFTER_S,
                 )
             self._places[client] = _Place()

@@ -75,7 +75,8 @@ class Listener:
         make_protocol: Creates the protocol of a connection. In ``connection_made``, the protocol sets ``end`` of its
             slot; in ``connection_lost``, it returns the slot.
         peer_log: Logs that the process has no file descriptor or memory for a connection.
-        claims: Returns whether a connection, by its address and its first bytes, may be a member's.
+        claims: Takes the address and the first bytes of a connection; returns whether its client may be a member of the
+            job.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Listener:
         self._pause(_BATCH_PAUSE_S)
 
     def _enter(self, accepted: socket.socket, address: str) -> bool:
-        """Assign a slot to a connection; return whether its request has arrived already and was passed on."""
+        """Assign a slot to a connection; return whether it got its protocol, because its request has arrived."""
         accepted.setblocking(False)
         if _has_closed(accepted):
             accepted.close()
@@ -303,7 +304,7 @@ def _has_closed(accepted: socket.socket) -> bool:
 
 
 def _may_become_a_head(sent: bytes) -> bool:
-    """Whether ``sent`` may be the beginning of a request head of which more has yet to arrive."""
+    """Whether ``sent`` may be the beginning of an incomplete request head."""
     if len(sent) >= _MAX_PEEK_BYTES or b"\r\n\r\n" in sent:
         return False
     return bool(_HEAD_BEGINS.match(sent))

@@ -137,7 +137,7 @@ class _Upload:
 
 
 class UploadLog:
-    """Logs one line for each fetch of a peer, with the sum of its requests.
+    """Logs one line for each fetch of a peer, with the totals of its requests.
 
     The event loop adds requests; any thread may call `status`.
 
@@ -159,13 +159,13 @@ class UploadLog:
     def sending(
         self, slot: Slot, key: FetchKey, body: Progress, *, route: str, role: str, is_head: bool = False
     ) -> Iterator[None]:
-        """Add a response to the sum of its fetch, while the response is sent and after its end.
+        """Count a response, which is sent during the ``with`` block, in the totals of its fetch.
 
         Args:
             slot: The slot of the connection.
             key: The fetch to which the response belongs.
             body: The body of the response.
-            route: The requested part of the snapshot.
+            route: Name of the requested route.
             role: The role of this process, as in `TransferStatus`.
             is_head: Whether the method of the request is HEAD, so that the response has no body.
         """
@@ -182,7 +182,7 @@ class UploadLog:
                 self._ended(key, upload, route, body.position - start, outcome)
 
     def lent(self, slot: Slot, key: FetchKey, *, route: str, num_bytes: int) -> None:
-        """Add memory that was lent to a receiver on this host to the sum of its fetch."""
+        """Count ``num_bytes`` of memory, lent to a receiver on this host, in the totals of its fetch."""
         with self._mutex:
             self._ended(key, self._upload(slot, key, self._clock(), "same_host"), route, num_bytes, "lent")
 
@@ -196,7 +196,7 @@ class UploadLog:
         _end_if_closed(key, upload)
 
     def connection_closed(self, slot: Slot) -> None:
-        """Log the fetches whose last connection was this one."""
+        """Log the fetches whose last open connection was the one in ``slot``."""
         with self._mutex:
             for key, upload in self._uploads.items():
                 if slot in upload.slots:

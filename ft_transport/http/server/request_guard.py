@@ -96,12 +96,16 @@ class RequestGuard:
         return [self._serve_in_slot, self._guard]
 
     def add_to(self, app: web.Application) -> None:
-        """Add the route for challenges, and the proof of the job token to each response."""
+        """Add the route for challenges, and let each response carry a proof of the job token."""
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
         app.on_response_prepare.append(self._prove)
 
     def claims(self, address: str, sent: bytes) -> bool:
-        """Whether a new connection may be a member's: by a key id in its first bytes, or with TLS by its address."""
+        """Whether a new connection may be from a member of the job.
+
+        Without TLS, its first bytes must contain the id of one of the job's keys. With TLS, a client at the same
+        address must have authenticated itself recently.
+        """
         if self.is_encrypted:
             return self.slots.limits.is_known(address)
         if self.keys is None:
@@ -179,7 +183,7 @@ class RequestGuard:
     async def _in_turn(
         self, slot: Slot, request: web.Request, handler: _Handler, *, is_watching: bool
     ) -> web.StreamResponse:
-        """Wait until the rate limit allows a request by an unauthenticated client or a watcher, then process it."""
+        """Process a request by an unauthenticated client or a watcher, as soon as the rate limit allows it."""
         limits = self.slots.limits
         after_s = limits.turn_after_s(slot)
         if after_s > 0:
@@ -225,7 +229,7 @@ class RequestGuard:
 
     async def _challenge(self, request: web.Request) -> web.StreamResponse:
         if self._sessions is None:
-            raise PeerAuthenticationError("expected a server with a job token, this server has none")
+            raise PeerAuthenticationError("expected no challenge, because this server has no job token")
         slot = slot_of(request)
         slot.num_requests += 1
         if slot.num_requests > 1:
@@ -261,7 +265,7 @@ class ServerSessions:
         challenge = Challenge.parse(request.query)
         transport = request.transport
         if challenge is None or transport is None:
-            raise PeerAuthenticationError(f"expected key ids, a nonce and an address, as in {SCHEME}")
+            raise PeerAuthenticationError(f"expected a challenge with key ids, a nonce and an address ({SCHEME})")
         own = socket_address(transport.get_extra_info("sockname"))
         if challenge.address != own and challenge.address not in self._reached_at:
             raise PeerAuthenticationError(
@@ -292,11 +296,13 @@ class ServerSessions:
             credentials, request.method, request.raw_path, request.headers, after=found.last_number
         )
         if number is None:
-            raise PeerAuthenticationError("expected a new and unchanged request, this one was repeated or changed")
+            raise PeerAuthenticationError("expected a new, unchanged request, got one that was repeated or changed")
         found.last_number = number
 
     def prove(self, request: web.Request, response: web.StreamResponse) -> bool:
-        """Add the proof of the job token to a response with complete headers, if its request belongs to a session.
+        """Add the proof of the job token to a response if its request belongs to a session.
+
+        All other headers must be set already, because the proof covers them.
 
         Returns:
             Whether the proof was added.
@@ -326,18 +332,18 @@ class _ServerSession:
 
 
 def _claimed_number(credentials: str | None) -> int:
-    """Return the number that the client gave its request; 0 if it is malformed."""
+    """Return the number that the client gave its request; 0 if the number is missing or malformed."""
     _, _, rest = (credentials or "").partition(f"{SCHEME} number=")
     digits = rest.partition(",")[0][:18]
     return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 
 def _is_cross_site(headers: Mapping[str, str]) -> bool:
-    """Whether, according to the browser, a page of another site makes the request; links to this server do not count.
+    """Whether, according to the browser, a page of another site makes the request, other than by a link to this server.
 
-    Such a page cannot read the response. But each ``<img>`` on it would make this process collect its state, with the
-    watch token that the browser has stored. Browsers send these headers to servers on the loopback, and over TLS
-    (https://www.w3.org/TR/fetch-metadata/).
+    Such a page cannot read the response. But for each ``<img>`` on the page, the browser would send its stored watch
+    token, and this process would collect its state. Browsers send these headers over TLS, and to servers on the
+    loopback (https://www.w3.org/TR/fetch-metadata/).
     """
     if headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
         return False
@@ -373,7 +379,10 @@ class HostCheck:
         self._names = {_host_of(each) for each in ("localhost", socket.gethostname(), *names)}
 
     def has(self, header: str | None) -> bool:
-        """Whether the header names a host of this server. Also true without the header, which browsers always send."""
+        """Whether the header names a host of this server.
+
+        Also true if the header is absent: the check is against browsers, which always send it.
+        """
         if header is None:
             return True
         host = _host_of(header)

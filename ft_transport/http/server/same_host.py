@@ -55,7 +55,7 @@ class SameHostServer:
     Args:
         cache: The cache of served snapshots.
         name: The random name of the socket, which receivers learn over HTTP.
-        stall_timeout_s: How long a receiver may take to read 4 MiB, in seconds.
+        stall_timeout_s: How long a receiver may take to copy 4 MiB, in seconds.
 
     Attributes:
         name: The name of the socket.
@@ -104,7 +104,7 @@ class SameHostServer:
         self.close()
 
     def close(self) -> None:
-        """Close the listener. Called alone if `start` was never called."""
+        """Close the listener. Called instead of `stop` if `start` was never called."""
         self._listening.close()
 
     def can_lend(self, snapshot: Snapshot) -> bool:
@@ -125,7 +125,7 @@ class SameHostServer:
         return MemoryTicket(ticket, memory.data_start, snapshot.total_bytes - len(snapshot.header))
 
     def redeem(self, ticket: str, reader: Reader) -> Reading | None:
-        """Begin to read the snapshot of a ticket, which becomes invalid; ``None`` if the ticket or snapshot expired."""
+        """Use up a ticket, and begin to read its snapshot; return ``None`` if the ticket or the snapshot expired."""
         promise = self._promises.pop(ticket, None)
         if promise is None or promise.until_s <= time.monotonic():
             return None

@@ -50,7 +50,8 @@ class SnapshotServer:
     Args:
         cache: The cache of snapshots to serve.
         settings: The address on which to listen, and limits on what the server sends.
-        keys: The job's keys, which clients of every route have to prove; ``None`` without a job token.
+        keys: The job's keys, with which clients of every route have to authenticate themselves; ``None`` without a job
+            token.
         certificates: The certificates of this process. With them, the server uses only TLS, and requires a certificate
             from its peers.
         max_wait_s: Longest time for which a request waits for its step, in seconds.

@@ -10,8 +10,9 @@ protects bytes in flight: with ``sendfile`` the kernel sends the pages of the me
 the same memory would change bytes that the receiver has not read yet.
 
 Cut-off: No reader blocks a newer snapshot for ever. When the cache first has to refuse a new snapshot, the receivers of
-the oldest snapshot get ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``. Then the cache cuts
-them off, and they start again with a newer snapshot. While no newer snapshot needs the memory, receivers may be slower.
+the oldest snapshot may continue for ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``. Then
+the cache cuts them off, and they start again with a newer snapshot. While no newer snapshot needs the memory, receivers
+may be slower.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Reading:
     Attributes:
         snapshot: The snapshot.
         manifest_digest: Digest of the snapshot's JSON header.
-        unread_s: How long after the request bytes may still be in flight to the receiver, in seconds.
+        unread_s: Seconds for which bytes may still be in flight to the receiver after the end of the request.
         is_leasing: Whether the reader gets a lease after the request, because further requests may follow.
     """
 
@@ -108,7 +109,7 @@ class SnapshotCache:
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Call ``on_change`` after each new snapshot and final failure, on that event's thread. Not thread-safe."""
+        """Call ``on_change`` after each `put` and each final failure, on the same thread. Not thread-safe."""
         self._listeners.append(on_change)
 
     def reserve(self) -> Place:
@@ -178,10 +179,10 @@ class SnapshotCache:
 
     @contextmanager
     def waiting(self, step: int, reader: Reader) -> Iterator[None]:
-        """Give the reader a lease if a snapshot of this step arrives during the block, or within a lease after it.
+        """Give the reader a lease if a snapshot of this step arrives during the ``with`` block, or soon after it.
 
-        The lease begins at the end of the block, or when the snapshot arrives, if that is later. A lease after the
-        block is useful because receivers retry.
+        "Soon" is the length of a lease. The lease begins at the end of the block, or when the snapshot arrives, if that
+        is later. Even a lease after the block is useful, because receivers retry.
         """
         with self._lock:
             wait = self._waiters.begin(step, reader, now_s=self.clock())
@@ -196,7 +197,7 @@ class SnapshotCache:
                         lease.until_s = wait.until_s
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Record why a snapshot could not be taken, until one arrives; notify the listeners if the failure is final."""
+        """Record why a snapshot could not be taken, until the next `put`; notify the listeners of a final failure."""
         with self._lock:
             self._failure = reason
             if is_final:
@@ -249,7 +250,7 @@ class SnapshotCache:
         return sum(num_readers for _, _, num_readers in self.alive())
 
     def num_alive(self) -> int:
-        """Return the number of snapshots in memory, including evicted ones with readers and those being taken."""
+        """Return the number of snapshots in memory, including evicted ones with readers and ones being taken."""
         with self._lock:
             return len(self._entries) + len(self._leaving) + self._reserved.num_taken()
 
@@ -296,7 +297,7 @@ class SnapshotCache:
         return None
 
     def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
-        """Evict a snapshot, and older snapshots of the same step; free each of them after its last reader.
+        """Evict a snapshot, and older snapshots of the same step; free each of them when it has no readers.
 
         Args:
             snapshot_id: Id of the snapshot. An unknown id has no effect.
@@ -324,12 +325,12 @@ class SnapshotCache:
             each.snapshot.close()
 
     def holds_newer(self, sequence: int) -> bool:
-        """Whether the cache has a snapshot with a higher sequence number."""
+        """Whether the cache has a snapshot with a sequence number above ``sequence``."""
         with self._lock:
             return bool(self._entries) and self._entries[-1].sequence > sequence
 
     def clear(self) -> None:
-        """Evict all snapshots, and accept no more; free each snapshot after its last reader."""
+        """Evict all snapshots, and accept no more; free each snapshot when it has no readers."""
         with self._lock:
             self._closed = True
             entries, self._entries = self._entries, []
@@ -346,7 +347,7 @@ class SnapshotCache:
         return self.lease_s + entry.snapshot.total_bytes / self.contended_bytes_per_s
 
     def _want_oldest(self) -> list[Callable[[], None]]:
-        """Record that the memory of the oldest snapshot is needed; return calls that cut off its overdue receivers."""
+        """Record that the memory of the oldest snapshot is needed; return functions that cut off late receivers."""
         now_s = self.clock()
         alive = sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
         if any(entry.cut_off for entry in alive):

@@ -122,9 +122,7 @@ class SnapshotRequests:
             # If the last attempt failed before this request, the owner may make no further attempt.
             is_given_up = has_failed and time.monotonic() >= began_s + _RETRY_S
             if is_given_up or self._cache.num_final_failures() > num_failures:
-                raise StateNotServedError(
-                    f"expected a snapshot, the state cannot be captured: {self._cache.failure()}", step=step
-                )
+                raise StateNotServedError(f"the state cannot be captured: {self._cache.failure()}", step=step)
             remaining_s = deadline_s - time.monotonic()
             if step != LATEST and self._is_past(step):
                 served = self._cache.steps()
@@ -141,7 +139,7 @@ class SnapshotRequests:
                 await asyncio.wait_for(changed.wait(), remaining_s if is_awaiting_news else min(remaining_s, _TICK_S))
 
     def _after(self, request: web.Request) -> int:
-        """Return the sequence number above which a snapshot is new enough for this request or its first attempt."""
+        """Return the sequence number above which a snapshot is new enough; a retry keeps that of its first attempt."""
         fresh_snapshot = self.fresh_snapshot
         if fresh_snapshot is None:
             return 0
@@ -153,7 +151,10 @@ class SnapshotRequests:
         return fresh if earlier is None else min(earlier, fresh)
 
     def _is_past(self, step: int) -> bool:
-        """Request a snapshot of a step from the owner; return whether the step is past, so that none will arrive."""
+        """Request a snapshot of a step from the owner; return whether the step is past.
+
+        If it is past, no snapshot of it will arrive.
+        """
         ask = self.fresh_snapshot
         if ask is None or step in self._cache.steps() or ask(step) is not None:
             return False
@@ -165,7 +166,7 @@ class SnapshotRequests:
         return step == LATEST or newest_step is None or step > newest_step
 
     def _read_or_refuse(self, step: StepSelector, after: int, reader: Reader) -> Reading:
-        """Return a snapshot that has just arrived, or raise an error with the reason why none arrived."""
+        """Begin to read a snapshot that has just arrived; raise an error with the reason if none has arrived."""
         reading = self._cache.read(step, after_sequence=after, reader=reader)
         if reading is not None:
             return reading
@@ -214,7 +215,7 @@ class DeltaCache:
 
 
 def requested_wait_s(request: web.Request, longest_s: float) -> float:
-    """Return for how many seconds the request may wait: the requested time, but at most ``longest_s``, the default.
+    """Return how many seconds the request may wait: ``longest_s``, or the requested time if that is shorter.
 
     Raises:
         ConfigurationError: The requested time is malformed.
@@ -223,7 +224,9 @@ def requested_wait_s(request: web.Request, longest_s: float) -> float:
 
 
 def requested_pause_s(request: web.Request, longest_s: float) -> float:
-    """Return for how many seconds the response may wait for each further chunk: at most ``longest_s``; 0 by default.
+    """Return how many seconds the response may wait for each further chunk: at most ``longest_s``.
+
+    If the request names no time, the response does not wait.
 
     Raises:
         ConfigurationError: The requested time is malformed.

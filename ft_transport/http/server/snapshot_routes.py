@@ -163,7 +163,7 @@ class SnapshotRoutes:
         with reading as snapshot:
             memory = snapshot.memory
             if isinstance(memory, MemoryFile):
-                raise StepNotServedError("expected a snapshot without digests in its manifest, this manifest has them")
+                raise StepNotServedError("expected no request for digests, because they are in the manifest")
             # On a thread, because the digests of data that was not sent yet have to be computed.
             computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
             return web.Response(text=await computing)
@@ -173,7 +173,7 @@ class SnapshotRoutes:
         with reading as snapshot:
             ticket = self.same_host.ticket_for(snapshot) if self.same_host is not None else None
             if ticket is None:
-                raise StepNotServedError("expected a snapshot in memory that can be lent, this memory cannot be")
+                raise StepNotServedError("the memory of this snapshot cannot be lent; fetch it over HTTP")
             key = _key_of(request, snapshot.step, snapshot.snapshot_id)
             self.uploads.lent(slot_of(request), key, route=_route_name(request), num_bytes=ticket.data_bytes)
             return web.Response(body=encode_ticket(ticket), content_type="application/json")
@@ -189,7 +189,7 @@ class SnapshotRoutes:
             ) from None
         request[BODY] = body
         if self.keys is not None and request.headers.get(CONTENT_DIGEST_HEADER) != await _digested(body):
-            raise PeerAuthenticationError("expected a body with the digest in its request, the body was changed")
+            raise PeerAuthenticationError("expected a body with the digest that the request names, got a changed body")
         reading = await self.requests.read(request)
         with reading as snapshot:
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
@@ -281,7 +281,7 @@ def _route_name(request: web.Request) -> str:
 
 
 async def _digested(body: Bytes) -> str:
-    """Compute the digest of a body on another thread than the event loop's."""
+    """Compute the digest of a body on a thread other than the event loop's."""
     return await asyncio.get_running_loop().run_in_executor(None, content_digest, body)
 
 

@@ -65,10 +65,10 @@ class WatchRoutes:
 
 
 class Coalescer:
-    """Lets concurrent requests share a result, which is collected on another thread than the event loop's.
+    """Collects a result on another thread than the event loop's, once for all concurrent requests.
 
     Only one collection runs at a time. Requests that arrive meanwhile share the next collection, so that any number of
-    concurrent requests costs two collections.
+    concurrent requests costs at most two collections.
 
     Args:
         produce: Collects a result in the given form. Called on another thread.
@@ -156,6 +156,6 @@ def load_page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(element: str, body: bytes) -> str:
-    """Return the hash of the page's only ``<element>`` for the policy (Content Security Policy 3, section 2.3.1)."""
+    """Return the hash of the page's only ``<element>`` for a Content Security Policy (level 3, section 2.3.1)."""
     (content,) = re.findall(rf"<{element}>(.*?)</{element}>".encode(), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -82,7 +82,7 @@ def test_serve_listens_on_the_loopback_unless_there_is_a_job_token(monkeypatch: 
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     result = CliRunner().invoke(app, ["top", NOBODY, "--serve", "--host", "0.0.0.0"])
     assert result.exit_code != 0
-    assert "expected a loopback address to listen on while there is no job token" in str(result.exception)
+    assert "expected a loopback address to listen on, because there is no job token" in str(result.exception)
 
 
 def test_it_prints_what_servers_of_the_same_job_token_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,7 @@ def test_a_receiver_keeps_its_place_for_a_moment() -> None:
     clock = Clock()
     limit = ClientLimit(2, clock)
     with limit.serving(("a", "x")), limit.serving(("a", "x")), limit.serving(("a", "y")):
-        with pytest.raises(PeerNotReadyError, match="sends to 2 now") as caught, limit.serving(("b", "x")):
+        with pytest.raises(PeerNotReadyError, match="sends to 2 receivers") as caught, limit.serving(("b", "x")):
             pass
         assert caught.value.retry_after_s == 1.0
     clock.now_s += 0.5

@@ -271,7 +271,7 @@ def test_a_call_that_reads_less_than_it_was_asked_for_is_followed_by_others(monk
 
 
 def test_memory_that_ends_early_is_an_error() -> None:
-    with source() as transport, lent_by(transport) as lent, pytest.raises(OSError, match="it ends there"):
+    with source() as transport, lent_by(transport) as lent, pytest.raises(OSError, match="the memory ends there"):
         lent.read([memoryview(bytearray(8))], 1 << 40)
 
 

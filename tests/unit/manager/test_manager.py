@@ -387,7 +387,7 @@ def test_a_state_function_may_step_its_optimizer_to_make_its_states(serving: Man
 
 
 def test_a_transport_has_one_manager(serving: Manager, transport: HTTPTransport[Any]) -> None:
-    with pytest.raises(TransportError, match="got one with an owner"):
+    with pytest.raises(TransportError, match="another owner"):
         Manager(checkpoint_transport=transport)
     with pytest.raises(TypeError, match="expected an HTTPTransport of ft_transport, got str"):
         Manager(checkpoint_transport="http://127.0.0.1:1/")  # type: ignore[arg-type]
