@@ -110,13 +110,13 @@ class ManagerConfig:
     """The settings of a replica in a quorum. The names are torchft's; torchft's environment variables override them.
 
     Attributes:
-        min_replica_size: Number of replicas that a step needs to be committed.
+        min_replica_size: Smallest number of replicas with which a step can be committed.
         use_async_quorum: Whether the quorum forms while ``forward`` runs. If this replica may be behind,
             ``start_quorum`` waits for the quorum in any case.
         timeout: Deadline of a collective, a commit, a transfer of state and a wait for the lock.
             ``TORCHFT_TIMEOUT_SEC`` overrides it.
-        quorum_timeout: Deadline of a quorum. It must be longer than the slowest step of any replica plus ``timeout``,
-            for which a healing replica may wait for a state. ``TORCHFT_QUORUM_TIMEOUT_SEC`` overrides it.
+        quorum_timeout: Deadline of a quorum. It must be longer than the slowest step of any replica plus ``timeout``:
+            a healing replica may wait that long for a state. ``TORCHFT_QUORUM_TIMEOUT_SEC`` overrides it.
         connect_timeout: Deadline to reach the Lighthouse, the replica's store or the members of a process group.
             ``TORCHFT_CONNECT_TIMEOUT_SEC`` overrides it.
         rank: Rank of this process within the replica. Default: ``RANK``, or 0.
@@ -132,7 +132,7 @@ class ManagerConfig:
             transport's address.
         heartbeat_interval: Time between two heartbeats to the Lighthouse.
         heartbeat_timeout: Silence after which the Lighthouse declares a replica dead. It must equal the Lighthouse's
-            ``--heartbeat_timeout_ms``. A Lighthouse in this process is started with it.
+            ``--heartbeat_timeout_ms``. A Lighthouse that this process starts uses this value.
         init_sync: Whether all replicas load the state of one replica at step 0.
         max_retries: How many steps in a row may fail to commit; ``None`` for any number.
         quorum_retries: How often the replica requests a quorum again after a request timed out. While the Lighthouse
@@ -176,7 +176,7 @@ class ManagerConfig:
 
     @classmethod
     def from_keywords(cls, keywords: TorchftKeywords, *, timeout: timedelta | None) -> "ManagerConfig":
-        """Return a config with torchft's keywords. Timeouts that were not given are derived from the given timeouts.
+        """Return a config made from torchft's keywords. Missing timeouts are derived from the given timeouts.
 
         Raises:
             ConfigurationError: A keyword has a wrong type or value, or the timeouts contradict each other.
@@ -242,13 +242,13 @@ class ManagerConfig:
             )
         if filled.world_size > 1 and filled.store_addr is None:
             raise ConfigurationError(
-                f"expected the store of this replica's {filled.world_size} ranks in store_addr and store_port, or in "
-                "MASTER_ADDR and MASTER_PORT (torchrun sets them)"
+                f"expected the address of the store that this replica's {filled.world_size} ranks share, in store_addr "
+                "and store_port, or in MASTER_ADDR and MASTER_PORT (torchrun sets them)"
             )
         return filled
 
     def _fitted_to(self, environment: Mapping[str, timedelta]) -> dict[str, timedelta]:
-        """Return new values for timeouts of this config that contradict the timeouts that the environment sets."""
+        """Return new values for those timeouts of this config that contradict timeouts from the environment."""
         if not environment:
             return {}
         fitted: dict[str, timedelta] = {}
@@ -268,7 +268,9 @@ class ManagerConfig:
         return changed
 
     def _check_ladder(self) -> None:
-        """Check that an inner wait has a shorter deadline than the outer wait, whose timeout would hide the reason.
+        """Check that no wait has a longer deadline than the wait around it.
+
+        Otherwise the outer wait would time out first, and hide the reason.
 
         Raises:
             ConfigurationError: An inner wait has a longer deadline.

@@ -132,7 +132,7 @@ class LockOrderError(ManagerError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LockNotHeldError(ManagerError):
-    """A section of the state lock was released that is not open.
+    """Code released a section of the state lock that is not open.
 
     Attributes:
         kind: ``read`` or ``write``.
@@ -209,7 +209,7 @@ class QuorumTimeoutError(QuorumError, TimeoutError):
 
 @contextmanager
 def quorum_errors() -> Iterator[None]:
-    """Convert errors of ``ft_transport`` about ranks that do not answer into `QuorumError`, as a context manager."""
+    """Return a context that raises `QuorumError` for errors of ``ft_transport`` about ranks that do not answer."""
     try:
         yield
     except DeadlineExceededError as error:
@@ -253,7 +253,7 @@ class ReductionMismatchError(QuorumError):
     """Replicas began to reduce different tensors in one step, or the same tensors in different orders.
 
     Attributes:
-        position: Number of reductions before the mismatch, which are equal on all replicas.
+        position: Number of reductions before the mismatch. These reductions are equal on all replicas.
         reductions: Pairs of a replica's id and a description of the reduction that it began at ``position``.
     """
 

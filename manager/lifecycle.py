@@ -68,7 +68,7 @@ class Usability:
         self.is_shut_down = False
 
     def is_of_parent(self) -> bool:
-        """Return whether this process was forked after the object was made. Threads of the object do not run here."""
+        """Return whether a parent process made the object. If so, the object's threads do not run in this process."""
         return os.getpid() != self._pid
 
     def require(self) -> None:
@@ -131,12 +131,12 @@ class Unclosed:
         self._closers.append(close)
 
     def forget(self) -> None:
-        """Stop watching the owner, because it is shut down in the ordinary way."""
+        """Stop watching the owner. Call this when the owner is shut down in the ordinary way."""
         self._finalizer.detach()
 
 
 def interrupts_own_call() -> bool:
-    """Return whether a signal handler called the calling function, and interrupted code of these packages to do so.
+    """Return whether the calling function runs in a signal handler that interrupted code of these packages.
 
     A handler runs on the main thread and interrupts it anywhere. The interrupted code may hold locks until the handler
     returns. If the handler waited for another thread that needs one of these locks, both threads would deadlock.

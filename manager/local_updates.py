@@ -1,9 +1,9 @@
 """Makes torchft's DiLoCo and LocalSGD (torchft/local_sgd.py) change parameters only while they hold the write lock.
 
-torchft holds the lock only for the step of the inner optimizer. A reader can copy the state in the middle of a sync:
-while LocalSGD writes the averaged parameters, or while DiLoCo restores the global parameters, steps the outer optimizer
-and saves the result. DiLoCo's state functions also copy their backup of the global parameters at every call, although
-only a sync changes the backup.
+torchft itself holds the lock only for the step of the inner optimizer. A reader could copy the state in the middle of a
+sync: while LocalSGD writes the averaged parameters, or while DiLoCo restores the global parameters, steps the outer
+optimizer and saves the result. DiLoCo's state functions also copy their backup of the global parameters at every call,
+although only a sync changes the backup.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _inside_write_section(manager: StateManager, change: Callable[[], object], n
 
 
 def _followed(sync: Callable[[], bool], snapshots: SnapshotScheduler) -> Callable[[], bool]:
-    """Return a function that calls ``sync`` and then takes a requested snapshot.
+    """Return a function that calls ``sync``, and then takes a snapshot if one was requested.
 
     Receivers can read this snapshot in place until the next sync.
     """

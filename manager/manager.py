@@ -87,7 +87,7 @@ class Manager(StateManager):
             config: Settings of the quorum.
             checkpoint_transport: Serves this replica's snapshots and receives snapshots of peers. The manager shuts it
                 down, even if this constructor raises. Default in a quorum: a new ``HTTPTransport``.
-            timeout: Deadline of every wait for the lock, and `ManagerConfig.timeout`. Default: 60 s.
+            timeout: Deadline of every wait for the lock, and value of `ManagerConfig.timeout`. Default: 60 s.
             prefault: As for `StateManager`.
             checkpoint_store: As for `StateManager`.
             save_every: As for `StateManager`.
@@ -158,10 +158,10 @@ class Manager(StateManager):
         heals before the call returns.
 
         Args:
-            allow_heal: Whether this replica heals if it is behind. If not, it takes no part in the step.
+            allow_heal: Whether this replica heals if it is behind. If false, it takes no part in a step while behind.
             shrink_only: Whether the quorum admits only replicas that were in the last quorum.
-            timeout: Deadline to form the quorum and its process group, over all attempts. Receiving a state has
-                ``timeout`` of the configuration, as in torchft. Default: the timeouts of the configuration.
+            timeout: Deadline to form the quorum and its process group, over all attempts. Default: the timeouts of
+                the configuration. The deadline to receive a state is ``timeout`` of the configuration, as in torchft.
 
         Raises:
             QuorumError: The quorum could not be formed.
@@ -352,7 +352,7 @@ class Manager(StateManager):
             has_address = bool(self._config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
             if not has_address or self._replica.transport is None or self._state.training_thread is not None:
                 raise ManagerError(
-                    "expected a manager that takes part in a quorum, and this one was made without: give Manager "
+                    "expected a manager that takes part in a quorum, but this one has no quorum: give Manager "
                     "min_replica_size=... or a config, or set TORCHFT_LIGHTHOUSE, to call start_quorum; without a "
                     "quorum, call start_step at each step boundary"
                 )

@@ -95,15 +95,15 @@ class StateManager:
         """Return the address from which peers recover this replica's state; ``ManagerError`` without a transport."""
         transport = self._replica.transport
         if transport is None:
-            raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
+            raise ManagerError("expected a checkpoint_transport to serve the state, and this manager has none")
         return transport.metadata()
 
     def allow_state_dict_read(self) -> None:
-        """Release the lock of `disallow_state_dict_read`; idempotent. As in torchft; any thread may call."""
+        """Release the lock of `disallow_state_dict_read`; idempotent. As in torchft; any thread may call it."""
         self._state.lock.allow()
 
     def disallow_state_dict_read(self) -> None:
-        """Block readers of the state until `allow_state_dict_read`. As in torchft; any thread may call.
+        """Block readers of the state until `allow_state_dict_read`. As in torchft; any thread may call it.
 
         Call it before an optimizer steps. State that is registered with ``is_stable`` may change only inside `writing`.
 
@@ -123,7 +123,9 @@ class StateManager:
         return self._state.lock.write(what, timeout)
 
     def reading(self, what: str = "reading the state", timeout: timedelta | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager that holds the read lock: no optimizer steps. Never wait for a network inside it.
+        """Return a context manager that holds the read lock, so that no attached optimizer steps.
+
+        Never wait for a network inside the context.
 
         Raises:
             LockTimeoutError: Another thread held the write lock until the deadline.
@@ -164,7 +166,7 @@ class StateManager:
         )
 
     def set_state_dict_fns(self, load_state_dict: Callable[[T], object], state_dict: Callable[[], T]) -> None:
-        """Register two functions under the key ``set_state_dict_fns``; torchft's older `register_state_dict_fn`."""
+        """Register two functions under the key ``set_state_dict_fns``. Call `register_state_dict_fn` instead."""
         logger.warning("set_state_dict_fns is torchft's older name; call register_state_dict_fn")
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
@@ -208,8 +210,8 @@ class StateManager:
 
         Args:
             *optimizers: The optimizers. Register their states as well, under keys of their own.
-            every_commit: Whether each optimizer steps exactly once per commit of a quorum; if not, the replica heals.
-                Turn it off if optimizers alternate, or step between rare synchronisations of your own.
+            every_commit: Whether each optimizer must step exactly once per commit in a quorum. If one does not, the
+                replica heals. Pass false if optimizers alternate, or step between rare synchronisations of your own.
 
         Returns:
             A handle that detaches the optimizers; it is a context manager too.
@@ -280,7 +282,8 @@ class StateManager:
         """Take a snapshot now. Call it between two steps.
 
         Args:
-            step: The committed step of the state. Default: that of `start_step`, if no attached optimizer has stepped.
+            step: The committed step of the state. Required if an attached optimizer has stepped since the step
+                boundary; otherwise the default is the step of that boundary.
 
         Returns:
             A future that completes when peers can fetch the snapshot.
@@ -316,8 +319,8 @@ class StateManager:
                 layout, the addresses of all its ranks; this rank receives only the parts that it needs.
             step: The step to receive, or ``latest``: the peer's last step.
             timeout: Deadline of the whole call.
-            verify: Whether to compare every bit of the loaded state with the peer's. Turn it off if a load function
-                changes the values that it loads on purpose.
+            verify: Whether to compare every bit of the loaded state with the peer's. Pass false if a load function
+                deliberately changes the values that it loads.
             process_group: The process group of all ranks of this replica, if it has several. All of them must call
                 this. They agree on a step through the group's store. If one rank fails, all ranks fail.
 
@@ -361,8 +364,8 @@ class StateManager:
 
         Args:
             keys: ``same`` requires a checkpoint with exactly the registered keys. ``shared`` loads the keys that are
-                both registered and saved, and logs a warning with all other keys. State under other registered keys is
-                unchanged; in a quorum all replicas then load it from one of them.
+                both registered and saved, and logs a warning that lists all other keys. State under other
+                registered keys is unchanged; in a quorum all replicas then load it from one replica.
 
         Returns:
             The step and source of the checkpoint; ``None`` if the store has no checkpoint.
@@ -381,7 +384,10 @@ class StateManager:
 
         On the training thread, this also ends the worker processes of `batches`. In a signal handler that interrupted
         another call of this package, ``shutdown`` returns at once and takes effect after the handler. In a forked child
-        it does nothing. ``wait``: Whether to return only when the transport's server has ended.
+        it does nothing.
+
+        Args:
+            wait: Whether to return only when the transport's server has ended.
         """
         if self._usability.is_of_parent():
             return

@@ -204,7 +204,7 @@ class Demo:
             )
 
     def _was_shown(self, who: str) -> bool:
-        """Return whether a step of this replica was printed within the last second. If not, record that one is now."""
+        """Return whether a step of this replica was printed in the last second; if not, record one as printed now."""
         now_s = time.monotonic()
         if now_s - self._shown_s.get(who, -_LINE_EVERY_S) < _LINE_EVERY_S:
             return True

@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
     Args:
         vocabulary: Number of distinct tokens.
         width: Size of the hidden state; a multiple of 64.
-        num_layers: Transformer layers.
+        num_layers: Number of transformer layers.
     """
 
     def __init__(self, vocabulary: int, *, width: int, num_layers: int) -> None:

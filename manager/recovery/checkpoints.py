@@ -59,8 +59,8 @@ class Checkpoints:
     Attributes:
         store: The store of checkpoints.
         counts: Metrics: the number of loaded checkpoints.
-        replica_name: The configured ``replica_id``; empty in a quorum without one, ``None`` without a quorum. Local
-            state is loaded only from a checkpoint of the same name and number of ranks.
+        replica_name: The configured ``replica_id``; an empty str in a quorum if none is configured, ``None`` without a
+            quorum. Local state is loaded only from a checkpoint of the same name and number of ranks.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Checkpoints:
 
     @property
     def _is_known(self) -> bool:
-        """Whether local state in a checkpoint can be matched to this replica; in a quorum this needs a name."""
+        """Whether this replica can find its local state in a checkpoint; false in a quorum without ``replica_id``."""
         return self.replica_name != ""
 
     def _local_part(self) -> dict[str, object]:
@@ -283,7 +283,7 @@ class Checkpoints:
         return {_local_key(self.replica_name): local} if local else {}
 
     def _load_local(self, state: Mapping[str, Any], step: int, only_shared: bool) -> None:
-        """Load the local state that this replica saved. If there is none, log that the present one is unchanged."""
+        """Load the local state that this replica saved. If it saved none, log that the present one is unchanged."""
         registry = self._state.registry
         keys = [entry.key for entry in registry.entries("local")]
         if self._is_known and _local_key(self.replica_name) in state:
@@ -332,7 +332,10 @@ class Checkpoints:
         self._note_other_keys(loaded)
 
     def _note_other_keys(self, loaded: LoadedCheckpoint[Any]) -> None:
-        """Log the keys that were not loaded. If keys are new in a quorum, all replicas then load one state."""
+        """Log the keys that were not loaded.
+
+        If keys are new in a quorum, change the lineage, so that all replicas load the state of one replica.
+        """
         state, registry = self._state, self._state.registry
         saved, own = dict(loaded.state[USER_KEY]), registry.registered_keys()
         is_new = any(key not in saved for key in own)
@@ -362,7 +365,8 @@ def check_store(store: CheckpointStore | None, save_every: int | None) -> None:
         )
     if save_every is not None and (save_every < 1 or store is None):
         raise ConfigurationError(
-            f"expected a checkpoint_store and a positive number with save_every, got {save_every} and {store}"
+            f"expected a positive save_every and a checkpoint_store, got save_every={save_every} and "
+            f"checkpoint_store={store}"
         )
     if store is not None and not isinstance(store, ft_transport.CheckpointStore):
         raise TypeError(f"expected a CheckpointStore of ft_transport, got {type(store).__name__}")

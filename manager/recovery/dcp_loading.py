@@ -1,8 +1,8 @@
 """Loads a replica's state from a checkpoint that another program wrote with ``torch.distributed.checkpoint`` (DCP).
 
 DCP names each leaf of a state by its path. This module looks up the leaves of a registered state below the state's key.
-Two other layouts are supported: torchtitan's models, whose names have no key in front, and the optimizer states of
-torchtitan and ``get_optimizer_state_dict``, which name parameters instead of numbering them.
+Two other layouts are supported: models of torchtitan, without a key in front of the names; and optimizer states of
+torchtitan and ``get_optimizer_state_dict``, with names instead of numbers for the parameters.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class PeerOptions:
 
     Attributes:
         timeout: Deadline of the whole recovery.
-        unreachable_timeout: How long the peer may be unreachable before the first byte; ``None``: ``timeout``.
-        progress_timeout: How long no byte may arrive during the transfer; ``None``: ``timeout``.
+        unreachable_timeout: How long the peer may be unreachable before the first byte; ``None`` for ``timeout``.
+        progress_timeout: How long the transfer may pause between two bytes; ``None`` for ``timeout``.
         in_quorum: Whether the quorum started this recovery. Then the step must be the peer's present step. If the
             recovery fails, the received data is not overwritten, and the next recovery requests only the rest. Until
             then the mark of a partial state (`StateTornError`) keeps this replica from stepping.

@@ -87,7 +87,7 @@ class Replica:
         self.encodings = EncodingCheck(state.registry, state.optimizers, scopes)
 
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
-        """Begin a step, after `encodings` has checked the state: take a requested snapshot, and save if due.
+        """Begin a step: take a requested snapshot, and save a checkpoint if due. Call ``encodings.check`` before.
 
         Args:
             step: The number of committed steps that the state contains.
@@ -99,8 +99,8 @@ class Replica:
         number = checked_step(step)
         if number < self.state.step:
             raise ManagerError(
-                f"expected start_step with a step of at least {self.state.step}, this replica's last, got {number}; "
-                "to go back, load an earlier state first (recover, resume, load or load_state_dict)"
+                f"expected start_step with a step of at least {self.state.step} (this replica's last step), got "
+                f"{number}; to go back, load an earlier state first (recover, resume, load or load_state_dict)"
             )
         self.check_loaders()
         self.state.begin_step(number)
@@ -121,7 +121,7 @@ class Replica:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
-        """Recover as `StateManager.recover` does, which passes its arguments on."""
+        """Recover the state; `StateManager.recover` describes the arguments and errors."""
         checkpoints = self.checkpoints
         recoveries: list[Recovery] = []
         own_errors: list[Exception] = []
@@ -153,7 +153,8 @@ class Replica:
             if resumed is None:
                 root = checkpoints.store.root
                 raise RecoveryFailedError(
-                    f"expected a live peer or a checkpoint in {root}, there is none; no peer served the state: {error}"
+                    f"expected a live peer or a checkpoint in {root}, but no peer served the state, and there is no "
+                    f"checkpoint: {error}"
                 ) from error
             return resumed
         except TransportError as error:
@@ -169,7 +170,7 @@ class Replica:
         return self.checkpoints
 
     def closers(self) -> list[Callable[[], object]]:
-        """Return closers for `Unclosed`, which calls them in reverse order. None refers to the replica's state."""
+        """Return closers for `Unclosed`, which calls them in reverse order. No closer refers to the replica's state."""
         closers: list[Callable[[], object]] = []
         if self.transport is not None:
             closers.append(self.transport.shutdown)

@@ -5,7 +5,7 @@ then ``forward`` may have changed buffers. So, in a quorum, `BoundaryCopier.copy
 
 - It copies the tensors of modules that something besides an attached optimizer may change: as a rule, a few buffers.
 - It copies the values in the parameter groups of attached optimizers, such as learning rates.
-- It calls state functions whose results are unknown, and copies those results.
+- It calls the state functions of all other entries, and copies the results.
 - It copies no guarded tensor. *Guarded* are the parameters and states of attached optimizers, and the tensors of
   entries that were registered as stable: only an optimizer's step or a write section changes them, and both wait for
   the snapshot.
@@ -14,9 +14,9 @@ then ``forward`` may have changed buffers. So, in a quorum, `BoundaryCopier.copy
 compared with that list: a tensor that is neither guarded nor copied makes the snapshot fail. If a request is open when
 the boundary begins, one of the ``capture`` methods describes the present state instead.
 
-So the cost of a boundary hardly depends on the number of parameters. It reads the version of each parameter (0.1 to
-0.5 µs, `manager.state.optimizer_states.VersionWatch`). If steps replace the tensors of optimizer states, it also
-stores a reference to each (0.2 µs).
+So the cost of a boundary hardly depends on the number of parameters. For each parameter, a boundary reads the version
+(0.1 to 0.5 µs, `manager.state.optimizer_states.VersionWatch`). If steps replace the tensors of optimizer states, it
+also stores a reference to each (0.2 µs).
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class BoundaryCopy:
         values: Copied values of parameter groups, and copied results of state functions, by key of the entry.
         references: Tensors of optimizer states that steps replace instead of changing them, by key of the entry.
         counters: The manager's own part of the state.
-        check: Raises ``StateMovedError`` if a tensor without a copy has changed outside of an optimizer's step.
+        check: Function that raises ``StateMovedError`` if something besides an optimizer's step changed a tensor
+            without a copy.
     """
 
     copier: BoundaryCopier
@@ -170,9 +171,10 @@ class BoundaryCopy:
 
 
 class BoundaryCopier:
-    """Determines which memory of a replica's state is guarded, and copies the rest at each step boundary.
+    """Copies, at each step boundary, the part of a replica's state that is not guarded.
 
-    Only the training thread may call the methods, except `capture_copy`.
+    *Guarded* memory is memory that only an optimizer's step or a write section changes. Only the training thread may
+    call the methods, except `capture_copy`.
 
     Args:
         state: The replica's state.
@@ -298,7 +300,7 @@ class BoundaryCopier:
                 logger.info("%s", error)
 
     def capture(self, *, may_defer: bool, may_share: bool) -> Taking:
-        """Describe how a snapshot takes the present state.
+        """Describe a snapshot of the present state: what to copy now, what to copy later, and what to share.
 
         Args:
             may_defer: Whether a thread may copy the optimizers' memory later, under the caller's read section.
@@ -381,7 +383,10 @@ class BoundaryCopier:
         return self._moving | renormalised_memory(self.registry.holders(nn.Module).values())
 
     def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
-        """Return the inputs of a plan that are cheap to compare. A snapshot detects other changes of the inputs."""
+        """Return values that are cheap to compare, and that differ if the plan is outdated for a usual reason.
+
+        A snapshot detects the other reasons.
+        """
         found: list[object] = [self.registry.num_changes]
         for optimizer in optimizers:
             found += (id(optimizer), len(optimizer.state))

@@ -79,7 +79,7 @@ class SnapshotRequests:
 
         Args:
             job: The snapshot in progress, if any.
-            num_published: Returns the number of published snapshots.
+            num_published: Function that returns the number of published snapshots.
 
         Returns:
             The number of snapshots, published or in progress, that are too old for this request.
@@ -179,12 +179,12 @@ class SnapshotJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBoundary:
-    """The state of the present boundary, held until the optimizer steps so that a snapshot can still be taken of it.
+    """The state of the present boundary, unchanged until the optimizer steps, so that a snapshot can still be taken.
 
     Attributes:
-        job: The snapshot, if a request arrives.
+        job: The snapshot that begins if a request arrives.
         state: Copies of the boundary, or a description of the tensors to copy.
-        section: The read section that prevents changes of the rest of the state.
+        section: The read section that keeps the rest of the state unchanged.
     """
 
     job: SnapshotJob
@@ -198,8 +198,8 @@ def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | No
     Do not call this on the main thread, where a signal handler may interrupt it.
 
     Args:
-        unfinished: A list with the snapshot. This function empties the list; if an error occurs on the thread that
-            began the snapshot, the empty list shows that thread not to abandon the snapshot.
+        unfinished: A list with the snapshot. This function empties the list. If an error then occurs on the thread
+            that began the snapshot, the empty list shows that thread that it must not abandon the snapshot.
         section: The read section that guards the state until it is copied; ``None`` if nothing is left to copy.
     """
     in_progress = unfinished.pop()
@@ -244,7 +244,7 @@ class FailureLog:
         return False
 
     def held_not_taken(self, step: int, error: BaseException) -> None:
-        """Log why no snapshot of a held state was begun, although a request was open."""
+        """Log why no snapshot of a `HeldBoundary` was begun, although a request was open."""
         level = logging.DEBUG if self._is_postponed else logging.WARNING
         logger.log(level, "step %d: the requested snapshot of the held state could not be taken: %s", step, error)
         self._is_postponed = bool(getattr(error, "retryable", False))

@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotScheduler(StateObserver):
-    """Takes snapshots of one replica's state, and copies ("materializes") shared memory before it changes.
+    """Takes snapshots of one replica's state.
+
+    If a snapshot is served from live memory, the scheduler also copies that memory before the replica changes it.
 
     Only the training thread may call methods other than ``request``, ``settle`` and ``shows_present_state``.
 
@@ -57,7 +59,7 @@ class SnapshotScheduler(StateObserver):
         prefault: Whether to prefault memory for snapshots before the first request.
 
     Attributes:
-        copier: Determines which memory only optimizers and write sections change, and copies the rest.
+        copier: Copies the memory that a snapshot could not read later, because the training loop may change it.
 
     Raises:
         ConfigurationError: The transport serves another state already.
@@ -107,8 +109,8 @@ class SnapshotScheduler(StateObserver):
         """Begin a snapshot of the committed step if a request is open. A failure is logged, and training continues.
 
         Args:
-            hold: Whether to hold the state if no request is open: `settle` can still begin a snapshot of it, and
-                optimizers wait until then.
+            hold: Whether to keep the state unchanged if no request is open. Optimizers then wait until `settle` is
+                called, which can still begin a snapshot.
             is_sync: See `SnapshotRequests.take_boundary`.
 
         Returns:
@@ -190,7 +192,11 @@ class SnapshotScheduler(StateObserver):
             return is_under_way or self._requests.published_epoch == self._requests.epoch
 
     def settle(self) -> bool:
-        """Stop holding the state: begin a snapshot of it if a request is open. Return whether a snapshot began."""
+        """Begin a snapshot of the boundary's state if a request is open; otherwise let the state change again.
+
+        Returns:
+            Whether a snapshot began.
+        """
         held: HeldBoundary | None = None
         try:
             with self._mutex:
@@ -241,7 +247,7 @@ class SnapshotScheduler(StateObserver):
         return True
 
     def _hold_back(self, job: SnapshotJob, *, is_wanted: bool, is_to_share: bool) -> bool:
-        """Hold the state until `settle`; return whether that succeeded."""
+        """Keep the state unchanged until `settle` is called; return whether it can be kept."""
         section: Section | None = None
         state: HeldState | BoundaryCopy | None = None
         try:
@@ -288,7 +294,7 @@ class SnapshotScheduler(StateObserver):
         return job.future
 
     def take_leased(self, leased: SafeFuture[SnapshotLease]) -> Future[None]:
-        """Begin a snapshot that is not served from live memory, and put a lease of it into ``leased``."""
+        """Begin a snapshot that is a copy of the state, and put a lease of the snapshot into ``leased``."""
         step = self._state.step
         with self._mutex:
             held = self._held
@@ -306,7 +312,7 @@ class SnapshotScheduler(StateObserver):
         return self.take(may_share=False, leased=leased)
 
     def before_change(self, is_optimizer_step: bool) -> None:
-        """Copy memory that snapshots share, before the calling thread changes that memory."""
+        """Before the calling thread changes memory from which snapshots are served, copy that memory."""
         if not is_optimizer_step:
             self.copier.expect_changes()
             self._server.materialize()
@@ -335,7 +341,8 @@ class SnapshotScheduler(StateObserver):
     def _forget_if_interrupted(self) -> None:
         """Clear a job whose start a signal handler interrupted. Called under the mutex, on the training thread.
 
-        `_forget` runs after all jobs of the pool's one thread, so a job still in ``_job`` then was never submitted.
+        The pool has one thread, which runs `_forget` after all submitted jobs. If the job is still in ``_job`` when
+        `_forget` runs, it was never submitted.
         """
         job = self._job
         if job is not None and self._held is None and not self._is_closed:

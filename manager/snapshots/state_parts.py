@@ -90,7 +90,7 @@ class OptimizerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledPart:
-    """An entry whose state function the boundary calls, because its result is unknown before."""
+    """An entry whose state function the boundary calls, because its state cannot be known without a call."""
 
     entry: StateEntry
 
@@ -115,7 +115,7 @@ class ReplacedTensors:
         self._keys.add(key)
 
     def is_in_module(self, parts: Sequence[Part]) -> bool:
-        """Return whether steps give a module's parameters other memory: if so, each boundary needs a new plan."""
+        """Return whether steps have replaced tensors of a module. If so, each boundary needs a new plan."""
         return any(isinstance(part, ModulePart) and part.entry.key in self._keys for part in parts)
 
     def references(self, parts: Sequence[Part]) -> dict[str, list[torch.Tensor]]:
@@ -132,7 +132,7 @@ class ReplacedTensors:
         return found
 
     def _has_lost_tensors(self, key: str, state: Mapping[Any, object]) -> bool:
-        """Return whether an optimizer's first state has lost tensors since the boundary before, at two boundaries.
+        """Return whether tensors of an optimizer's first state were replaced between boundaries, at least twice.
 
         Once is not enough: a load also replaces the tensors.
         """
@@ -293,7 +293,7 @@ class BoundaryPlan:
         signature: Cheap description of the registered objects. When it changes, a new plan is needed.
         parts: Parts of the state, in the order of registration.
         guarded: Memory that only an optimizer's step or a write section changes.
-        watched: Tensors in guarded memory whose versions show changes by anything else.
+        watched: Tensors in guarded memory. Their versions show if other code has changed them.
         refusal: Why a boundary cannot copy this state; empty if it can.
         spare: Copies of the last boundary, to overwrite at the next one; ``None`` if a snapshot uses them.
     """
@@ -341,7 +341,7 @@ class BoundaryPlan:
                 return CalledPart(entry=entry)
 
     def refuse(self, reason: str) -> None:
-        """Copy nothing at boundaries with this plan, for this reason."""
+        """Make boundaries with this plan copy nothing, for the given reason."""
         self.refusal = reason
         logger.debug("a newcomer has to wait for the next step, because this boundary cannot be copied: %s", reason)
 
@@ -350,7 +350,7 @@ class BoundaryPlan:
     ) -> tuple[dict[str, object], list[torch.Tensor]]:
         """Copy the values of parameter groups, and the results of the state functions that a boundary calls.
 
-        ``moving`` is memory of stable tensors that changed outside of write sections nevertheless.
+        ``moving`` is memory that was expected to be stable, but changed outside of write sections.
 
         Returns:
             The copies, by key of the entry; and the stable tensors in the functions' results.

@@ -113,8 +113,8 @@ def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
     optimizers that torch's own functions load.
 
     Returns:
-        By key of the entry and name of the tensor or group: dtype and shape of a tensor (for a DTensor, also the shape
-        of this rank's shard), or the number of parameters of a group.
+        The descriptions, by key of the entry and by name of the tensor or group. A tensor is described by dtype and
+        shape (a DTensor also by the shape of this rank's shard), a group by its number of parameters.
     """
     return {entry.key: _table(entry) for entry in registry.entries("replicated")}
 
@@ -147,10 +147,10 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
-    """Return a predicate on names in the module's state: whether a submodule with its own load function loads the name.
+    """Return a predicate: whether a submodule with its own load function loads the tensor of a given name.
 
-    Such a submodule may accept shapes, dtypes and names that differ from its present ones: observers of quantization,
-    banks that grow, extra states. Torch's load function refuses other shapes, and rounds to the module's dtype.
+    Such a submodule may accept other shapes, dtypes and names than its state has now: observers of quantization, banks
+    that grow, extra states. Torch's load function refuses other shapes, and rounds to the module's dtype.
     """
     if not _is_of_torch(type(module).load_state_dict):
         return lambda _name: True
@@ -167,7 +167,7 @@ def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether a load function is torch's own and refuses other shapes; those of lazy modules do not."""
+    """Return whether a load function is torch's own and refuses other shapes, which lazy modules accept."""
     function = getattr(function, "hook", function)
     origin = getattr(getattr(function, "func", function), "__module__", None) or ""
     return origin.startswith(("torch.nn.", "torch.distributed.")) and origin != torch.nn.modules.lazy.__name__
@@ -196,8 +196,8 @@ def _check_groups(incoming: Incoming, entry: StateEntry, own: object) -> None:
     own_numbers = [len(group["params"]) for group in groups]
     if numbers != own_numbers:
         raise RegistryError(
-            f"expected an optimizer with the same parameter groups under {entry.key!r}; their parameters are "
-            f"{own_numbers} here and {numbers} there; nothing was received",
+            f"expected an optimizer with the same parameter groups under {entry.key!r}; its groups have "
+            f"{own_numbers} parameters here and {numbers} there; nothing was received",
             keys=(entry.key,),
         )
     for index, group in enumerate(groups):
@@ -224,7 +224,7 @@ def _check_tensors(incoming: Incoming, entry: StateEntry, is_free: Callable[[str
     ]
     if differing:
         raise RegistryError(
-            f"expected tensors of the same dtypes, shapes and parts under {entry.key!r}; {listed(differing)}; nothing "
+            f"expected tensors of the same dtypes, shapes and shards under {entry.key!r}; {listed(differing)}; nothing "
             f"was received{f' ({note})' if note else ''}",
             keys=(entry.key,),
         )

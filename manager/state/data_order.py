@@ -3,8 +3,8 @@
 A loader's state has the number of batches that the loader has yielded. Two mistakes in a training loop make this number
 wrong without any error, so `LoaderOrder` refuses both:
 
-- The loop draws a batch before the step boundary, as ``for batch in loader`` does with the boundary in its body. Then
-  the loader's state is one batch ahead of the model, in every checkpoint and in every replica that heals.
+- The loop draws a batch before the step boundary, as a loop ``for batch in loader`` with the boundary in its body does.
+  Then the loader's state is one batch ahead of the model, in every checkpoint and in every replica that heals.
 - The loop uses an iterator that was made before a state was loaded. Such an iterator continues from its old position.
 """
 
@@ -43,7 +43,9 @@ _ADVICE: Final = (
 
 
 class Batches(Iterator[T]):
-    """An iterator over a registered loader's batches, epoch after epoch. It follows loaded states of the loader.
+    """An iterator over a registered loader's batches, epoch after epoch.
+
+    After a load of the loader's state, it continues at the loaded position.
 
     Args:
         loader: The loader.
@@ -66,7 +68,7 @@ class Batches(Iterator[T]):
         raise StopIteration
 
     def is_displaced(self) -> bool:
-        """Return whether the loader has made a newer iterator: the loader's state then shows that one's position."""
+        """Return whether the loader has made a newer iterator, whose position the loader's state then has."""
         newest = _newest_iterator(self._loader)
         return self._iterator is not None and newest is not None and newest is not self._iterator
 
@@ -75,7 +77,7 @@ class Batches(Iterator[T]):
         return self._iterator is iterator
 
     def rewind(self) -> Iterator[T] | None:
-        """Drop and return the present iterator; the next batch makes a new one."""
+        """Drop and return the present iterator; the next call of ``next`` makes a new one."""
         iterator, self._iterator = self._iterator, None
         return iterator
 
@@ -118,7 +120,7 @@ class LoaderOrder:
         self._watched: dict[str, _Watched[Any]] = {}
 
     def registered(self, key: str, obj: object, *, is_replicated: bool) -> None:
-        """Watch a newly registered object if it may be a data loader: it is iterable and no container or module."""
+        """Watch a newly registered object if it may be a data loader: an iterable that is no container or module."""
         if isinstance(obj, Iterable) and not isinstance(obj, _NO_LOADERS):
             self._watched[key] = _Watched(key=key, loader=obj, is_replicated=is_replicated, position=_position(obj))
 
@@ -163,9 +165,10 @@ class LoaderOrder:
         watched.position = _position(loader)
 
     def end_workers(self) -> None:
-        """End the worker processes of torchdata's loaders if no training loop reads from them; positions are kept.
+        """End the worker processes of torchdata's loaders, unless an iterator that the loop made may read from them.
 
-        Otherwise the workers run until the garbage collector frees the loader, and each delays the collector by 5 s.
+        The loaders keep their positions. Without this call, the workers run until the garbage collector frees the
+        loader, and each delays the collector by 5 s.
         """
         for watched in self._watched.values():
             loader, iterator = watched.loader, _newest_iterator(watched.loader)
@@ -180,7 +183,7 @@ class LoaderOrder:
                 _end_workers(loader, iterator)
 
     def check(self, *, is_saved: bool) -> None:
-        """Raise an error if a loader is ahead of the present step boundary, or does not follow its loaded state.
+        """Raise an error if a batch was drawn before this step boundary, or from an iterator that ignores loads.
 
         Args:
             is_saved: Whether checkpoints contain local state, so that local loaders have to be checked, too.
@@ -205,9 +208,9 @@ class LoaderOrder:
         is_bare = self.may_heal and watched.is_replicated and not batches and _is_handed_out(watched.loader)
         if is_earlier or is_bare:
             raise LoaderOrderError(
-                f"expected iterators of the loader {watched.key!r} that follow its loaded state, but one was made "
-                f"{'before a load' if is_earlier else 'without the manager'}: it goes on from its old position when "
-                f"the state of another replica or of a checkpoint is loaded; {_ADVICE}",
+                f"expected the loop to draw from manager.batches for the loader {watched.key!r}, but it has an "
+                f"iterator that was made {'before a load' if is_earlier else 'without the manager'}: such an iterator "
+                f"goes on from its old position after a state of a replica or of a checkpoint is loaded; {_ADVICE}",
                 key=watched.key,
             )
 
@@ -236,10 +239,10 @@ class LoaderOrder:
 
 
 def _position(loader: object) -> Set[object]:
-    """Return a set that grows or changes with each batch that is drawn; an empty set if that cannot be detected.
+    """Return a set to which each drawn batch adds an element; an empty set if draws cannot be detected.
 
-    The state of any iterable object would be wrong: a loop may fill a registered replay buffer before the first
-    boundary.
+    Of an iterable that is no iterator, the state is not compared: it may change without a draw, as that of a replay
+    buffer does when the loop fills the buffer before the first boundary.
     """
     if isinstance(loader, DataLoader) or _is_of_nodes(loader):
         return {int(getattr(_iterator_of(loader), "_num_yielded", 0))}
@@ -296,7 +299,7 @@ def _iterator_of(loader: object) -> object:
 
 
 def _is_handed_out(loader: object) -> bool:
-    """Return whether a training loop may hold the newest iterator. A loader makes some only for its own state dict."""
+    """Return whether a training loop may hold the newest iterator: not if the loader made it for its own state dict."""
     own = "_iter_for_state_dict" if _is_of_nodes(loader) else "_initial_iter_for_state_dict"
     return _iterator_of(loader) is not None and not getattr(loader, own, False)
 
@@ -304,8 +307,8 @@ def _is_handed_out(loader: object) -> bool:
 class RandomState:
     """The global random generators of Python, of numpy (if it is imported), and of torch on the CPU and CUDA devices.
 
-    Register this object like a module. As ``local`` state, a replica resumes its own random numbers from a checkpoint.
-    As ``replicated`` state, a recovered replica draws the same numbers as its peer.
+    Register this object like a module. If it is ``local`` state, a replica resumes its own random numbers from a
+    checkpoint. If it is ``replicated`` state, a recovered replica draws the same numbers as its peer.
     """
 
     def state_dict(self) -> dict[str, object]:

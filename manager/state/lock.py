@@ -83,7 +83,7 @@ class LockWaits:
 
 
 class Section:
-    """A section of a `StateLock`. Keep a reference to it while it is open: the lock closes a section without any."""
+    """A section of a `StateLock`. Keep a reference to an open section: without one, the lock closes the section."""
 
     __slots__ = ("__weakref__", "_entry", "_lock", "_timeout")
 
@@ -166,7 +166,10 @@ class StateLock:
         )
 
     def acquire_write(self, what: str, timeout: timedelta | None = None, *, stepping: object = None) -> Section:
-        """Open a write section, which overlaps no section of other threads; ``stepping`` is the stepping optimizer."""
+        """Open a write section, which overlaps no section of other threads.
+
+        ``stepping`` is the optimizer for whose step the section is opened, if any.
+        """
         # The section is in no variable here: if a handler raises, no reference to the section remains.
         return self._open(Section(self, "write", what, timeout, False, stepping=stepping))
 
@@ -202,7 +205,7 @@ class StateLock:
 
     @property
     def is_read_allowed(self) -> bool:
-        """Whether readers are not barred by `disallow`."""
+        """Whether readers may open sections: no `disallow` is in effect."""
         return self._disallowed is None or not self._disallowed.is_open
 
     def holders(self) -> tuple[LockHolder, ...]:
@@ -216,7 +219,7 @@ class StateLock:
         return bool(own) and own[0].hold is not None and own[0].hold.kind == "write"
 
     def stepping(self) -> object:
-        """Return the optimizer whose step the calling thread's innermost section is for; ``None`` without one."""
+        """Return the optimizer for whose step the calling thread opened its innermost section, if any."""
         return next((entry.stepping for entry in reversed(self._own()) if entry.stepping is not None), None)
 
     def mark(self) -> frozenset[object]:
@@ -230,7 +233,7 @@ class StateLock:
                 self._close(entry)
 
     def _wait_to_open(self, entry: _Entry, timeout_s: float, *, disallows: bool) -> bool:
-        """Wait until the section is open; return false if another thread has called `disallow` meanwhile."""
+        """Wait until the section is open. Return false if `disallow` opens it, and readers are barred meanwhile."""
         # A loop needs a function of its own, as in `_wake_waiting`: ``runtime.signal_safe`` says why.
         has_waited = False
         while not self._try_open(entry):

@@ -26,19 +26,19 @@ from manager.state.lock import Section, StateLock
 
 
 class StepObserver:
-    """Interface for observers of attached optimizers. The stepping thread calls the methods, which do nothing here."""
+    """Base class for observers of attached optimizers, with empty methods. The stepping thread calls them."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before the optimizer opens its write section. An error here prevents the step."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Called after a successful update, inside the write section. ``step()`` passes on an error from here."""
+        """Called after a successful update, inside the write section. An error here is raised by ``step()``."""
 
     def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
         """Called after an error inside the write section. The update may be incomplete."""
 
     def other_gradients(self, optimizer: Optimizer) -> None:
-        """Called after a step whose closure changed the gradients, so that they are no longer the averaged ones."""
+        """Called after a step whose closure replaced the averaged gradients with others."""
 
 
 class OptimizerAttachment:
@@ -237,13 +237,13 @@ _SELDOM_FLAG: Final = "_ft_transport_steps_seldom"
 
 
 def flag_seldom(optimizers: Iterable[Optimizer]) -> None:
-    """Flag optimizers that step only at rare synchronizations, and whose tensors do not change in between."""
+    """Flag optimizers that step only at rare synchronizations. Their tensors do not change in between."""
     for optimizer in optimizers:
         setattr(optimizer, _SELDOM_FLAG, True)
 
 
 def often_stepping(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers without the flag of `flag_seldom`, which step in every training step."""
+    """Return the optimizers that step in every training step: those without the flag of `flag_seldom`."""
     return [optimizer for optimizer in optimizers if not hasattr(optimizer, _SELDOM_FLAG)]
 
 

@@ -38,7 +38,7 @@ _version = attrgetter("_version")
 def belongs_to(guarded: Set[Memory], at_least_bytes: int = MIN_DEFERRED_BYTES) -> Callable[[torch.Tensor], bool]:
     """Return a predicate: whether a tensor has at least ``at_least_bytes``, and its memory is in ``guarded``.
 
-    The memory must be equal, not only overlap: other code may change another part of the same storage.
+    An overlap is not enough: other code may change another part of the same storage.
     """
 
     def belongs(tensor: torch.Tensor) -> bool:
@@ -151,8 +151,8 @@ def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable
     usual.
 
     Args:
-        load_state_dict: The function that will be called inside the context. Covered is the optimizer whose method it
-            is, and the optimizers to which it refers (`trained_by`).
+        load_state_dict: The function that will be called inside the context. If it is a method of an
+            optimizer, the context covers that optimizer, and also the optimizers to which it refers (`trained_by`).
         optimizers: Further optimizers that the function may load.
     """
     load = _ExactLoad()
@@ -174,7 +174,7 @@ class _ExactLoad:
     """Load hooks that remember the state passed to torch's loader, and restore values that the loader has changed.
 
     Attributes:
-        is_over: Whether the hooks have to do nothing any more.
+        is_over: Whether the context has ended. After its end, the hooks do nothing.
     """
 
     def __init__(self) -> None:
@@ -206,9 +206,9 @@ class _Sealed:
 
 
 def _loadable(value: Any) -> Any:
-    """Return ``value`` with stand-ins for what torch's loader cannot construct, so that the loader accepts it.
+    """Return ``value`` with stand-ins for objects that torch's loader cannot construct.
 
-    The tensors stay in it: the loader moves them to the parameter's device.
+    Tensors have no stand-ins: the loader moves them to the parameter's device.
     """
     if isinstance(value, dict):
         return {key: _loadable(each) for key, each in value.items()}
@@ -225,7 +225,7 @@ def _is_named_tuple(value: object) -> bool:
 
 
 def _as_given(given: Any, loaded: Any) -> Any:
-    """Return the right one of the received value (``given``) and the value that torch's loader made of it (``loaded``).
+    """Choose between the received value (``given``) and the value that torch's loader made of it (``loaded``).
 
     If the loader has changed dtype or class, the received value is right. Otherwise the loaded value is right: the
     optimizer may have made it.

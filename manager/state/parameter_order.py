@@ -63,7 +63,7 @@ def parameter_names(registry: StateRegistry) -> dict[str, list[list[str]]]:
 def _names_of(
     modules: Iterable[tuple[str, torch.nn.Module]], optimizers: Mapping[str, Optimizer]
 ) -> dict[str, list[list[str]]]:
-    """Return the result of `parameter_names` for these modules, each with the prefix of its names, and optimizers."""
+    """Return the result of `parameter_names` for these optimizers and modules; a module comes with its key."""
     names: dict[int, str] = {}
     for key, module in modules:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -103,7 +103,7 @@ def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
 
 
 def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Groups]:
-    """Return the names of parameters in an incoming state, with the ``param_names`` of its groups as a substitute."""
+    """Return the names of parameters in an incoming state, and the ``param_names`` of its groups as a substitute."""
     path = (MANAGER_KEY, NAMES_KEY)
     names: dict[str, Groups] = {
         key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
@@ -226,7 +226,7 @@ def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[
 
 
 def _same_names(mine: Sequence[Groups], theirs: Sequence[Groups]) -> tuple[Groups, Groups]:
-    """Return the first pair of own and received names that are equal but for their order; empty if no pair is."""
+    """Return the first pair of own and received names that differ at most in order; two empty tuples without a pair."""
     for own, others in product(mine, theirs):
         names = sorted(chain.from_iterable(own))
         if names and names == sorted(chain.from_iterable(others)):
@@ -244,7 +244,7 @@ def _first_difference(mine: Groups, theirs: Groups) -> tuple[int, int] | None:
 
 
 def _hindrance(optimizer: Optimizer, mine: Groups, theirs: Groups) -> str:
-    """Return why an optimizer's parameters cannot be reordered; empty if they can."""
+    """Return why an optimizer's parameters cannot be reordered; an empty str if they can be."""
     kind, name = type(optimizer), type(optimizer).__name__
     if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
         return f"{name} does not save and load its state as torch's optimizers do"

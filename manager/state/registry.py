@@ -187,7 +187,7 @@ class StateRegistry:
     def call(self, entry: StateEntry) -> object:
         """Call one state function; the caller holds the lock as for `state_dict`.
 
-        In its first calls, the function cannot run collectives: these would wait for ranks that do not call it.
+        The first calls refuse collectives in the function: a collective would wait for ranks that make no such call.
 
         Raises:
             RegistryError: The function failed; its exception is the cause.

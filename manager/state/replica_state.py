@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class StateObserver(StepObserver):
-    """Interface for observers of a `ReplicaState`. The changing thread calls the methods, which do nothing here."""
+    """Base class for observers of a `ReplicaState`, with empty methods. The changing thread calls them."""
 
     def before_change(self, is_optimizer_step: bool) -> None:
         """Called when a write section has opened, before the first change."""
@@ -299,7 +299,7 @@ class ReplicaState(StepObserver):
         self.partial = StateTornError(step=step, reason=reason)
 
     def refuse_partial(self) -> None:
-        """Raise ``StateTornError`` if the state is partial, so does not show one whole step."""
+        """Raise ``StateTornError`` if the state is partial: incomplete, or a mix of steps."""
         partial = self.partial
         if partial is not None:
             # A new error each time: an exception object collects the frames of every place that raises it.

@@ -2,8 +2,8 @@
 
 Optimizers step after the commit. If an optimizer fails, skips its step or steps twice, the replica has other weights
 than its peers, but the same step number. So the `StepLedger` counts the steps, and describes deviations. The
-description becomes part of the state's lineage. If all replicas deviate alike, such as by a gradient scaler that skips
-a step, their lineages still match. A replica that deviates alone has another lineage, and heals.
+description becomes part of the state's lineage. If all replicas deviate alike (the gradient scaler of each skips
+a step, for example), their lineages still match. A replica that deviates alone has another lineage, and heals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepLedger:
         return id(optimizer) not in self._free and not any(local_updates_of(optimizer))
 
     def committed(self) -> None:
-        """Record a commit: each optimizer must step once from now on."""
+        """Record a commit: until the next commit, each optimizer must step once."""
         self._num_steps = {}
 
     def replaced(self) -> None:

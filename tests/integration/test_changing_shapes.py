@@ -167,7 +167,7 @@ def test_beside_them_torchs_own_modules_are_still_asked(replica: Callable[..., R
         ours.model[1] = nn.BatchNorm1d(3)
     peer.train(1, seed=1)
     peer.manager.snapshot(1).result(_TIMEOUT.total_seconds())
-    with pytest.raises(StateMismatchError, match=r"dtypes, shapes and parts under 'model'; 1\.weight is"):
+    with pytest.raises(StateMismatchError, match=r"dtypes, shapes and shards under 'model'; 1\.weight is"):
         ours.manager.recover(peer.manager.metadata())
 
 

@@ -139,7 +139,7 @@ def test_an_iterator_from_before_a_resume_is_refused(tmp_path: Path) -> None:
     batches = iter(trainer.loader)
     trainer.manager.resume()
 
-    with pytest.raises(LoaderOrderError, match="one was made before a load"):
+    with pytest.raises(LoaderOrderError, match="an iterator that was made before a load"):
         trainer.manager.start_step(5)
     del batches
     # One that nobody holds any more does no harm.
@@ -339,7 +339,7 @@ def test_a_replicated_loader_needs_batches_that_follow_it() -> None:
     with lighthouse() as address:
         trainer = Trainer(make_manager(address, "replica_0"), scope="replicated")
         batches = iter(trainer.loader)
-        with pytest.raises(LoaderOrderError, match="one was made without the manager"):
+        with pytest.raises(LoaderOrderError, match="an iterator that was made without the manager"):
             trainer.quorum_step(lambda: next(batches))
         trainer.manager.shutdown()
 

@@ -167,7 +167,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, transport:
 
 def test_live_peers_come_first_then_a_checkpoint_then_a_clear_failure(tmp_path: Path) -> None:
     with replica(tmp_path / "own") as trainer, replica(None) as peer:
-        with pytest.raises(RecoveryFailedError, match=r"expected a live peer or a checkpoint .* there is none"):
+        with pytest.raises(RecoveryFailedError, match=r"a live peer or a checkpoint .* there is no checkpoint"):
             trainer.manager.recover(_NOBODY, timeout=timedelta(seconds=2))
         trainer.train(0, 2)
         trainer.manager.save(wait=True)
