@@ -48,10 +48,10 @@ _VERDICT_DIGITS: Final = 16
 
 
 class Agreement:
-    """Runs phases on all ranks, each with one outcome on all ranks. One thread at a time; the same calls on every rank.
+    """Runs phases, each with one outcome on all ranks. All ranks make the same calls, from one thread at a time.
 
-    An exchange of bulk data is a phase of its own. It starts only after all ranks have ended the phase before, so that
-    no rank waits in gloo for a rank that has failed.
+    An exchange of bulk data is a phase of its own. It starts only after all ranks have ended the previous phase. So no
+    rank waits in gloo for a rank that has failed.
 
     Args:
         group: The ranks.
@@ -63,7 +63,7 @@ class Agreement:
         size: Number of ranks.
         exchange: Exchanges bulk data between the ranks.
         step: The current step, for errors.
-        about: A suffix of the names of phases, for errors.
+        about: Text that is appended to the name of each phase, for errors.
         may_try_again: Whether the last phase failed in a way that a retry may cure; the same on all ranks.
         sequence: Number of phases so far; the same on all ranks.
     """
@@ -274,8 +274,8 @@ class Agreement:
             # A vote without a last verdict is one of the first phase, or of a rank that was interrupted in it.
             if vote.failure is None and vote.last_verdict and vote.last_verdict not in self._verdicts:
                 raise PeerProtocolError(
-                    f"expected a vote of rank {rank} that follows a verdict of this run; it is of an earlier run, or "
-                    "that rank ended the last phase without this one"
+                    f"expected a vote of rank {rank} after a verdict of this run; the vote is from an earlier run, or "
+                    "that rank ended the last phase without this rank"
                 )
             return vote
         except PeerProtocolError as error:

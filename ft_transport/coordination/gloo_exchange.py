@@ -29,7 +29,7 @@ MAX_MESSAGE_BYTES: Final = 4 << 30
 
 
 class GlooExchange:
-    """Exchanges bytes between ranks. One thread at a time; the same calls on every rank.
+    """Exchanges bytes between ranks. All ranks make the same calls, from one thread at a time.
 
     A method that exchanges data raises `RankGoneError` if a rank does not take part in time or closes its connection,
     and `PeerProtocolError` if a rank announces an impossible length.
@@ -138,7 +138,7 @@ class GlooExchange:
         return self._begin(lambda group: group.send([tensor], target, tag))
 
     def begin_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """Start to receive into a tensor, and return the work for `wait`. It must not be used before `wait` returns."""
+        """Start to receive into a tensor, and return the work for `wait`. Use the tensor only after `wait` returns."""
         return self._begin(lambda group: group.recv([tensor], source, tag))
 
     def wait(self, work: Any) -> None:
@@ -199,7 +199,7 @@ def _pieces_of(data: bytes) -> Iterator[torch.Tensor]:
 
 
 def _joined(num_bytes: int, source: int, receive: Callable[[torch.Tensor], object]) -> bytes:
-    """Receive a message in pieces, and join them. Each piece is allocated only after the one before has arrived.
+    """Receive a message in pieces, and join them. Each piece is allocated only after the previous one has arrived.
 
     Args:
         num_bytes: The announced length of the message.

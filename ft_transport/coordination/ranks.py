@@ -82,7 +82,7 @@ class RankGroup:
             return cls()
         rank = dist.get_rank(process_group)
         if rank < 0:
-            raise ConfigurationError("expected a process group that this rank belongs to")
+            raise ConfigurationError("expected a process group that includes this rank, got one without it")
         size = dist.get_world_size(process_group)
         group = process_group if process_group is not None else dist.group.WORLD
         global_ranks = tuple(dist.get_process_group_ranks(group))
@@ -144,7 +144,7 @@ class RankMessages:
         self._beaten_s = 0.0
 
     def signed(self, key: str, message: bytes) -> bytes:
-        """Return the message with a signature, which is valid under this key only; without a token, the message."""
+        """Add a signature that is valid only under this key. Without a token, return the message unchanged."""
         if self._keys is None:
             return message
         return self._keys.sign(_PURPOSE, *self._context, key.encode(), message).encode() + _END + message
@@ -165,8 +165,8 @@ class RankMessages:
         parts = (*self._context, key.encode(), message)
         if not end or not self._keys.verifies(signature.decode("ascii", "replace"), _PURPOSE, *parts):
             raise PeerProtocolError(
-                f"expected {key} to be signed with the job token ({TOKEN_VARIABLE}), it is not: a rank has another "
-                "token, or another process writes to the store"
+                f"expected {key} to be signed with the job token ({TOKEN_VARIABLE}), but it is not: a rank has "
+                "another token, or another process writes to the store"
             )
         return message
 
@@ -199,7 +199,7 @@ class RankMessages:
     def wait(
         self, keys: Mapping[int, str], *, deadline_s: float = math.inf, backoff: Backoff | None = None
     ) -> list[bytes | None]:
-        """Wait for messages of several ranks, as long as one of the missing ranks shows heartbeats.
+        """Wait for messages of several ranks, as long as at least one of the missing ranks shows heartbeats.
 
         This rank shows its own heartbeats meanwhile.
 
@@ -337,4 +337,4 @@ def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequenc
         if deadline.is_over():
             return
         if nobody_listens(addresses[other], deadline.cap(_PROBE_TIMEOUT).total_seconds()):
-            raise RankGoneError(f"{names[other]} is dead: nobody listens at {addresses[other]}", ranks=(other,))
+            raise RankGoneError(f"{names[other]} is dead: no process listens at {addresses[other]}", ranks=(other,))

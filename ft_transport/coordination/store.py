@@ -41,7 +41,7 @@ AT_ONCE: Final = timedelta(0)
 
 
 class DirectStore:
-    """Calls a store on the caller's thread, for the store that ``torch.distributed`` has connected to.
+    """Calls the store that ``torch.distributed`` has connected to, on the caller's thread.
 
     Timeouts are ignored: if that store does not answer, the trainer's own collectives hang as well.
     """
@@ -131,7 +131,7 @@ class StoreChannel:
         unless: Sequence[str] = (),
         answer_timeout: timedelta = timedelta(0),
     ) -> list[bytes] | None:
-        """Wait until all keys are set, and return their values; ``None`` if the wait ends before.
+        """Wait until all keys are set, and return their values; ``None`` if the wait ends earlier.
 
         Args:
             keys: The keys to wait for; at least one.
@@ -175,7 +175,8 @@ succeeds even if resolving the name takes longer than one caller's timeout."""
 class StoreConnections:
     """Caches one connection to each store. Any thread may call it.
 
-    The connection that was used least recently is closed, since every restarted replica has a new store.
+    Of the connections to other replicas' stores, only the most recently used ones stay open, since every restarted
+    replica has a new store.
     """
 
     def __init__(self) -> None:
@@ -194,7 +195,7 @@ class StoreConnections:
         key, oldest = (host.strip("[]"), int(number)), None
         with self._mutex:
             if self._is_closed:
-                raise RankGoneError(f"expected an open connection to the store at {address}, it has been shut down")
+                raise RankGoneError(f"expected an open connection to the store at {address}, but it has been closed")
             if key in self._own:
                 return StoreChannel(self._own[key])
             connection = self._others.pop(key, None) or StoreConnection(*key, is_patient=False)
@@ -228,7 +229,7 @@ class StoreConnections:
 
 
 class StoreConnection:
-    """A connection to one store. If it is broken, a call connects again once. Threads may use it one at a time.
+    """A connection to one store. If it is broken, a call reconnects once. Several threads may use it, one at a time.
 
     Args:
         host: The store's host.

@@ -118,7 +118,7 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """The verdict that ranks failed in ways that a retry may cure.
+    """The verdict that at least one rank failed, and that a retry may succeed.
 
     Attributes:
         error: The error to raise if there is no further attempt.
@@ -129,7 +129,7 @@ class TryAgain:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The verdict that a rank failed in a way that no retry cures.
+    """The verdict that a rank failed, and that no retry can succeed.
 
     Attributes:
         error: The error to raise.
@@ -278,9 +278,9 @@ def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step:
 
 
 def _is_raised_everywhere(found: type[TransportError], kind: str) -> bool:
-    """Return whether all ranks raise the rebuilt error itself, in place of a ``RankFailedError``.
+    """Return whether all ranks raise the rebuilt error itself instead of a ``RankFailedError``.
 
-    They do not if its class has a constructor of its own, whose fields are about the failed rank alone.
+    If its class has a constructor of its own, they do not: such an error describes the failed rank alone.
 
     Args:
         found: The class of the rebuilt error.

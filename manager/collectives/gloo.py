@@ -47,14 +47,14 @@ _GLOO_CONTEXT: Final = 0
 
 
 class GlooProcessGroup:
-    """Runs collectives on torch's gloo process group, of which each `configure` makes a new one.
+    """Runs collectives on torch's gloo process group. Each `configure` makes a new group.
 
     Args:
         timeout: Longest wait for a collective.
         connect_timeout: Longest wait for the other members in `configure`.
 
     Attributes:
-        connect_timeout: The same limit, for the next `configure`.
+        connect_timeout: Longest wait for the other members in the next `configure`.
         stores: Connections to the stores through which members meet.
     """
 
@@ -151,7 +151,7 @@ class GlooProcessGroup:
         with self._mutex:
             group, sockets = self._group, self._sockets
         if group is None or sockets is None:
-            raise RuntimeError("expected a process group, and it has been aborted")
+            raise RuntimeError("expected a working process group, got one that has been aborted")
         return WatchedWork(getattr(group, collective)(*arguments), sockets, self._timeout)
 
     def abort(self) -> None:
@@ -189,7 +189,7 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
     Args:
         work: gloo's work for the collective.
         sockets: The connections of the process group.
-        timeout: Default of the longest wait.
+        timeout: Longest wait, if `wait` receives no timeout.
     """
 
     def __init__(self, work: Any, sockets: GlooSockets, timeout: timedelta) -> None:
@@ -223,7 +223,9 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
                 _destroy_in_background(last_reference)
                 if not had_ended:
                     raise
-                raise ConnectionError("expected the collective to end: a member has closed its connection") from None
+                raise ConnectionError(
+                    "expected the collective to end, but a member has closed its connection"
+                ) from None
 
     def is_completed(self) -> bool:
         """Return whether the collective is done."""
@@ -243,7 +245,7 @@ def _destroy_in_background(last_reference: list[Any]) -> None:
 
 
 class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """A collective in a group of one member: the tensors are the result."""
+    """A completed collective in a group of one member. Its result is its input tensors."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -275,7 +277,7 @@ class GlooSockets:
     """Finds the sockets of a process group that has just been set up, and can shut them down.
 
     Args:
-        own: This rank's address, encoded by gloo as in the store.
+        own: This rank's address, as gloo encodes it in the store.
         others: The other ranks' addresses, in the same encoding.
     """
 

@@ -33,7 +33,7 @@ class ManagedFuture(torch.futures.Future[Any]):
     """
 
     def __init__(self, collective: _Collective, callback: Callable[[], Any]) -> None:
-        """Make a future whose result is that of ``callback``, which is called when the collective is over."""
+        """Make a future for the result of ``callback``, which is called when the collective is over."""
         super().__init__()
         self._collective = collective
         # torchft reads the result from this attribute. Other callers read it from the future itself.
@@ -114,7 +114,7 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         return self._collective.is_settled
 
     def block_current_stream(self, timeout: timedelta | None = None) -> None:
-        """Let the current stream wait for the collective, by `wait`."""
+        """Make the current stream wait for the collective, by calling `wait`."""
         self.wait(timeout)
 
     def synchronize(self) -> None:
@@ -193,7 +193,7 @@ def never_failing(
 
 
 class _Promise:
-    """A callback whose result will be that of a `ManagedFuture`. Refers to the future only weakly."""
+    """A callback whose result becomes the result of a `ManagedFuture`. Refers to the future only weakly."""
 
     def __init__(self, future: ManagedFuture, callback: Callable[[], Any]) -> None:
         self._result = future._fut

@@ -5,10 +5,10 @@ process, because a check on one of gloo's threads fails. So no member sends a te
 the same reductions.
 
 The protocol has rounds. In a round, each member announces how many reductions it has begun, a digest of them, and
-whether its step has ended. All members gather the announcements. If the numbers differ, the members also gather digests
-of the shortest list of reductions. If the digests are equal, they run the reductions that all have begun; otherwise,
-they search for the first reduction that differs, and fail. All members have the same announcements, so all decide
-alike. A round costs one gather of a few bytes, or two, whatever the number of reductions.
+whether its step has ended. All members gather the announcements. If the numbers differ, each member also sends a digest
+of only as many reductions as all members have begun. If the digests are equal, the members run these reductions;
+otherwise, they search for the first reduction that differs, and fail. All members have the same announcements, so all
+decide alike. A round costs one gather of a few bytes, or two, whatever the number of reductions.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ReductionSequence:
         self._wait(lambda: self._is_over, "the other replicas to end their reductions", timeout)
 
     def wait_for(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait for the reduction with this number, from 0. Raises the errors of `wait_for_end`."""
+        """Wait for one reduction; the first one of the step has ``number`` 0. Raises the errors of `wait_for_end`."""
         self._wait(lambda: self._num_done > number, f"reduction {number}", timeout)
 
     def fail(self, error: BaseException) -> None:
@@ -151,12 +151,12 @@ class ReductionSequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether the job on the executor is running or submitted."""
+        """Whether the job has been submitted to the executor, and has not ended."""
         return self._is_started
 
     def abort(self) -> None:
         """Abort the process group, so that all waits fail. Thread-safe."""
-        self.fail(RuntimeError("expected a process group, and it has been aborted"))
+        self.fail(RuntimeError("expected a working process group, got one that has been aborted"))
         self._group.abort()
 
     def _start(self) -> None:
@@ -229,7 +229,7 @@ class ReductionSequence:
         return True
 
     def _reduce(self, num: int) -> None:
-        """Run the reductions up to entry ``num``, which all members have begun."""
+        """Run the reductions among the first ``num`` entries, which all members have begun."""
         begun = []
         for pending in itertools.islice(self._pending, self._num_done, None):
             if pending.num_entries > num:
@@ -245,7 +245,7 @@ class ReductionSequence:
                 self._progress.notify_all()
 
     def _first_other_form(self, num: int) -> int:
-        """Return the first entry whose form differs between members, from ``_num_compared`` and before ``num``."""
+        """Return the index of the first entry in ``[_num_compared, num)`` whose form differs between members."""
         same, differing = self._num_compared, num
         while differing - same > 1:
             middle = (same + differing) // 2
@@ -256,7 +256,7 @@ class ReductionSequence:
         return same
 
     def _first_other_name(self, num: int) -> int | None:
-        """Return the first entry whose names differ between members, if any. No name matches any name."""
+        """Return the index of the first entry whose name differs between members, if any. Missing names match all."""
         if num == self._num_compared:
             return None
         own = self._log.names(self._num_compared, num)
@@ -307,7 +307,7 @@ _living: Final[weakref.WeakSet[ReductionSequence]] = weakref.WeakSet()
 
 
 def _abort_living() -> None:
-    """Abort the running sequences at the interpreter's end, which would otherwise wait for the executor's thread."""
+    """Abort the running sequences when the interpreter ends. Otherwise, it would wait for the executors' threads."""
     for sequence in list(_living):
         if sequence.is_running:
             sequence.abort()

@@ -265,7 +265,7 @@ Allreduce: TypeAlias = Callable[[torch.Tensor, Reduction], ManagedWork]
 
 
 def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) -> NamedParameters:
-    """Return names and parameters of those parameters that require gradients.
+    """Return the parameters that require gradients, with their names.
 
     Args:
         trained: A module, an optimizer, or parameters in an order that is the same on all replicas.
@@ -279,17 +279,17 @@ def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) ->
         trained = [each for group in trained.param_groups for each in group["params"]]
     if isinstance(trained, torch.Tensor) or not isinstance(trained, Iterable):
         raise TypeError(
-            f"expected a module, an optimizer or parameters to average the gradients of, got {type(trained).__name__}"
+            f"expected a module, an optimizer or parameters for average_gradients, got {type(trained).__name__}"
         )
     parameters = list(trained)
     for each in parameters:
         if not isinstance(each, torch.Tensor):
-            raise TypeError(f"expected parameters to average the gradients of, got one of type {type(each).__name__}")
+            raise TypeError(f"expected parameters for average_gradients, got an object of type {type(each).__name__}")
     return [(f"parameter {index}", each) for index, each in enumerate(parameters) if each.requires_grad]
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[int, torch.Tensor]]:
-    """Map the ``id`` of each gradient to number and value of its parameter; valid until a gradient is replaced."""
+    """Map the ``id`` of each gradient to ``(index, parameter)``. The result is valid until a gradient is replaced."""
     return {id(each.grad): (number, each) for number, each in enumerate(parameters) if each.grad is not None}
 
 

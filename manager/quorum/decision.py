@@ -3,9 +3,9 @@
 Every member computes the decision on its own, from the same reports, which the Lighthouse sends to all of them
 (``manager.quorum.lighthouse``). The module is pure: it does not wait, read a clock or use the network.
 
-A committed state has a step and a *lineage*: a digest of all process groups that averaged its gradients since step 0.
+A committed state has a step and a *lineage*: a digest of the process groups that averaged gradients since step 0.
 Replicas with the same step and lineage have the same replicated state. The step number alone does not guarantee that: a
-stopped replica may wake up and commit a step that the other replicas have repeated without it. Then its lineage differs
+suspended replica may continue, and commit a step that the others have repeated without it. Then its lineage differs
 from theirs, and it heals like a replica that is behind.
 """
 
@@ -79,8 +79,8 @@ class StandsBy:
 
     Attributes:
         announced_to: The ids of replicas that take a snapshot for this one at the next step boundary.
-        may_heal: Whether all ranks of the replica wait to heal. If not, the replica asks for no further quorum in this
-            step.
+        may_heal: Whether every rank of the replica can still heal in this step. If not, the replica asks for no further
+            quorum in this step.
     """
 
     announced_to: frozenset[str]
@@ -116,9 +116,10 @@ class Decision:
         store_address: Address of the key-value store through which the process group is set up.
         rank: The replica's rank in the process group; ``None`` if it takes no part.
         num_participants: Number of replicas that contribute gradients.
-        participating_rank: The replica's rank among those; ``None`` if it contributes zeros or takes no part.
+        participating_rank: The replica's rank among the replicas that contribute; ``None`` if it contributes zeros or
+            takes no part.
         role: The task of the replica before it trains.
-        divergence: The difference between the members' states that a comparison found; ``None`` without one.
+        divergence: The difference that a comparison of the members' states found; ``None`` if it found none.
         unfit: The ids of replicas whose role is `DoesNotFit`.
     """
 
@@ -138,13 +139,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings that must be equal on all replicas of a job, because they change who trains or the result of a step.
+    """The settings that must be equal on all replicas: they decide which replicas train, or change a step's result.
 
     Attributes:
-        min_replica_size: The smallest number of replicas that commits a step.
+        min_replica_size: The smallest number of replicas that can commit a step.
         world_size_mode: How many replicas contribute to a step.
         init_sync: Whether all replicas receive the initial state of one of them at step 0.
-        compare_every: Replicas compare their states at multiples of this step; ``None``: never.
+        compare_every: Interval of the comparisons of the replicas' states, in steps; ``None`` for no comparisons.
     """
 
     min_replica_size: int
@@ -180,8 +181,8 @@ def decide(
         members: The reports of the quorum's members, in any order; the same on all members.
         own_id: The id of the replica.
         rules: The replica's rules.
-        group_rank: The calling rank within the replica. Each rank tries another source first.
-        num_failed_heals: Number of failed heals in a row. Each heal tries another source first.
+        group_rank: The calling rank within the replica. Each rank tries a different source first.
+        num_failed_heals: Number of failed heals in a row. Each attempt tries a different source first.
 
     Raises:
         QuorumError: The replica is no member, the members' rules or numbers of ranks differ, or all members have only
@@ -268,7 +269,7 @@ def commit_refusals(
 
     Args:
         num_participants: Number of replicas that contributed.
-        min_replica_size: The smallest number of contributing replicas that commits.
+        min_replica_size: The smallest number of contributing replicas that can commit.
         errors: The errors of this replica in this step.
         has_missed_heartbeats: Whether the Lighthouse may have declared the replica dead since the step began. Then the
             other replicas may have continued without it.
@@ -282,7 +283,7 @@ def commit_refusals(
 
 
 def _find_divergence(ordered: Sequence[Member]) -> Divergence | None:
-    """Compare the members' digests. Different reductions come first, because they explain different states."""
+    """Compare the members' digests. Reductions are compared first, because differing ones explain differing states."""
     return (
         find_divergence("reductions", {member.replica_id: member.reductions for member in ordered})
         or find_divergence("state", {member.replica_id: member.claim for member in ordered})
@@ -348,8 +349,8 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
     step = max(member.step for member in ordered)
     if step == NO_WHOLE_STATE:
         raise QuorumError(
-            f"expected a replica that holds a whole state, and none of {[member.replica_id for member in ordered]} "
-            "does; load a durable checkpoint"
+            f"expected a replica with a whole state, but none of {[member.replica_id for member in ordered]} "
+            "has one; load a durable checkpoint"
         )
     newest = [member for member in ordered if member.step == step]
     if step == 0 and rules.init_sync:
@@ -377,7 +378,7 @@ def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
 def _group_key(joined: Sequence[Member]) -> str:
     """Return the key of the process group that all members have already, or a new, unique key.
 
-    A key starts with the number of its members. So if that many members have the key, the group is complete.
+    A key starts with the number of the group's members. So if that many replicas have the key, the group is complete.
     """
     keys = {member.group for member in joined}
     prefix = f"{len(joined)}-"

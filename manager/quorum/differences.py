@@ -38,7 +38,7 @@ _values_decoder: Final = msgspec.json.Decoder(dict[str, str])
 class StructureWatch:
     """Describes the structure of this replica's state for the quorum, and logs replicas whose state does not fit.
 
-    For the training thread, or the quorum thread while the training thread waits.
+    Only the training thread may call it, or the quorum thread while the training thread waits.
 
     Args:
         participant: This replica and its quorum.
@@ -46,7 +46,8 @@ class StructureWatch:
         executor: Runs the publication on the quorum thread.
 
     Attributes:
-        checked: Signature of the optimizers and their parameters at the last check; a new object after a change.
+        checked: Signature of the optimizers and their parameters at the last check. It is a new object after a change,
+            so an identity comparison detects the change.
     """
 
     def __init__(self, participant: Participant, differences: DifferenceExchange, executor: SafeExecutor) -> None:
@@ -156,7 +157,7 @@ def _num_parameters(group: dict[str, Any]) -> int:
 class DifferenceExchange:
     """Exchanges details of the state with other replicas, for error messages only.
 
-    Each rank exchanges with the ranks of the same number on other replicas, through the replicas' key-value stores.
+    Each rank exchanges them with the same rank of each other replica, through the replicas' key-value stores.
 
     Args:
         membership: The membership of this rank.

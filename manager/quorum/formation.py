@@ -312,7 +312,7 @@ class QuorumFormation:
         """Fail the step at once if no snapshot can be taken, so that healing replicas do not wait for it in vain."""
         if role.serves_now and not self._participant.snapshots.shows_present_state():
             self._participant.report_error(
-                QuorumError(f"expected to take a snapshot for {role.serves_now}, which heal now, and could not")
+                QuorumError(f"expected a snapshot for {role.serves_now}, which heal now, but could not take one")
             )
 
     def _heal(self, decision: Decision, role: Heals) -> bool:

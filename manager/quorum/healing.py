@@ -1,11 +1,12 @@
 """Receives the state that this replica lacks: `Healer` within a quorum, `WarmJoin` before the first quorum.
 
-All replicas of a quorum wait until the slowest one has healed. No replica waits for work before the quorum:
+All replicas of a quorum wait until the slowest one has healed. No replica waits for a newcomer before its
+first quorum, so a newcomer prepares then:
 
 - If most of the state seldom changes (frozen weights, or weights that DiLoCo synchronises), a newcomer receives the
   state early from a running replica, at a rate that the sender hardly notices. In the quorum it receives only the rest.
 - If every step changes most of the state, an early copy would be outdated at once, and would cost the sender memory and
-  time. Then the newcomer only makes the memory for the state resident.
+  time. Then the newcomer only allocates and touches the memory for the state.
 
 The addresses of running replicas come from the Lighthouse's status page, which is not authenticated. With a job token,
 the sender proves that it has the token. Without a token, the page is as trustworthy as a quorum. A newcomer always
@@ -70,7 +71,7 @@ _own_random = random.Random()
 
 
 def _listening(addresses: Sequence[str]) -> list[str]:
-    """Return the addresses without a closed port, since a request to a source that has just died may wait long."""
+    """Drop the addresses with a closed port, since a request to a source that has just died may take long."""
     with SafeExecutor(min(len(addresses), _MAX_PROBED_AT_ONCE), "ft-transport-probe") as pool:
         is_closed = list(pool.map(lambda address: nobody_listens(address, _PROBE_S), addresses))
     return [address for address, closed in zip(addresses, is_closed, strict=True) if not closed]
@@ -94,7 +95,7 @@ class Healer:
         self.num_failures = 0
 
     def receive(self, decision: Decision, role: Heals) -> tuple[str, ...]:
-        """Receive the state. Several healing replicas use all sources at once; a single one tries each in turn.
+        """Receive the state: if several replicas heal, from all sources at once, otherwise from one after another.
 
         A source that died within the last ``heartbeat_timeout`` may still be a member of the quorum. So a source with a
         closed port is tried last.
@@ -206,8 +207,8 @@ class Healer:
         if damaged:
             more = f" and {len(damaged) - _MAX_SHOWN} more" if len(damaged) > _MAX_SHOWN else ""
             logger.error(
-                "%s: the state of step %d that %s served holds NaN or infinity in %s%s; training cannot repair this, "
-                "load an older durable checkpoint",
+                "%s: the state of step %d that %s served contains NaN or infinity in %s%s; training cannot "
+                "repair this, so load an older durable checkpoint",
                 self._participant.name,
                 decision.step,
                 self.source,
@@ -216,15 +217,15 @@ class Healer:
             )
 
     def failed(self, step: int, reasons: tuple[str, ...], *, agreed: tuple[str, ...]) -> None:
-        """Count a failed heal of the replica, which fails if one of its ranks fails.
+        """Count a failed heal. If one rank of the replica fails to heal, all its ranks call this method.
 
         Args:
             step: The step of the state that was not received.
             reasons: Why this rank failed.
-            agreed: Why any rank failed; the same on all ranks, so that all give up together.
+            agreed: The reasons of all ranks. They are the same on each rank, so all ranks give up together.
 
         Raises:
-            HealFailedError: This was the last attempt, or a rank can never succeed.
+            HealFailedError: This was the last attempt, or no further attempt of a rank can succeed.
         """
         self._reasons.extend(reasons)
         self.num_failures += 1
@@ -355,7 +356,7 @@ class WarmJoin:
 
 
 def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return how many bytes torch's own optimizers will allocate in their first step; 0 for those that have stepped."""
+    """Return how many bytes torch's optimizers will allocate in their first step; those past it count as 0."""
     num_bytes = 0.0
     for optimizer in optimizers:
         if optimizer.state or not type(optimizer).__module__.startswith("torch.optim"):
@@ -381,7 +382,7 @@ def _length(memory: Memory | None) -> int:
 
 
 def _state_share(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the bytes of optimizer state per byte of a parameter, measured by one step on a small parameter."""
+    """Return the bytes of optimizer state for each byte of a parameter, measured by one step on a small parameter."""
     if not group["params"]:
         return 0.0
     try:

@@ -6,8 +6,8 @@ Lighthouse answers them, which shows that it is reachable.
 
 If the Python thread was silent for long, the native threads may have run (another thread held the GIL) or not (the
 process was stopped by ``SIGSTOP``, a frozen container or a paused machine). To distinguish the two, this module reads
-how often the native threads have given up the processor. The kernel counts that, and between two heartbeats the number
-is nearly constant.
+how often the native threads have given up the processor. The kernel counts that, and each heartbeat increases the count
+by nearly the same number.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Heartbeat:
 
     Attributes:
         missed_heartbeats: Counts the silences of this replica.
-        was_unreachable: Whether the Lighthouse was unreachable since the caller last set this to false.
+        was_unreachable: Whether the Lighthouse has been unreachable since the caller last set this attribute to false.
     """
 
     def __init__(

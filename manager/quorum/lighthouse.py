@@ -65,9 +65,9 @@ def embedded_lighthouse(
     Args:
         min_replicas: The smallest number of replicas that form the first quorum.
         heartbeat_timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
-        join_timeout: The Lighthouse waits this long for replicas that send heartbeats and do not ask for the quorum.
-            This must be longer than a failing step. Otherwise replicas that have just started would train without the
-            only replica that has the state.
+        join_timeout: The Lighthouse waits this long for replicas that send heartbeats but have not asked for a quorum.
+            This must be longer than a step that fails. Otherwise replicas that have just started would train without
+            the only replica that has the state.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the server cannot start.
@@ -101,8 +101,8 @@ def _typed_panics() -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise QuorumError(
-            f"expected torchft to talk to the Lighthouse, its Rust code panicked: {error}; check that this process has "
-            "descriptors, threads and memory left, and that all timeouts are finite"
+            f"expected torchft to talk to the Lighthouse, but its Rust code panicked: {error}; check that this process "
+            "has descriptors, threads and memory left, and that all timeouts are finite"
         ) from error
 
 
@@ -116,7 +116,7 @@ class LighthouseSession:
     A restarted Lighthouse has forgotten all replicas, and forms a quorum of the first ones that ask. So the job could
     split into two halves with different states of the same step. To prevent that, the session checks each quorum that
     follows an outage of the Lighthouse or has a lower number than the last one. If a member of the last quorum is
-    missing, the session asks again, until ``timeout``.
+    missing, the session asks again, until the timeout of the call of `quorum`.
 
     Args:
         address: ``http://host:port`` of the Lighthouse.
@@ -125,7 +125,7 @@ class LighthouseSession:
         heartbeat_interval: Time between two heartbeats.
         heartbeat_timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
         keys: The keys of the job token; ``None`` without a token. Replicas that do not prove the token are ignored.
-        starts_heartbeat: Whether to send heartbeats at once; otherwise from the first request on.
+        starts_heartbeat: Whether to send heartbeats at once. If not, they begin with the first request.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the Lighthouse does not answer.
@@ -165,7 +165,7 @@ class LighthouseSession:
             member: This replica's report.
             timeout: Limit of one request, including retries if the Lighthouse is unreachable.
             deadline: Limit of the whole call.
-            shrink_only: Whether replicas that are not in the last quorum have to wait.
+            shrink_only: Whether replicas that were not in the last quorum have to wait.
             num_retries: Number of further requests after the first one timed out.
 
         Raises:
@@ -222,7 +222,7 @@ class LighthouseSession:
 
     @property
     def was_unreachable(self) -> bool:
-        """Whether the Lighthouse was unreachable since the last quorum."""
+        """Whether the Lighthouse has been unreachable since the last quorum."""
         heartbeat = self._heartbeat
         return self._is_suspect or (heartbeat is not None and heartbeat.was_unreachable)
 
@@ -298,7 +298,7 @@ class LighthouseSession:
 
     def _pause(self, seconds: float) -> None:
         if self._closed.wait(seconds):
-            raise QuorumError(f"replica {self._replica_id}: has been shut down")
+            raise QuorumError(f"replica {self._replica_id} has been shut down")
 
     def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
         """Return the members of the last quorum that are missing in this one, if the Lighthouse may have restarted."""
@@ -311,7 +311,7 @@ class LighthouseSession:
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
         client = self._client
         if self._closed.is_set():
-            raise QuorumError(f"replica {self._replica_id}: has been shut down")
+            raise QuorumError(f"replica {self._replica_id} has been shut down")
         if client is None:
             client = self._client = self._connect(min(timeout, self._connect_timeout))
         assert self._heartbeat is not None, "the first request starts the heartbeats"

@@ -173,8 +173,8 @@ class QuorumLoop:
         participant, state, current = self._participant, self._state, self._current_round()
         if current.is_over or current.is_left:
             raise ManagerError(
-                f"{participant.name}: expected start_quorum before should_commit, and this step is over already; call "
-                "both once for each step, and start_quorum again where it raised"
+                f"{participant.name}: expected start_quorum before should_commit, but this step is over already; call "
+                "each of the two once per step, and call start_quorum again if it raised"
             )
         self._wait_for(current, deadline)
         is_averaged = bool(current.works) or not self._has_gradients()
@@ -286,7 +286,7 @@ class QuorumLoop:
         with self._participant.waiting(f"{name}: waiting for {what}"), suppress(FutureTimeoutError):
             quorum.exception(left.total_seconds() if left is not None else None)
         if not quorum.done():
-            raise QuorumTimeoutError(f"{name}: expected {what} within the caller's timeout; call with a longer one")
+            raise QuorumTimeoutError(f"{name}: expected {what} within the caller's timeout; pass a longer one")
 
     def _agree(self, refusals: tuple[str, ...], deadline: Deadline) -> tuple[str, ...]:
         return self.membership.agree(

@@ -4,8 +4,9 @@
   and with any step. With a job token, each replica signs its report. Replicas ignore a report without a valid
   signature: they do not heal from its sender, wait for it, or form a process group with it.
 - **The status page of torchft's Lighthouse** (`read_status`). The page is made for people and differs between versions
-  of torchft, so unknown parts are skipped. It is not authenticated, and a name on it may have any characters. So a name
-  is the whole text before the last age in its line, and messages escape all text of the page.
+  of torchft, so unknown parts are skipped. It is not authenticated, and a replica's name may have any characters, even
+  those that separate it from the age of the heartbeat behind it. So the age is read from the end of the text, and the
+  rest is the name. Messages escape all text of the page.
 - **The replicas' own status** (`refusing_members`). A replica cannot leave the Lighthouse: after a first request, the
   Lighthouse waits for it until its heartbeats expire. A newcomer that cannot load the common state, or has other rules,
   would stop all replicas for ``heartbeat_timeout`` at each of its starts. So it first requests the structure and the
@@ -127,7 +128,7 @@ class SignedReports:
         ]
         if changed and len(changed) >= num_left:
             raise QuorumError(
-                f"expected replicas with the same job token, and {_shown(changed)} of the last quorum now sign with "
+                f"expected replicas with the same job token, but {_shown(changed)} of the last quorum now sign with "
                 f"another one; to replace a token, set {TOKEN_VARIABLE} everywhere to 'old new', then to 'new old', "
                 "then to 'new'"
             )
@@ -144,9 +145,9 @@ class SignedReports:
     def _report_strangers(self, strangers: Sequence[str], *, may_be_wrong: bool) -> None:
         """Log participants that do not prove the job token; raise an error if this replica's token may be wrong."""
         shown = _shown(strangers)
-        what = f"{len(strangers)} in the quorum do not prove this replica's job token ({TOKEN_VARIABLE}): {shown}"
+        what = f"{len(strangers)} participants do not prove this replica's job token ({TOKEN_VARIABLE}): {shown}"
         if self._keys is None:
-            what = f"{len(strangers)} in the quorum have a job token, and this replica has none: {shown}"
+            what = f"{len(strangers)} participants have a job token, but this replica has none: {shown}"
         if may_be_wrong:
             raise QuorumError(f"expected replicas with the same job token; {what}")
         if time.monotonic() - self._warned_s >= _WARN_EVERY_S:
@@ -161,7 +162,7 @@ class SignedReports:
             if self._keys is not None:
                 return None
             raise QuorumError(
-                "expected replicas that run this package in the quorum, and "
+                "expected every replica of the quorum to run this package, but replica "
                 f"{replica_id[:_MAX_SHOWN_CHARACTERS]!r} reports {str(participant.data)[:200]!r}: {error}"
             ) from error
         member = msgspec.structs.replace(
@@ -231,7 +232,7 @@ class LighthouseStatus:
     members: tuple[RunningMember, ...] = ()
 
     def missing(self, own_id: str) -> str:
-        """Describe which replicas the quorum waits for, as clauses for a message.
+        """Describe, for a message, which replicas the quorum waits for.
 
         Args:
             own_id: The id of the replica that waits.
@@ -282,7 +283,7 @@ def running_members(address: str, name: str) -> tuple[RunningMember, ...]:
 
     Args:
         address: ``http://host:port`` of the Lighthouse.
-        name: The configured name of this replica, whose earlier starts are left out.
+        name: The configured name of this replica. Members with this name are its earlier starts, and are left out.
     """
     status = read_status(address)
     members = status.members if status is not None else ()
@@ -291,7 +292,7 @@ def running_members(address: str, name: str) -> tuple[RunningMember, ...]:
 
 
 def name_of(replica_id: str) -> str:
-    """Return the configured name in a replica's id, which survives a restart; the whole id if no name is configured."""
+    """Return the configured name in a replica's id; without a name, the whole id. A restart keeps the name."""
     name, _, start = replica_id.rpartition(":")
     return replica_id if name in ("", NAMELESS) or not start else name
 
@@ -343,7 +344,7 @@ def refusing_members(
         has_token: Whether this replica has a job token.
 
     Returns:
-        The members of a quorum, with this replica, in which it would not fit; empty if it may ask for a quorum.
+        The members of the quorum that would refuse this replica, including the replica itself; empty if it may join.
 
     Raises:
         QuorumError: The replicas' rules differ, or all replicas refuse the connection because this one has no token.
@@ -374,7 +375,7 @@ def _answer_of(named: RunningMember, ask: AskState) -> Member | Exception | None
     """Request the status of a running replica.
 
     Returns:
-        The replica's report as a member of a quorum; the error of the request; or ``None`` if another process answered.
+        The replica's report; the error of the request; or ``None`` if the answer does not come from that replica.
     """
     try:
         status = ask(named.addresses[0], _ANSWERING).manager

@@ -48,7 +48,7 @@ class QuorumRequest:
     Attributes:
         rules: Settings that must be equal on all replicas.
         deadline: The caller's deadline. If it is unlimited, the timeouts of the configuration limit each wait.
-        shrink_only: Whether replicas that are not in the last quorum have to wait.
+        shrink_only: Whether replicas that were not in the last quorum have to wait.
         may_heal: Whether this replica heals if it is behind.
     """
 
@@ -61,7 +61,7 @@ class QuorumRequest:
 class Membership:
     """The membership of one rank, and of its replica, in the job.
 
-    The training thread and the quorum thread may call it, never both at once.
+    The training thread and the quorum thread may call it, but not both at once.
 
     Args:
         config: The configuration, completed from the environment.
@@ -290,7 +290,7 @@ class Membership:
         return self._session.missing() if self._session is not None else ""
 
     def is_lighthouse_lost(self) -> bool:
-        """Return whether the Lighthouse was unreachable since the last quorum; false on ranks other than 0."""
+        """Return whether the Lighthouse has been unreachable since the last quorum; false on ranks other than 0."""
         return self._session is not None and self._session.was_unreachable
 
     def num_missed_heartbeats(self) -> int:

@@ -34,9 +34,9 @@ _READING_S: Final = 0.5
 
 
 class QuorumProcessGroup:
-    """The process group of one rank with the ranks of the same number on other replicas.
+    """The process group that connects one rank to the same rank of each other replica.
 
-    Any thread may call `abort`. The training thread and the quorum thread may call the rest, never both at once.
+    Any thread may call `abort`. The training thread and the quorum thread may call the rest, but not both at once.
 
     Args:
         process_group: Runs the collectives; ``None`` for gloo. This object shuts it down.
@@ -106,7 +106,7 @@ class QuorumProcessGroup:
         start_s = time.monotonic()
         with self._mutex:
             if self._is_closed:
-                raise QuorumError(f"replica {replica_id}: has been shut down")
+                raise QuorumError(f"replica {replica_id} has been shut down")
             if decision.group == self._begun:
                 raise QuorumError(f"the process group {decision.group} was given up in this step")
             self._begin(decision)
@@ -190,12 +190,12 @@ class QuorumProcessGroup:
             group, self.group = self.group, ""
             sequence, self._sequence = self._sequence, None
         if sequence is not None:
-            sequence.fail(RuntimeError("expected a process group, and it has been aborted"))
+            sequence.fail(RuntimeError("expected a working process group, got one that has been aborted"))
         if group:
             self.wrapped.abort()
 
     def wait_for_readers(self) -> None:
-        """After a refusal, wait until the other members could read it, because this process may host its store."""
+        """After `decline`, wait a moment: the other members may read the refusal from a store in this process."""
         waited_s = time.monotonic() - self._refused_s
         if waited_s < _READING_S:
             time.sleep(_READING_S - waited_s)
@@ -207,7 +207,7 @@ class QuorumProcessGroup:
         return self.wrapped.errored() is not None
 
     def error(self) -> Exception | None:
-        """Return an error that the process group detected outside of a collective; ``None`` without one."""
+        """Return an error that the process group detected outside of a collective; ``None`` if there is none."""
         return self.wrapped.errored()
 
     def allreduce(self, tensor: torch.Tensor, reduction: Reduction) -> Any:
@@ -217,7 +217,7 @@ class QuorumProcessGroup:
 
         Args:
             tensor: The tensor, or the local part of a DTensor.
-            reduction: The name of the tensor and the operation.
+            reduction: The operation, and the name of the tensor.
         """
         sequence = self._present_sequence()
         if sequence is not None:
@@ -288,7 +288,7 @@ class QuorumProcessGroup:
             self.group = ""
             sequence, self._sequence = self._sequence, None
         if sequence is not None:
-            sequence.fail(RuntimeError("expected a process group, and it has been shut down"))
+            sequence.fail(RuntimeError("expected a working process group, got one that has been shut down"))
         self.wrapped.shutdown()
         self._reducing.shutdown(wait=False)
 
@@ -302,11 +302,11 @@ class QuorumProcessGroup:
 
 
 def _is_gloo(group: Any) -> bool:
-    """Return whether the group is a gloo group in this process, which a mismatched reduction would crash."""
+    """Return whether this is a gloo group that runs in this process. There, a mismatched reduction ends the process."""
     name = getattr(group, "getBackendName", str)()
     return isinstance(group, GlooProcessGroup) or name == _TORCHFT_GLOO
 
 
 def group_number(group: str) -> int:
-    """Return a number for the key of a process group, which serves as torchft's quorum id in names and logs."""
+    """Return the number in a process group's key, which is used as torchft's quorum id in names and logs."""
     return int(group.rpartition("-")[2], 16) >> 1

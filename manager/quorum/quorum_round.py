@@ -45,13 +45,13 @@ class QuorumRound:
         decision: The decision of the quorum; ``None`` before the quorum is formed.
         quorum: Completes when the quorum is formed and the process group is ready.
         error: The first error of the attempt, which prevents the commit; ``None`` without one.
-        is_own_error: Whether this replica caused the error, so that the other replicas could have committed.
+        is_own_error: Whether this replica caused the error. Without it, the other replicas could have committed.
         works: The collectives that this replica has begun.
-        gradients: The result of ``gradients_of`` in the first `Manager.allreduce`; ``None`` before.
+        gradients: The result of ``gradients_of`` in the first `Manager.allreduce`; ``None`` before that call.
         num_averaging: Number of calls of `Manager.average_gradients` that have begun and not returned.
         reductions: Digest of the reductions, which the next quorum compares; empty if they have been compared already.
         is_left: Whether `Manager.start_quorum` was called again.
-        is_over: Whether the reductions have ended, in `Manager.should_commit`.
+        is_over: Whether `Manager.should_commit` has ended the reductions.
         is_voted: Whether the replica's ranks have voted on the commit.
         is_committed: Whether the replica's ranks have committed the step.
     """
@@ -103,7 +103,7 @@ class QuorumRound:
         return [f"{_OWN}{self.error}" if self.is_own_error and has_others else str(self.error)]
 
     def end_quorum(self, error: BaseException | None) -> None:
-        """Complete `quorum`, unless it is complete, as it may be after a signal handler raised.
+        """Complete `quorum`, unless it is complete already, which is possible after a signal handler has raised.
 
         Args:
             error: The error of the quorum; ``None`` after a success.
@@ -116,7 +116,7 @@ class QuorumRound:
 
 
 class Participant:
-    """This replica in its quorum: what the parts of the loop share.
+    """This replica in its quorum: the objects and values that the parts of the loop share.
 
     The training thread calls it, or the quorum thread while the training thread waits. Any thread may call
     `report_error`.
@@ -131,7 +131,7 @@ class Participant:
         config: The configuration.
         replica: This replica.
         membership: The membership of this replica in its job.
-        waiting: The argument.
+        waiting: Makes the body of a ``with`` block a wait, which is logged if it takes too long.
         state: The replica's state.
         snapshots: Takes and serves snapshots, from which other replicas heal.
         peers: Receives the state of other replicas.
@@ -237,8 +237,8 @@ class Participant:
     def log_irregular_steps(self) -> None:
         """Warn of irregular optimizer steps, unless all replicas made the same ones.
 
-        Without a gradient scaler, the first ones cause a warning even if all replicas made them: such an optimizer
-        probably does not step with each commit.
+        Without a gradient scaler, the first irregular steps cause a warning even if all replicas made them: the
+        optimizer probably does not step with each commit.
         """
         if not self.irregularity or not self.is_irregularity_new:
             return
@@ -258,7 +258,7 @@ class Participant:
         )
 
     def disown_state(self, irregularity: str) -> None:
-        """Give the state a lineage of its own, because it differs from that of the other replicas; then it heals.
+        """Give the state a lineage of its own, because it differs from the other replicas' state. So the replica heals.
 
         Args:
             irregularity: Why the state differs.
@@ -270,7 +270,7 @@ class Participant:
 
 
 class OwnErrors:
-    """Counts the steps since the last commit that this replica made fail; the same count on all of its ranks.
+    """Counts the steps since the last commit that failed because of this replica; the same count on all its ranks.
 
     A replica that fails in every step prevents all others from committing. After a few failed steps it must leave.
     """

@@ -29,7 +29,7 @@ _PARTING: Final = timedelta(milliseconds=200)
 
 
 class Exchange(Enum):
-    """The kinds of exchange, and what happens if another rank takes part in the same exchange for another kind."""
+    """The kinds of exchange. The text of each says what happens if another rank takes part with a different kind."""
 
     QUORUM = "quorum"
     """Before a step. The exchange is repeated, because the other rank gives its step up and then takes part."""
@@ -83,15 +83,15 @@ _refusals_decoder: Final = msgspec.json.Decoder(tuple[str, ...])
 
 
 class _AtOddsError(QuorumError):
-    """The ranks of one replica took part in the same exchange for different kinds."""
+    """The ranks of one replica took part in the same exchange with different kinds."""
 
 
 class RankExchange:
-    """Runs the exchanges of one rank. All ranks make the same exchanges in the same order. One thread at a time.
+    """Runs the exchanges of one rank. All ranks make them in the same order. Only one thread at a time may call it.
 
     A rank may fail to read its answer, because a signal handler raises while it waits, or because it is late. Then the
     exchange stays open: the rank's next call takes part in the exchange with the same number. So ranks that are out of
-    step take part in one exchange for different kinds, and learn that at once, without waiting for a timeout.
+    step take part in one exchange with different kinds, and learn that at once, without waiting for a timeout.
 
     Args:
         store: The key-value store that the ranks share; ``None`` for a replica of one rank.
@@ -153,7 +153,7 @@ class RankExchange:
     def agree(
         self, kind: Exchange, refusals: tuple[str, ...], *, gathering: timedelta, answering: timedelta
     ) -> tuple[str, ...]:
-        """Vote, and return the reasons of all ranks against it, the same on every rank; empty if all ranks agree.
+        """Vote on a heal or a commit. Return the reasons of all ranks against it, on every rank; empty if all agree.
 
         Args:
             kind: ``HEAL`` or ``COMMIT``.
@@ -285,7 +285,7 @@ class RankExchange:
                 missing = store.missing(missing, _PARTING)
             if closed:
                 ranks = sorted(left[key] for key in closed)
-                raise QuorumError(f"expected all ranks of this replica, and ranks {ranks} have shut down")
+                raise QuorumError(f"expected all ranks of this replica to take part, but ranks {ranks} have shut down")
         except QuorumTimeoutError as error:
             reason = f" ({error})"
         raise QuorumTimeoutError(

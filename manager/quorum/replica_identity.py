@@ -2,8 +2,8 @@
 
 A process reuses the id of a manager that it has shut down (`take_id`). The Lighthouse remembers a replica for
 ``heartbeat_timeout`` after its last heartbeat, and requires a majority of the remembered replicas for a quorum. With a
-new id, the next manager would wait that long. The keys of process groups contain the id and a number that must never
-repeat, so the number of process groups is stored together with the id.
+new id, the next manager would wait until the old id is forgotten. The keys of process groups contain the id and a
+number that must never repeat, so the number of process groups is stored together with the id.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedel
 def _probe(host: str, port: int, timeout: timedelta) -> None:
     """Raise OSError if no process listens at the address.
 
-    Without torch's client of a store, which may spend seconds on name resolution.
+    This does not use torch's client of the store, which may spend seconds on name resolution.
     """
     socket.create_connection((host, port), timeout.total_seconds()).close()
 
@@ -141,7 +141,7 @@ def _join(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaId:
-    """The id of a replica, with what the next manager needs to reuse it.
+    """The id of a replica, and the values that the next manager needs to reuse it.
 
     Attributes:
         lighthouse: Address of the Lighthouse that knows the id.

@@ -37,11 +37,11 @@ Compared: TypeAlias = Literal["state", "reductions", "hyperparameters"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One replica's digest of its state, or of a part of it, at a step boundary. Without arguments: no digest.
+    """One replica's digest of its state, or of a part of it, at a step boundary. ``Claim()`` contains no digest.
 
     Attributes:
         step: The committed step at that step boundary; -1 without a digest.
-        lineage: The lineage of that step.
+        lineage: The lineage of the state at that step.
         tensors: Digest of the names of the digested tensors. Only claims with the same names are compared: a replica
             leaves out tensors that its ``forward`` changes.
         digest: Digest of the values of these tensors.
@@ -54,7 +54,7 @@ class Claim:
 
 
 class StateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A report about the state at a step boundary, of a replica or of one of its ranks (the sender).
+    """The report of a sender, which is a replica or one of its ranks, about its state at a step boundary.
 
     Attributes:
         step: The last committed step of the sender's state, or `NO_WHOLE_STATE`.
@@ -63,7 +63,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         group: Key of the sender's working process group; empty without one.
         num_groups: Number of process groups that the sender has begun to set up.
         can_serve: Whether the sender can take a snapshot of its present step boundary.
-        may_heal: Whether the sender heals in this quorum if it is behind. If not, it takes no part in the step then.
+        may_heal: Whether the sender heals in this quorum if it is behind. If not, a sender that is behind takes no part
+            in the step.
         is_irregular: Whether an optimizer did not make exactly one step for the last commit.
         claim: Digest of the sender's state at the last compared step.
         reductions: Digest of the reductions of the sender's last step.
@@ -248,7 +249,7 @@ def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
 
 
 def is_in_other_order(own: Structure, other: Structure) -> bool:
-    """Return whether an optimizer has its parameters in another order than ``other`` has. A heal changes the order."""
+    """Return whether the order of an optimizer's parameters differs. A heal changes it to the order of its source."""
     return any(key.endswith(_PRESENT_ORDER_SUFFIX) for key in _differing(own, other))
 
 
@@ -290,7 +291,7 @@ def _fits(own: str | None, other: str | None) -> bool:
 
 
 def usual_structure(structures: Sequence[Structure]) -> Structure | None:
-    """Return the structure that fits more than half of the replicas; ``None`` without one."""
+    """Return the structure that fits more than half of the replicas; ``None`` if there is none."""
     for structure in structures:
         if structure and 2 * sum(not misfits(each, structure) for each in structures) > len(structures):
             return structure

@@ -81,7 +81,7 @@ class StepReductions:
         if current.num_averaging:
             participant.report_error(
                 ManagerError(
-                    "expected average_gradients to return, and an exception ended it before all gradients were "
+                    "expected average_gradients to return, but an exception ended it before all gradients were "
                     "averaged; repeat the step"
                 )
             )
@@ -94,7 +94,7 @@ class StepReductions:
         with participant.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
             if not wait_all(current.works, deadline) and current.error is None:
                 participant.report_error(
-                    ManagerError("expected every collective to be waited for, one was interrupted")
+                    ManagerError("expected the wait for each collective to end, but one was interrupted")
                 )
         self._structures.check_averaged([work.tensor for work in current.works])
         current.forget_works()
@@ -177,7 +177,7 @@ def _finish(reduced: ReducedTensor, num_participants: int) -> None:
 
 
 class CommittedSteps(StateObserver):
-    """Checks that optimizers step only after a commit, and once. Called on the thread that changes the state.
+    """Checks that optimizers step only after a commit, at most once. Called on the thread that changes the state.
 
     Args:
         participant: This replica and its quorum.
@@ -197,7 +197,7 @@ class CommittedSteps(StateObserver):
         if not current.is_committed:
             happened = "the step was not committed" if current.is_over else "it was not called since start_quorum"
             raise ManagerError(
-                f"expected should_commit() to return True before {type(optimizer).__name__}.step(), and {happened}; "
+                f"expected should_commit() to return True before {type(optimizer).__name__}.step(), but {happened}; "
                 "call step only `if manager.should_commit():`. If this optimizer does not step with each commit: "
                 "attach(..., every_commit=False)"
             )

@@ -114,7 +114,7 @@ class StallWatch:
         Args:
             what: The replica, its step and what it waits for, as the start of the log message.
             missing: Returns a description of the missing replicas; called on the thread of this object.
-            thread_id: The thread whose stack the message shows. Default: the calling thread.
+            thread_id: The thread whose stack the message shows; ``None``: the calling thread.
         """
         wait = _Wait(
             stalled_s=time.monotonic() + self._after_s,
@@ -216,7 +216,7 @@ class MembershipLog:
             self._log("joined", replica_id, decision.step, f"joined: {heals}; {_replicas(decision)} train")
 
     def log_heal(self, decision: Decision, length_s: float, source: str) -> None:
-        """Log that this replica has healed. At step 0 it only received the common initial state; this is not logged.
+        """Log that this replica has healed. At step 0 nothing is logged: it only received the common initial state.
 
         Args:
             decision: The decision of the quorum in which it healed.
@@ -231,7 +231,7 @@ class MembershipLog:
         self._log("healed", self._participant.membership.replica_id, decision.step, text, length_s)
 
     def recent(self) -> Callable[[], tuple[MembershipChange, ...]]:
-        """Return a function that returns the last changes, the newest last. The function refers to no replica."""
+        """Return a function that returns the latest changes, oldest first. The function keeps no replica alive."""
         changes = self._changes
         return lambda: tuple(changes.copy())
 

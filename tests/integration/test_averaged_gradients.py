@@ -186,6 +186,6 @@ def test_a_loop_that_clips_trains_the_same_as_one_process(managers: tuple[Manage
 def test_what_has_no_parameters_is_refused(wrong: Any) -> None:
     with lighthouse() as address:
         manager = make_manager(address, "replica_0")
-        with pytest.raises(TypeError, match="parameters to average the gradients of"):
+        with pytest.raises(TypeError, match="parameters for average_gradients"):
             manager.average_gradients(wrong)
         manager.shutdown()

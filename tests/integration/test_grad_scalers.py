@@ -251,7 +251,7 @@ def test_a_newcomer_has_the_scale_and_names_a_source_that_is_not_finite(
     for trainer in (first, second):
         trainer.at_boundary = lambda step, trainer=trainer: wait_for_the_newcomer(step, trainer)  # type: ignore[misc]
     states = run_replicas(first.run, lambda: second.run(overflows=True), join)
-    named = [each for each in told(caplog) if "holds NaN or infinity in model.bias" in each]
+    named = [each for each in told(caplog) if "contains NaN or infinity in model.bias" in each]
     if is_damaged:
         assert any("that replica_" in each and "replica_2:" in each for each in named)
     else:

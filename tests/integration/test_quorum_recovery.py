@@ -186,7 +186,7 @@ def test_a_step_that_was_committed_and_not_made_has_to_be_healed(address: str) -
         with pytest.raises(MemoryError):
             optimizer.step()
         # Nobody else holds the step that this replica says it has.
-        with pytest.raises(QuorumError, match="holds a whole state"):
+        with pytest.raises(QuorumError, match="with a whole state"):
             manager.start_quorum()
         with pytest.raises(StateTornError, match=r"SGD.step\(\) failed: MemoryError"):
             optimizer.step()

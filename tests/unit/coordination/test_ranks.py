@@ -58,7 +58,7 @@ def test_a_member_that_is_slow_is_waited_for(store: HashStore, listening: str) -
 
 def test_a_dead_member_is_named_at_once(store: HashStore, listening: str, dead: str) -> None:
     started_s = time.monotonic()
-    with pytest.raises(RankGoneError, match="replica_1 is dead: nobody listens at http://127") as caught:
+    with pytest.raises(RankGoneError, match="replica_1 is dead: no process listens at http://127") as caught:
         arrive(store, 0, [listening, dead])
     assert caught.value.ranks == (1,)
     assert time.monotonic() - started_s < AT_ONCE_S

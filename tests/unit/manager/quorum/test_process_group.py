@@ -145,5 +145,5 @@ def test_nothing_is_set_up_after_the_end() -> None:
     group.configure(alone_in(FIRST), Deadline(), replica_id="own")
     group.close()
     assert (group.group, upstream.calls[-1]) == ("", ("shutdown",))
-    with pytest.raises(QuorumError, match="replica own: has been shut down"):
+    with pytest.raises(QuorumError, match="replica own has been shut down"):
         group.configure(alone_in(SECOND), Deadline(), replica_id="own")
