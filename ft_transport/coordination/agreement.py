@@ -119,7 +119,7 @@ class Agreement:
         return self.run(phase, lambda: self._by_first(action))
 
     def gather(self, phase: str, data: bytes) -> list[bytes]:
-        """Send the data of every rank to rank 0. Return it there, by rank, and an empty list on the other ranks."""
+        """Send the data of every rank to rank 0. Return the data by rank there, and an empty list on other ranks."""
         return self.run(phase, self.exchange.ending_on_failure(lambda: self.exchange.gather(data))) or []
 
     def scatter(self, phase: str, data: Sequence[bytes] | None) -> bytes:

@@ -82,7 +82,7 @@ class GlooExchange:
         return act
 
     def gather(self, data: bytes) -> list[bytes] | None:
-        """Send the data of every rank to rank 0. Return it there, by rank, and ``None`` on the other ranks."""
+        """Send the data of every rank to rank 0. Return the data by rank on rank 0, and ``None`` on other ranks."""
         sizes = [int(each) for each in self.all_gather(torch.tensor([len(data)], dtype=torch.int64))]
         if self.rank:
             self.send(data, 0)

@@ -186,7 +186,7 @@ class StoreConnections:
         self._is_closed = False
 
     def at(self, address: str) -> StoreChannel:
-        """Return a channel to the store at ``host:port``, which connects in the first call of one of its methods.
+        """Return a channel to the store at ``host:port``. The channel connects in its first call.
 
         Raises:
             RankGoneError: The connections have been closed.
@@ -207,7 +207,7 @@ class StoreConnections:
         return StoreChannel(connection)
 
     def own(self, host: str, port: int, store: TCPStore | None = None) -> StoreChannel:
-        """Return a channel to the store of this process's own replica, whose connection stays open.
+        """Return a channel to the store of this process's own replica. Its connection stays open until `close`.
 
         Args:
             host: The store's host.

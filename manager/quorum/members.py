@@ -221,7 +221,7 @@ class LighthouseStatus:
         reason: Why the Lighthouse has formed no quorum yet; empty if the page gives no reason.
         num_asking: Number of replicas that have asked for a quorum; ``None`` if the page does not show it.
         alive: The ids of replicas whose last heartbeat is recent.
-        silent: The ids of other replicas, and the age of their last heartbeats in seconds.
+        silent: The ids of the other replicas, each with the age of its last heartbeat in seconds.
         members: The members of the last quorum whose last heartbeat is recent.
     """
 

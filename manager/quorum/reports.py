@@ -243,7 +243,7 @@ def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
     """Compare two structures of states. An empty structure fits every other one.
 
     Returns:
-        The names of the parts with which a replica of one structure could not load a state of the other, sorted.
+        The sorted names of the parts that keep a replica with one structure from loading a state with the other.
     """
     return tuple(key for key in _differing(own, other) if not key.endswith(_PRESENT_ORDER_SUFFIX))
 

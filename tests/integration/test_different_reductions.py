@@ -287,7 +287,7 @@ def test_a_step_is_not_committed_after_a_start_quorum_that_raised(
         broken.setattr(alone.manager._loop._formation.structures, "check_registered", fail)  # type: ignore[union-attr]
         with pytest.raises(ConnectionError):
             alone.manager.start_quorum()
-    with pytest.raises(ManagerError, match="start_quorum again where it raised"):
+    with pytest.raises(ManagerError, match="start_quorum again if it raised"):
         alone.manager.should_commit()
     assert alone.manager.current_step() == 0
     assert alone.step([0, 1, 2])
