@@ -83,8 +83,8 @@ def bench_command(
 ) -> None:
     """Compare a clone with a memory copy, and a fetch over the loopback with a bare sendfile → recv_into loop.
 
-    Several rounds measure all four in turn, with memory that is already allocated. A separate process receives the
-    fetch in place, over 4 connections. Takes less than a minute. Exits with 1 if a rate could not be measured.
+    The measurements alternate over several rounds, in memory that is already allocated. A separate process receives the
+    data in place, over 4 connections. Takes less than a minute. Exits with 1 if a rate could not be measured.
     """
     num_bytes, num_rounds = (_QUICK_BYTES, 3) if quick else (512 << 20, 7)
     rates = measure(num_bytes, num_rounds)
@@ -156,7 +156,7 @@ def _clone_samples(transport: HTTPTransport[Any], state: dict[str, Any], num_rou
 
 
 def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each round of a fetch. A separate process receives, so that it has its own interpreter."""
+    """Return the seconds that each fetch took, by kind of fetch. A process with an interpreter of its own receives."""
     with bare_sender(num_bytes) as port:
         command = child_command(__name__, _receive.__name__, url, *map(str, (port, num_bytes, num_rounds)))
         try:
@@ -172,7 +172,7 @@ def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[
 
 
 def _receive() -> None:
-    """Run as the receiving process: make each kind of fetch in turn, and print the seconds as JSON."""
+    """Run as the receiving process: make the kinds of fetches in turn, and print how long each took, as JSON."""
     from ft_transport import HTTPTransport, TransportSettings
 
     url, port, num_bytes, num_rounds = sys.argv[1], *map(int, sys.argv[2:])
@@ -188,7 +188,7 @@ def _receive() -> None:
 
 
 def _time_in_turn(ways: Mapping[str, Callable[[], object]], num_rounds: int, within_s: float) -> dict[str, list[float]]:
-    """Call each function in turn, and return the seconds of its calls. A first round warms up and does not count."""
+    """Call the functions in turn, in several rounds after a warm-up, and return the seconds of each call."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     until_s = time.monotonic() + within_s
     for number in range(num_rounds + 1):
@@ -203,7 +203,7 @@ def _time_in_turn(ways: Mapping[str, Callable[[], object]], num_rounds: int, wit
 
 
 def _state_of(num_bytes: int) -> dict[str, Any]:
-    """Return a state of tensors of 4 MiB, whose memory has been written."""
+    """Return a state of ``num_bytes`` in tensors of 4 MiB, whose memory is already allocated."""
     import torch
 
     return {
@@ -213,11 +213,11 @@ def _state_of(num_bytes: int) -> dict[str, Any]:
 
 
 class MemoryCopy:
-    """Copies tensors into memory that has been written before, with ``Tensor.copy_`` or with ``memmove``.
+    """Copies tensors into memory that is already allocated, with ``Tensor.copy_`` or with ``memmove``.
 
     Args:
         sources: The tensors to copy.
-        memory: A uint8 tensor of the total size, to copy into. Default: a new one.
+        memory: The destination, a uint8 tensor of the total size; ``None`` for a new one.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], memory: torch.Tensor | None = None) -> None:
@@ -263,7 +263,7 @@ def _move_all(share: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _equal_shares(pairs: Sequence[tuple[int, int, int]], num_shares: int) -> list[list[tuple[int, int, int]]]:
-    """Divide the copies among threads into shares of equal bytes; a tensor may be divided."""
+    """Divide the copies into shares of equal size, one for each thread; a share may end inside a tensor."""
     share_bytes = -(-sum(num_bytes for _, _, num_bytes in pairs) // num_shares)
     shares: list[list[tuple[int, int, int]]] = [[]]
     room = share_bytes
@@ -315,7 +315,7 @@ def _send_ranges(connected: socket.socket, descriptor: int) -> None:
 
 
 def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1") -> Callable[[], None]:
-    """Return a function that fills ``destination`` over parallel connections, each with an equal part.
+    """Return a function that fills ``destination``, in equal parts over parallel connections.
 
     Each call of the function opens new connections, as a first fetch does.
     """

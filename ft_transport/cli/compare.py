@@ -1,4 +1,4 @@
-"""Compares the tensors of two stored states element by element, even if they are divided into different parts."""
+"""Compares the tensors of two stored states element by element, even if the states divide a tensor differently."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two tensors of the same dtype and shape to compare.
+    """Two tensors of the same dtype and shape, which are to be compared.
 
-    ``ranges`` limits the comparison to these byte ranges; it requires that both tensors are stored in one piece.
+    If ``ranges`` is given, only these byte ranges are compared; then each tensor must be stored in one piece.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A box of two tensors that lies in one stored piece on each side: the unit of work of a thread.
+    """A unit of work of a thread: a box that is inside one stored piece of each of the two tensors.
 
     Attributes:
         pair: The two tensors.
         one: The piece of the first tensor that contains the box.
         other: The piece of the second tensor that contains the box.
         box: The box. If ``starts`` is given, only a part of the box is compared.
-        starts: Positions of the part in both files; ``None`` if the box is not contiguous in one of the files.
-        num_bytes: Length of the part.
+        starts: Position of this part in each of the two files; ``None`` if the box is not contiguous in one of them.
+        num_bytes: Length of this part.
     """
 
     pair: Pair
@@ -160,7 +160,7 @@ def _spans(pairs: Sequence[Pair]) -> Iterator[_Span]:
 
 
 def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
-    """Return the position of a box of a piece in the file; ``None`` if the bytes of the box are not contiguous."""
+    """Return the position in the file at which a box of a piece begins; ``None`` if it is not contiguous there."""
     sizes = piece.box[1]
     if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major(sizes)):
         return None
@@ -172,9 +172,11 @@ def _read(file: StoredFile, start: int, into: memoryview) -> None:
     try:
         num_bytes = os.preadv(file.descriptor, [into], start)
     except OSError as error:
-        raise UnreadableError(f"a file could not be read during the comparison: {error}") from error
+        raise UnreadableError(f"cannot read a file that is compared: {error}") from error
     if num_bytes != len(into):
-        raise UnreadableError("expected files that do not change during the comparison, one became shorter")
+        raise UnreadableError(
+            "a file became shorter during the comparison; compare again when no process writes to the files"
+        )
 
 
 def _compare_bytes(one: memoryview | _Array, other: memoryview | _Array, tensor: StoredTensor) -> Tally:
@@ -210,7 +212,7 @@ def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
 
 
 def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
-    """Divide both arrays equally, by halves along the first dimension above 1, into blocks of at most 1 MiB."""
+    """Divide both arrays into corresponding blocks of at most 1 MiB: halve the first dimension above 1, repeatedly."""
     if one.nbytes <= _BLOCK_BYTES:
         yield one, other
         return

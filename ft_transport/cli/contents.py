@@ -1,4 +1,4 @@
-"""Describes the tensors of a snapshot, file or checkpoint in a common form, and computes with boxes of tensors."""
+"""Describes the tensors of a snapshot, file or checkpoint in a common form, and finds overlaps of tensors' parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_DIMENSIONS: Final = 64
 Form: TypeAlias = Literal["file", "files", "dcp"]
 """One safetensors file, a directory of safetensors files, or a directory of a DCP checkpoint."""
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""A contiguous part of a tensor: first index and shape."""
+"""A rectangular part of a tensor: its first index and its shape."""
 
 _MAX_BOXES_EXAMINED: Final = 5_000_000
 """Limit of the time to search for overlaps: how many boxes may be examined, over all dimensions."""
@@ -47,8 +47,8 @@ class StoredPart:
     Attributes:
         file: Name of the file in the directory of the checkpoint; empty if the state is a single file.
         start: Position of the first byte in the file.
-        num_bytes: Number of bytes in the file.
-        is_raw: Whether the bytes are the elements. If not, ``torch.save`` has written them.
+        num_bytes: Number of stored bytes.
+        is_raw: Whether the bytes are the elements of a tensor; otherwise they are the output of ``torch.save``.
         is_zstd: Whether DCP's ZStandard extension has compressed the bytes.
     """
 
@@ -124,7 +124,7 @@ class Contents:
 
 
 def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Describe the first gap or overlap of boxes that should cover a tensor; return an empty text if there is none.
+    """Describe why boxes do not cover a tensor exactly once, such as a gap; return an empty text if they do.
 
     Time and memory depend on the number of boxes, not on their sizes.
 
@@ -147,7 +147,7 @@ def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 
 
 def _find_overlap(boxes: list[Box]) -> str:
-    """Search for two boxes that overlap: divide the boxes by planes until each group has one box."""
+    """Describe two boxes that overlap; return an empty text if none do. Finds them by dividing the space by planes."""
     groups, num_examined = [boxes] if len(boxes) > 1 else [], 0
     while groups:
         group = groups.pop()
@@ -168,7 +168,7 @@ def _find_overlap(boxes: list[Box]) -> str:
 
 
 def _divide(group: list[Box], dim: int) -> list[list[Box]] | None:
-    """Divide boxes into groups by planes across ``dim`` that cut no box; return ``None`` if there is no such plane."""
+    """Divide boxes into groups by planes across ``dim`` that cut no box; return ``None`` if no such plane exists."""
     divided: list[list[Box]] = []
     end = -1
     for box in sorted(group, key=lambda box: box[0][dim]):
@@ -192,7 +192,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def intersections(ones: Sequence[Box], others: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
-    """Yield the boxes that two divisions of a tensor have in common.
+    """Yield the intersections of the boxes of two divisions of a tensor.
 
     Args:
         ones: The boxes of the first division, which must cover the tensor.

@@ -1,9 +1,9 @@
-"""Reads the file ``.metadata`` of a DCP checkpoint without running code in it, and without torch.
+"""Reads the file ``.metadata`` of a DCP checkpoint without running code that it contains, and without torch.
 
 The file is a pickle (torch/distributed/checkpoint/filesystem.py). This module replaces DCP's classes by classes that
-only store their state, and refuses all other names.
+only store their state, and refuses every other name in the pickle.
 
-A child process with limited memory and time reads the file, because nine bytes of a pickle can make the reader allocate
+A child process with limited memory and time reads the file, because a pickle of nine bytes can make its reader allocate
 gigabytes, and hashing a deeply nested tuple can crash the process. The child imports nothing from the working
 directory, which may be the directory of the checkpoint.
 """
@@ -57,10 +57,10 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
 
     Args:
         directory: The directory of the checkpoint.
-        with_places: Whether to include the positions in files.
+        with_places: Whether to include the position of each stored part in its file.
 
     Raises:
-        UnreadableError: The file ``.metadata`` is missing, or DCP has not written it.
+        UnreadableError: The file ``.metadata`` is missing or damaged, or is not DCP's.
     """
     path = directory / METADATA_NAME
     try:
@@ -73,19 +73,22 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
             command, input=encoded, capture_output=True, env=child_environment(), timeout=60.0, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise UnreadableError(f"expected DCP's metadata in {path}, its reader failed: {error}") from error
+        raise UnreadableError(f"the process that reads DCP's metadata from {path} failed: {error}") from error
     if done.returncode == _REFUSED:
         reason = escape(done.stdout.decode("utf-8", "replace"), 500)
         raise UnreadableError(f"expected DCP's metadata in {path}: {reason}")
     if done.returncode:
-        raise UnreadableError(f"expected DCP's metadata in {path}, its reader ended with exit code {done.returncode}")
+        raise UnreadableError(
+            f"the process that reads DCP's metadata from {path} ended with exit code {done.returncode}; it has limited "
+            "memory, and the file may be damaged"
+        )
     return _contents_decoder.decode(done.stdout)
 
 
 def _main() -> None:
     """Run as the child process: read the pickle from standard input, and write its content as JSON.
 
-    If the pickle is refused, write the reason instead, and exit with `_REFUSED`.
+    If the pickle is invalid or not allowed, write the reason instead, and exit with `_REFUSED`.
     """
     encoded = sys.stdin.buffer.read()
     most = _LEAST_MEMORY_BYTES + _MEMORY_FOR_EACH_BYTE * len(encoded)
@@ -123,7 +126,7 @@ def _read(encoded: bytes, *, with_places: bool) -> Contents:
 
 
 class _Stored:
-    """Replaces a class in the pickle, and stores the pickled state of its instances."""
+    """Replaces a class that the pickle names; an instance only stores its pickled state."""
 
     __slots__ = ("state",)
 
@@ -199,7 +202,7 @@ def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
     dtype, shape = _dtype_of(fields["properties"]), _lengths(fields["size"], name)
     num_bytes = math.prod(shape) * ITEM_BITS[dtype] // 8
     if num_bytes > _MAX_LENGTH:
-        raise UnreadableError(f"expected the shape of a tensor below 2^63 bytes, that of {escape(str(name))} is larger")
+        raise UnreadableError(f"the shape of a tensor exceeds 2^63 bytes: {escape(str(name))}")
     return TensorEntry(
         path=str(name),
         dtype=dtype,
@@ -219,7 +222,7 @@ def _piece(name: str, chunk: _Stored, places: _Places) -> TensorPiece:
 def _lengths(lengths: Any, name: str) -> tuple[int, ...]:
     counts = tuple(int(length) for length in lengths)
     if any(not 0 <= length <= _MAX_LENGTH for length in counts) or len(counts) > MAX_DIMENSIONS:
-        raise UnreadableError(f"expected the shape of a tensor, that of {escape(str(name))} is invalid")
+        raise UnreadableError(f"the shape of a tensor, or a position in it, is invalid: {escape(str(name))}")
     return counts
 
 
@@ -229,13 +232,13 @@ def _places_of(storage: Any) -> _Places:
         index, stored = _fields(key), _fields(info)
         file, start, num_bytes = stored["relative_path"], stored["offset"], stored["length"]
         if not isinstance(file, str) or not isinstance(start, int) or not isinstance(num_bytes, int):
-            raise UnreadableError("expected the file, offset and length of each stored part, one is missing or invalid")
+            raise UnreadableError("the file name, offset or length of a stored part is missing or invalid")
         name, offset = index["fqn"], index.get("offset")
         transforms = stored.get("transform_descriptors") or []
         if transforms not in ([], [_ZSTD]):
             raise UnreadableError(
-                "expected data that torch.save has written, compressed at most by DCP's ZStandard extension; another "
-                f"extension has transformed {escape(str(name))}"
+                "expected data of torch.save, either plain or compressed by DCP's ZStandard extension, got data of "
+                f"{escape(str(name))} that another extension has transformed"
             )
         at = _lengths(offset, name) if offset is not None else None
         places[name, at] = StoredPart(file, start, num_bytes, is_raw=False, is_zstd=bool(transforms))

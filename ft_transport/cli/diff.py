@@ -155,7 +155,7 @@ def _line(difference: Difference) -> str:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: all files of both checkpoints are open, and each rank has written a file."""
+    """Raise the limit of open files: the comparison opens all files of both checkpoints, at least one for each rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -189,9 +189,9 @@ def opened_states(
     Args:
         one: The URL or path of the first state.
         other: The URL or path of the second state.
-        step: The step of the replicas' snapshots. Default: the newest step, or of two replicas a common one if
+        step: The step of the replicas' snapshots; ``None`` for the newest step, or for a common step of two replicas if
             possible.
-        by_digests: Whether to trust digests in files.
+        by_digests: Whether to trust the digests in files, and to compare only chunks whose digests differ.
         timeout_s: Longest time without data from a replica, in seconds.
 
     Raises:
@@ -264,15 +264,15 @@ def _open(target: str, fetched: Path | None) -> StoredState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A difference between A and B in one tensor or value.
+    """A difference between state A and state B in one tensor or value.
 
     Attributes:
         name: Name of the tensor or value.
         kind: The kind of difference.
         one: Dtype and shape in A, as text; empty if A lacks it.
         other: Dtype and shape in B, as text; empty if B lacks it.
-        num_items: Number of elements of the tensor.
-        tally: Counts of the elements that differ.
+        num_items: Number of elements of the tensor; 0 if no elements were compared.
+        tally: Counts of the elements that differ; ``None`` if no elements were compared.
     """
 
     name: str
@@ -288,11 +288,11 @@ class Comparison:
     """The result of a comparison of two states.
 
     Attributes:
-        differences: The differences, in the order of the tensors in A, then of those only in B.
+        differences: The differences, in the order of state A; tensors that only state B has come after them.
         num_common: Number of tensors that both states have.
-        num_bytes: Number of bytes of these tensors.
+        num_bytes: Number of bytes of the tensors and values that both states have.
         num_bytes_by_digest: Number of bytes that were not read, because the digests of their chunks are equal.
-        has_values: Whether values other than tensors were compared, which needs states of the same format.
+        has_values: Whether values other than tensors were compared; only states of the same format allow this.
     """
 
     differences: tuple[Difference, ...]

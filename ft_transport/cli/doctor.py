@@ -44,9 +44,9 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        verdict: ``bad`` if the finding breaks or slows recovery, ``warn`` if the finding may do so.
-        found: The finding.
-        remedy: How to fix the fault; empty for a good result.
+        verdict: ``bad`` if the finding breaks or slows recovery, ``warn`` if the finding may do so, otherwise ``ok``.
+        found: Description of the finding.
+        remedy: How to fix the fault; empty without a fault.
     """
 
     name: str
@@ -65,8 +65,8 @@ def doctor_command(
 ) -> None:
     """Check this host and the network to its peers. Print each fault, and which setting fixes it.
 
-    The rate of each path is measured by a short fetch over one connection, of at most 256 MiB. The job token and
-    certificates come from the environment. Exits with 1 if a check is bad.
+    A short fetch over one connection, of at most 256 MiB, measures the rate of each network path. The job token and
+    certificates come from the environment. Exits with 1 if a check finds a fault that breaks or slows recovery.
     """
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
@@ -93,7 +93,7 @@ def status_command(
     """Show what each replica serves: step, size, and number of current receivers.
 
     The command asks all replicas at once, and waits at most 3 s. The job token and certificates come from the
-    environment. Exits with 1 if a replica does not respond, with 2 if an argument is no URL.
+    environment. Exits with 1 if a replica does not respond, with 2 if an argument is not a URL.
     """
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
@@ -230,7 +230,7 @@ def _advertised() -> Check:
 
 
 def _advertised_on_the_loopback() -> Check:
-    """Check the advertised address of a job without token and certificates: servers listen on the loopback only."""
+    """Check the advertised address of a job without token and certificates. Its servers listen only on the loopback."""
     remedy = f"set {TOKEN_VARIABLE} on all hosts of the job, so that they can reach each other"
     chosen = os.environ.get(ADVERTISE_VARIABLE, "")
     try:
@@ -238,10 +238,11 @@ def _advertised_on_the_loopback() -> Check:
     except TransportError as error:
         return _check("advertised", str(error), f"correct {ADVERTISE_VARIABLE}", "bad")
     if is_local:
-        found = "without a job token, servers here listen on the loopback alone: only this host can reach them"
+        found = "without a job token, servers on this host listen on the loopback alone: other hosts cannot reach them"
         return _check("advertised", found, remedy)
     found = (
-        f"{ADVERTISE_VARIABLE} is {chosen}, but without a job token a server listens on the loopback alone: it fails"
+        f"{ADVERTISE_VARIABLE} is {chosen}, but without a job token a server listens on the loopback alone, so that it "
+        "cannot start with this address"
     )
     return _check("advertised", found, remedy, "bad")
 

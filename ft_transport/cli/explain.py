@@ -104,8 +104,8 @@ def explain_command(
 ) -> None:
     """Show in which phases a recovery, save, load or publish spent its time, and which setting shortens them.
 
-    The command names missing files and reads the others. Exits with 0 if all explained operations succeeded, with 1 if
-    one of them failed or no record was found, with 2 if all files are missing.
+    The command warns of missing files and reads the others. Exits with 0 if all explained operations succeeded, with 1
+    if one of them failed or no record was found, with 2 if all files are missing.
     """
     if kind and kind not in KINDS:
         raise typer.BadParameter(f"expected one of {', '.join(KINDS)} as --kind, got {kind!r}")
@@ -138,10 +138,10 @@ def trace_command(
     ] = Path("trace.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the file and the number of records as JSON.")] = False,
 ) -> None:
-    """Write a trace for https://ui.perfetto.dev, with a process for each replica and a line for each rank.
+    """Write a trace for https://ui.perfetto.dev, with a process for each replica and a track for each rank.
 
-    The command names missing files and reads the others. Exits with 1 if no record was found, with 2 if all files are
-    missing or the trace cannot be written.
+    The command warns of missing files and reads the others. Exits with 1 if no record was found, with 2 if all files
+    are missing or the trace cannot be written.
     """
     records = read_records(files)
     if not records:
@@ -255,7 +255,7 @@ class Finding:
 
     Attributes:
         text: The reason, with figures.
-        remedy: How to remove the reason; empty if nothing needs to be done.
+        remedy: What to change; empty if nothing needs to be done.
         cost_s: The time that the reason cost, in seconds.
     """
 
@@ -267,7 +267,7 @@ class Finding:
 def explain(
     record: Record, *, others: Sequence[Record] = (), link_bits_per_s: Mapping[str, float] | None = None
 ) -> tuple[Finding, ...]:
-    """Return reasons for the length of an operation, by their cost in time.
+    """Return the reasons why an operation took its time or failed, those that cost most time first.
 
     Args:
         record: The record of the operation.
@@ -323,7 +323,7 @@ def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, 
 
 
 def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[str, float]) -> Finding | None:
-    """Return a finding if another network path, source or interface is much faster than that of the transfer."""
+    """Return a finding if another network path, source or link is much faster than the one that the transfer used."""
     own, rate = transfer.interface, transfer.bytes_per_s
     ways = [each for each in known if each.interface not in ("", own, _LOOPBACK)]
     best = max(ways, key=lambda each: each.bytes_per_s, default=None)

@@ -41,8 +41,8 @@ def inspect_command(
 ) -> None:
     """List the tensors of a replica's newest snapshot, of a file or of a checkpoint, without reading their data.
 
-    DCP's metadata is a pickle; it is read without running its code. Exits with 1 if the target is unreadable, is a
-    truncated file, or lacks a file of its index.
+    DCP's metadata is a pickle; the command reads it without running its code. Exits with 1 if the target is unreadable
+    or truncated, or contradicts its index.
     """
     contents = open_source(target)
     if as_json:
@@ -54,7 +54,7 @@ def inspect_command(
 
 
 def open_source(target: str, *, with_places: bool = False) -> Contents:
-    """Return the list of tensors of a replica's snapshot, a file or a checkpoint.
+    """Return the description of a replica's snapshot, a file or a checkpoint.
 
     Args:
         target: A URL or a path.
@@ -85,9 +85,9 @@ def is_url(target: str) -> bool:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return the newest complete checkpoint or published version in a directory of them.
+    """Return the path of the newest complete checkpoint or published version in a directory.
 
-    A path of a file, or of a checkpoint, is returned unchanged.
+    If ``path`` is a file, or is a checkpoint itself, return ``path``.
 
     Raises:
         NotFoundError: The directory has no complete checkpoint, or is unreadable.
@@ -138,8 +138,8 @@ def _of_peer(url: str) -> Contents:
     status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
     if status.step is None or status.snapshot is None:
         raise UnreadableError(
-            f"expected a snapshot at {peer}, it has none now; it takes one when a peer recovers, or for ft-transport "
-            f"fetch {url} and ft-transport verify {url}"
+            f"expected a snapshot at {peer}, got none; the replica takes one when a peer recovers, or for the commands "
+            f"ft-transport fetch {url} and ft-transport verify {url}"
         )
     path = bound_path(FULL_ROUTE, status.step, SnapshotId(status.snapshot))
     with connect(peer, _PEER_WITHIN_S) as connection:

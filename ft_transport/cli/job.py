@@ -1,7 +1,7 @@
-"""Collects the state of a job for ``ft-transport top``: requests ``/state`` of all processes, and joins the responses.
+"""Collects the state of a job for ``ft-transport top``: requests ``/state`` of all processes, and merges the responses.
 
-Only addresses that a quorum or the Lighthouse names are contacted, never an address in a browser's request. If there is
-a job token, each process must prove that it knows the token before any other request.
+It contacts only addresses that a quorum or the Lighthouse names, never an address in a browser's request. If the job
+has a token, each process must first prove that it knows the token.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class JobProcess:
         since_s: Seconds since ``presence`` changed, or since the first collection.
         error: Why the process does not respond; empty if it responds.
         step: The step of the replica in the last quorum.
-        state: The last response, without the lists that `JobState` joins; ``None`` before the first response.
+        state: The last response, without the lists that `JobState` merges; ``None`` before the first response.
     """
 
     name: str
@@ -118,7 +118,7 @@ class JobProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A record of a process of the job. Its times are converted to the clock of the collecting process."""
+    """A record from one process of the job, with its times converted to the clock of the collecting process."""
 
     name: str
     group_rank: int
@@ -127,7 +127,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobError:
-    """An error of a process of the job. Its time is converted to the clock of the collecting process."""
+    """An error from one process of the job, with its time converted to the clock of the collecting process."""
 
     name: str
     group_rank: int
@@ -167,10 +167,10 @@ class JobState:
 
 @dataclass(slots=True)
 class _Seen:
-    """Data about a process that is kept from one collection to the next.
+    """Data about a process that is stored between collections.
 
     Attributes:
-        process: The process, with all lists of its last response.
+        process: The process; its state has all lists of the last response.
         since_s: Time of the last change of its presence, by the clock of `JobWatch`.
         ahead_s: Seconds by which the clock of this host is ahead of the process's clock.
     """
@@ -186,7 +186,7 @@ class JobWatch:
     Args:
         find: Function that finds the replicas of the job, in one or two seconds.
         connect: Function that connects to a process, with the job token.
-        clock: Monotonic seconds.
+        clock: Returns monotonic time, in seconds.
     """
 
     def __init__(
@@ -201,15 +201,15 @@ class JobWatch:
         self._mutex = threading.Lock()
 
     def look(self) -> JobState:
-        """Collect the state now. It takes at most a few seconds. If another thread is collecting, wait for it first."""
+        """Collect the state now, in a few seconds at most. If another thread is collecting, wait for it first."""
         with self._mutex:
             return self._look()
 
     def recent(self) -> JobState:
-        """Return the last collected state, or collect a new one if the last is older than its collection took.
+        """Return the last collected state, or collect a new one if the last one is too old.
 
-        The result may always be half a second old. However many browsers ask, this collects at most twice a second,
-        and at most half of the time.
+        A state is too old after half a second, or after the time that its collection took if that is longer. So, for
+        any number of browsers, collections begin at most twice a second and take at most half of the time.
         """
         with self._mutex:
             if self._last is None or self._clock() - self._last[0] > max(_FRESH_S, self._last[1].took_s):
@@ -252,7 +252,7 @@ class JobWatch:
         return num_left_out
 
     def _ask_all(self) -> dict[_Key, ProcessState | str]:
-        """Request the state of all processes. Return states, or error messages, or `_LATE`, by process."""
+        """Request the state of all processes. Return the state, an error message or `_LATE` for each process."""
         keys = [key for key, seen in self._seen.items() if seen.process.address]
         if not keys:
             return {}
@@ -277,7 +277,7 @@ class JobWatch:
             return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
 
     def _forget_the_past(self, now_s: float, known: set[str]) -> None:
-        """Remove replicas that left long ago, or that another run with the same name has replaced."""
+        """Remove replicas that left long ago, and those that a later run with the same name has replaced."""
         rows = [seen.process for seen in self._seen.values()]
         there = {
             (row.name, row.group_rank)
@@ -355,11 +355,11 @@ def _update(seen: _Seen, answer: ProcessState | str | None, now_s: float, *, is_
 
 
 def _departed(changes: Iterable[MembershipChange], names: set[str]) -> Iterator[JobProcess]:
-    """Yield replicas that left before the first collection, as the remaining replicas report.
+    """Yield the replicas that left before the first collection, according to the remaining replicas.
 
     Args:
         changes: Changes of membership, sorted by time.
-        names: Names of the replicas that are shown already.
+        names: Names of the replicas that were already found.
     """
     for name, change in {name_of(change.replica_id): change for change in changes}.items():
         since_s = now_unix_s() - change.unix_s
@@ -395,6 +395,6 @@ def _bounded(state: ProcessState, peer: str) -> ProcessState:
     num_bytes = len(encode_json(replace(kept, records=(), errors=())))
     if num_bytes > _MAX_KEPT_BYTES:
         raise PeerProtocolError(
-            f"expected at most {_MAX_KEPT_BYTES} bytes as the state of a process, got {num_bytes}", peer=peer
+            f"expected a state of a process of at most {_MAX_KEPT_BYTES} bytes, got {num_bytes} bytes", peer=peer
         )
     return kept

@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files, single or as shards of a model, and checks them as the library does.
+"""Reads the headers of safetensors files, and checks them as the safetensors library does.
 
 A file has the length of the header (8 bytes, little-endian), the header as JSON, and the data:
 https://huggingface.co/docs/safetensors (Format). The checks are those of the library's ``tensor.rs``. A snapshot that a
@@ -82,7 +82,7 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
     """Return the tensors and metadata in the header of a safetensors file.
 
     Args:
-        read: Reads the file.
+        read: Function that reads bytes of the file.
         kind: Description of the source, for `Contents.kind`.
         name: Name of the file, for error messages.
         file: Name of the file in its directory, for the positions of tensors.
@@ -93,11 +93,13 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
     begin = read(0, _LENGTH.size)
     num_bytes = _LENGTH.unpack(begin)[0] if len(begin) == _LENGTH.size else 0
     if num_bytes < 2:
-        raise UnreadableError(f"expected a safetensors file, {name} does not begin with the length of a header")
+        raise UnreadableError(
+            f"expected the length of a header at the beginning of the safetensors file {name}, got none"
+        )
     if num_bytes > _MAX_BYTES:
         raise UnreadableError(
-            f"expected a safetensors file, with a header of at most {_MAX_BYTES} bytes; the header of {name} would "
-            f"have {num_bytes}"
+            f"expected a safetensors file with a header of at most {_MAX_BYTES} bytes, got a header of {num_bytes} "
+            f"bytes in {name}"
         )
     try:
         header = read(_LENGTH.size, num_bytes)
@@ -125,7 +127,7 @@ def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents
 
 
 def read_file(path: Path, *, file: str = "") -> Contents:
-    """Return the tensors of a safetensors file. ``troubles`` has the reasons if the library cannot open the file.
+    """Return the tensors of a safetensors file. If the library cannot open the file, ``troubles`` has the reasons.
 
     Args:
         path: The path of the file.
@@ -138,7 +140,7 @@ def read_file(path: Path, *, file: str = "") -> Contents:
         try:
             contents = read_header(opened.read, kind="safetensors file", name=str(path), file=file)
         except OSError as error:
-            raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
+            raise UnreadableError(f"cannot read the safetensors file {path}: {error}") from error
     ends = (part.start + part.num_bytes for part in _parts(contents.tensors))
     missing = max(0, max(ends, default=contents.data_start) - opened.num_bytes)
     troubles = _layout_troubles(contents, opened.num_bytes - contents.data_start, path.name)
@@ -146,12 +148,12 @@ def read_file(path: Path, *, file: str = "") -> Contents:
 
 
 def read_files(directory: Path, index: Path | None) -> Contents:
-    """Return the tensors of all safetensors files in a directory. ``troubles`` has contradictions with the index.
+    """Return the tensors of all safetensors files in a directory, with their faults in ``troubles``.
 
     Args:
         directory: The directory.
         index: An index file, which names the file of each tensor. Without an index, all safetensors files of the
-            directory are read, and a tensor may be divided into several files, as by DCP's `HuggingFaceStorageWriter`.
+            directory are read. A tensor may be divided among several files, as `HuggingFaceStorageWriter` of DCP does.
 
     Raises:
         UnreadableError: The index is invalid.
@@ -222,9 +224,9 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
 
 
 def _moved(tensor: TensorEntry, offsets: tuple[int, ...] | None) -> TensorEntry:
-    """Return a shard of a tensor, placed at its first index.
+    """Return a shard of a tensor with the shard's position in the whole tensor.
 
-    As in DCP's reader, the shape is the smallest that contains the shard.
+    As in DCP's reader, the shape of the whole tensor becomes the smallest one that contains the shard.
     """
     (piece,) = tensor.pieces
     if offsets is None or len(offsets) != len(piece.sizes):
@@ -246,7 +248,7 @@ def _tensor(path: str, entry: _Entry, data: StoredPart) -> TensorEntry:
 
 
 def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator[str]:
-    """Yield faults that the library's ``Metadata::validate`` refuses: tensors must fill the file without gaps."""
+    """Yield the faults that ``Metadata::validate`` of the library refuses: tensors must fill the file without gaps."""
     for tensor in contents.tensors:
         yield from _size_troubles(tensor)
     shown, end = escape(name), 0
@@ -292,7 +294,7 @@ def _parts(tensors: Iterable[TensorEntry]) -> Iterator[StoredPart]:
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse duplicate fields, as the library does. Of two tensors with the same name, the last one counts."""
+    """Refuse a field that occurs twice, as the library does. Of two tensors of the same name, both use the last one."""
     fields = [name for name, _ in pairs if name in _FIELDS]
     if len(fields) > len({*fields}):
-        raise ValueError(f"expected each field once, one of {', '.join(sorted({*fields}))} occurs twice")
+        raise ValueError(f"expected each field once, got one of {', '.join(sorted({*fields}))} twice")

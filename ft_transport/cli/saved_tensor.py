@@ -44,7 +44,7 @@ class ZipEntry:
     """An entry of a zip file.
 
     Attributes:
-        name: Name of the entry, without the name of the archive in front.
+        name: Name of the entry, without the leading name of the archive.
         head: Position of the entry's header.
         num_bytes: Length of the entry's data.
         crc: CRC-32 of the data; 0 if ``torch.serialization.set_crc32_options(False)`` turned it off.
@@ -79,11 +79,11 @@ def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
     """Return the entries of a file of ``torch.save``, in the order of the zip directory.
 
     Args:
-        read: Reads the file.
+        read: Function that reads bytes of the file.
         num_bytes: Length of the file.
 
     Raises:
-        UnreadableError: ``torch.save`` has not written the file, or the file is damaged.
+        UnreadableError: The file is damaged, or is not one of ``torch.save``.
     """
     try:
         found = list(_entries(read, num_bytes))
@@ -93,7 +93,7 @@ def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
     entries = [replace(entry, name=entry.name.partition("/")[2]) for entry in found]
     # ``torch.load`` requires this too.
     if len(archives) != 1 or not any(entry.name in _VERSIONS for entry in entries):
-        raise UnreadableError("expected a file of torch.save, names in its directory are damaged or missing")
+        raise UnreadableError("expected a file of torch.save, got damaged or missing names in its zip directory")
     return entries
 
 
@@ -105,11 +105,11 @@ def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
     """
     head = read(entry.head, _LOCAL.size)
     if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
-        raise UnreadableError("expected a file of torch.save, an entry is not where the directory says")
+        raise UnreadableError("expected a file of torch.save, got a zip directory with a wrong position of an entry")
     fields = _LOCAL.unpack(head)
     start: int = entry.head + _LOCAL.size + fields[9] + fields[10]
     if start + entry.num_bytes > num_bytes:
-        raise UnreadableError(f"expected a file of torch.save, its entry {entry.name} is longer than the file")
+        raise UnreadableError(f"expected a file of torch.save, got an entry {entry.name} that is longer than the file")
     return start
 
 
@@ -117,7 +117,7 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
     """Return the position of the tensor in a file of ``torch.save`` that contains only one CPU tensor.
 
     Args:
-        read: Reads the file.
+        read: Function that reads bytes of the file.
         num_bytes: Length of the file.
         item_bytes: Length of an element.
 
@@ -127,9 +127,9 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
     by_name = {entry.name: entry for entry in zip_entries(read, num_bytes)}
     pickled, storage, order = by_name.get("data.pkl"), by_name.get("data/0"), by_name.get("byteorder")
     if pickled is None or storage is None or pickled.num_bytes > _MAX_PICKLE_BYTES:
-        raise UnreadableError("expected a file of torch.save with one tensor")
+        raise UnreadableError("expected a file of torch.save with one tensor, got other entries")
     if order is not None and read(start_of(order, read, num_bytes), min(order.num_bytes, 16)) != b"little":
-        raise UnreadableError("expected a tensor in little-endian byte order")
+        raise UnreadableError("expected a tensor in little-endian byte order, got another order")
     try:
         kind, arguments = _walk(read(start_of(pickled, read, num_bytes), pickled.num_bytes))
         while kind == ("torch._utils", "_rebuild_parameter"):
@@ -146,13 +146,13 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
     numbers = (offset, *shape, *strides)
     is_empty = 0 in shape
     if min(numbers) < 0 or (not is_empty and start + (last + 1) * item_bytes > end):
-        raise UnreadableError(f"expected a tensor of shape {shape} with strides {strides}, its storage is too short")
+        raise UnreadableError(f"expected a storage for shape {shape} with strides {strides}, got one that is too short")
     return SavedTensor(start, end, shape, strides, kind == _REBUILD_QUANTIZED)
 
 
 @lru_cache(1024)
 def _walk(pickled: bytes) -> Any:
-    """Parse a pickle into tuples, strings and numbers. Results are cached: equal tensors have equal pickles.
+    """Parse a pickle into tuples, strings and numbers. Results are cached, because similar tensors have equal pickles.
 
     A name becomes ``(module, name)``, a call ``(name, arguments)``, a persistent id ``("persistent", id)``. Time and
     memory are proportional to the length of the pickle.
@@ -187,7 +187,9 @@ def _walk(pickled: bytes) -> Any:
             case "PROTO" | "STOP":
                 pass
             case _:
-                raise ValueError(f"expected the pickle of a tensor, which has no {opcode.name}")
+                raise ValueError(
+                    f"expected the pickle of a tensor, got its opcode {opcode.name}, which no tensor needs"
+                )
     return stack.pop()
 
 
@@ -204,7 +206,7 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
     end = num_bytes - _END.size
     signature, *_, count, size, start, _comment = _END.unpack_from(tail, len(tail) - _END.size)
     if signature != b"PK\x05\x06":
-        raise UnreadableError("expected a file of torch.save, it has no zip directory at its end")
+        raise UnreadableError("expected a file of torch.save, got one without a zip directory at its end")
     signature, _disk, position, disks = _LOCATOR_64.unpack_from(tail, len(tail) - _END.size - _LOCATOR_64.size)
     is_damaged = False
     if signature == b"PK\x06\x07":
@@ -212,9 +214,12 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
         count, size, start = found[7:]
         is_damaged = (*found[:2], *found[4:7], disks) != (b"PK\x06\x06", _END_64.size - 12, 0, 0, count, 1)
     if is_damaged or start + size != end:
-        raise UnreadableError("expected a file of torch.save, the end of its directory is damaged")
+        raise UnreadableError("expected a file of torch.save, got a zip directory whose end is damaged")
     if size > _MAX_DIRECTORY_BYTES or count > _MAX_ENTRIES:
-        raise UnreadableError(f"expected a file of torch.save, its directory has {count} entries in {size} bytes")
+        raise UnreadableError(
+            f"expected a zip directory of at most {_MAX_ENTRIES} entries in {_MAX_DIRECTORY_BYTES} bytes, got {count} "
+            f"entries in {size} bytes"
+        )
     directory = tail[start - tail_start :] if start >= tail_start else read(start, size)
     at = 0
     for _ in range(count):
@@ -226,14 +231,14 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
         stored, length, local = _widened(extra, stored, length, local)
         at += _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
         if fields[0] != b"PK\x01\x02" or fields[3] & ~_FLAGS or fields[4] or stored != length or any(fields[13:16]):
-            raise UnreadableError("expected a file of torch.save, it has compressed entries or a damaged directory")
+            raise UnreadableError("expected a file of torch.save, got compressed entries or a damaged zip directory")
         yield ZipEntry(name, local, length, fields[7])
     if at != size:
-        raise UnreadableError("expected a file of torch.save, its directory is damaged")
+        raise UnreadableError("expected a file of torch.save, got a damaged zip directory")
 
 
 def _widened(extra: bytes, stored: int, length: int, local: int) -> tuple[int, int, int]:
-    """Return the sizes and position of an entry, from its ZIP64 extra field where a 32-bit field is full."""
+    """Return the sizes and position of an entry; if a 32-bit field is full, the ZIP64 extra field has its value."""
     at = 0
     while at + _EXTRA.size <= len(extra):
         kind, num_bytes = _EXTRA.unpack_from(extra, at)

@@ -1,4 +1,4 @@
-"""Fetches snapshots of replicas into files; from two replicas only the chunks that differ, at a common step."""
+"""Fetches snapshots of replicas into files. To compare two replicas, it fetches only the chunks that differ."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SnapshotFiles:
     Attributes:
         directory: The directory.
         timeout_s: Longest time without data, in seconds.
-        paths: The last fetched file, by URL.
+        paths: Path of the last file that was fetched from each URL.
         num_bytes: Total number of fetched bytes.
     """
 
@@ -93,7 +93,7 @@ class SnapshotFiles:
         Args:
             url: URL of the replica.
             step: The step of the snapshot.
-            wanted: Returns the indices of the chunks to fetch from a manifest; ``None`` for all chunks.
+            wanted: Function of the manifest that returns the indices of the chunks to fetch; ``None`` for all chunks.
 
         Raises:
             TransportError: The replica is unreachable, or the file cannot be written.
@@ -112,12 +112,12 @@ class SnapshotFiles:
         return fetched
 
     def fetch_both(self, one: str, other: str, step: int | None) -> tuple[FetchedFile, FetchedFile]:
-        """Fetch the chunks that differ between two replicas, from both; all chunks if the layouts differ.
+        """Fetch from both replicas the chunks that differ between them, or all chunks if the layouts differ.
 
         Args:
             one: URL of the first replica.
             other: URL of the second replica.
-            step: The required step. Default: a common step if the replicas reach one, otherwise their newest steps.
+            step: The required step; ``None`` for a common step if the replicas reach one, otherwise their newest steps.
 
         Raises:
             TransportError: A replica is unreachable or does not serve ``step``, or a file cannot be written.
@@ -135,8 +135,8 @@ class SnapshotFiles:
             if _are_the_same(first.manifest, first_asked) and _are_the_same(second.manifest, second_asked):
                 return first, second
         raise SnapshotReplacedError(
-            "expected the snapshots to be served until they are compared, newer ones replaced them each time; fetch "
-            "both into files, and compare the files",
+            f"newer snapshots replaced the compared ones in each of {_MAX_TRIES} attempts; fetch both into files with "
+            "ft-transport fetch, and compare the files",
             peer=one,
         )
 
@@ -146,7 +146,7 @@ def _are_the_same(one: Manifest, other: Manifest) -> bool:
 
 
 def differing_from(known: Manifest | None) -> Callable[[Manifest], Collection[int]] | None:
-    """Return a function that returns the chunks in which its argument differs from a known manifest."""
+    """Return a function that selects the chunks of a manifest that differ from ``known``; ``None`` without it."""
     if known is None:
         return None
 
@@ -162,8 +162,8 @@ class UnequalChunks:
     """The chunks with different digests in two snapshots of one layout.
 
     Attributes:
-        numbers: Chunk indices whose digests differ.
-        tensors: Both snapshots' tensors by name.
+        numbers: Indices of the chunks.
+        tensors: The tensors, which are the same in both snapshots, by name.
         chunk_bytes: Length of a chunk.
     """
 
@@ -203,9 +203,9 @@ class UnequalChunks:
 
 @contextmanager
 def asked_for_one_step(peers: Peers, step: int | None, *, timeout_s: float) -> Iterator[Manifests]:
-    """Yield the manifests of two replicas, with digests, of a common step if possible, otherwise of the newest steps.
+    """Yield the manifests of two replicas, with digests, for a common step if possible, otherwise for the newest steps.
 
-    While the context manager is open, both replicas keep serving these snapshots, at least until their lease ends.
+    Until the end of the block, the replicas do not replace these snapshots, unless a lease ends earlier.
 
     Args:
         peers: The replicas.
@@ -241,9 +241,9 @@ def _of_the_one_behind(ask: _Ask, steps: list[int]) -> Manifests | None:
 
 
 def _of_a_step_to_come(ask: _Ask, steps: list[int], wait_s: float) -> Manifests | None:
-    """Request a future step that both replicas reach. If a replica has passed the step, request one further ahead.
+    """Return both manifests of a future step; ``None`` if the replicas do not reach it in time.
 
-    Return ``None`` if the replicas do not reach the step in time.
+    If a replica has already passed the requested step, request a step that is further ahead.
     """
     newest, until_s, lead = max(steps), time.monotonic() + wait_s, 1
     while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:

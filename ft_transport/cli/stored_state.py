@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, and finds the position of each tensor, or of its boxes, in these files."""
+"""Opens a file or the files of a checkpoint, and finds the position of each tensor, or of each of its boxes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StoredFile:
         """Open a file. Symbolic links are followed, because a Hugging Face cache consists of them.
 
         Raises:
-            NotFoundError: The file does not exist, or is no regular file.
+            NotFoundError: The file does not exist, or is not a regular file.
         """
         try:
             return cls(open_regular(Path(os.path.realpath(path))))
@@ -83,7 +83,9 @@ def path_in(directory: Path, name: str) -> Path:
         UnreadableError: The name points outside of the directory.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UnreadableError(f"expected files of the checkpoint, {escape(name)} is outside of its directory")
+        raise UnreadableError(
+            f"expected a file in the directory of the checkpoint, got {escape(name)}, which is outside of it"
+        )
     return (directory if directory.is_dir() else directory.parent) / name if name else directory
 
 
@@ -133,7 +135,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, or another value as a tensor of bytes. The pieces cover each element exactly once."""
+    """A tensor, or another value in the form of a tensor of bytes. The pieces contain each element exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -196,7 +198,7 @@ class StoredState:
         """
         gap = find_gap(entry.shape, [(piece.offsets, piece.sizes) for piece in entry.pieces])
         if gap:
-            raise UnreadableError(f"expected the complete tensor {escape(entry.path)}, {gap}")
+            raise UnreadableError(f"expected a complete tensor {escape(entry.path)}, but {gap}")
         bits = ITEM_BITS.get(entry.dtype)
         if bits is None or bits % 8:
             return self._bytes_of(entry)
@@ -204,7 +206,7 @@ class StoredState:
         return StoredTensor(dtype=entry.dtype, shape=entry.shape, item_bytes=bits // 8, pieces=pieces)
 
     def value(self, name: str, part: StoredPart) -> StoredTensor:
-        """Find the position of a value: the entries of its zip file, except those that describe the writer."""
+        """Find the positions of a value's data: the entries of its zip file, except those that describe the writer."""
         file, part = self.located(part, name)
         read = self.reader(file, part)
         try:
@@ -224,7 +226,7 @@ class StoredState:
     def _piece(self, entry: TensorEntry, piece: TensorPiece, item_bytes: int) -> StoredPiece:
         box, part = (piece.offsets, piece.sizes), piece.stored
         if part is None:
-            raise UnreadableError(f"expected the complete tensor {escape(entry.path)}, a part is not stored")
+            raise UnreadableError(f"expected a complete tensor {escape(entry.path)}, but a part of it is not stored")
         file, part = self.located(part, entry.path, entry.num_bytes + _MAX_AROUND_BYTES)
         if part.is_raw:
             self._check_length(entry, part, math.prod(box[1]) * item_bytes)
@@ -235,17 +237,17 @@ class StoredState:
             raise UnreadableError(f"{escape(entry.path)}: {error.message}") from error
         if found.shape != piece.sizes:
             raise UnreadableError(
-                f"expected a part of {escape(entry.path)} with the shape {piece.sizes} of the metadata, got "
+                f"expected the shape {piece.sizes} of a part of {escape(entry.path)}, as the metadata says, got "
                 f"{found.shape}"
             )
         if found.is_quantized and not self._takes_quantized:
             raise UnreadableError(
-                f"expected a plain tensor, {escape(entry.path)} is quantized, and scales cannot be compared"
+                f"expected a plain tensor, got {escape(entry.path)}, which is quantized: scales cannot be compared"
             )
         return StoredPiece(box, file, part.start + found.start, found.strides)
 
     def _bytes_of(self, entry: TensorEntry) -> StoredTensor:
-        """Return a tensor as a tensor of bytes, because its elements are no whole bytes or of unknown size."""
+        """Return a tensor as a tensor of bytes, because the size of its elements is unknown or a fraction of a byte."""
         piece = entry.pieces[0]
         assert piece.stored is not None, "the pieces of a safetensors file are"
         if len(entry.pieces) > 1:
@@ -257,7 +259,7 @@ class StoredState:
 
     def _check_length(self, entry: TensorEntry, part: StoredPart, num_bytes: int) -> None:
         if part.num_bytes != num_bytes:
-            raise UnreadableError(f"expected {num_bytes} bytes of {escape(entry.path)}, {part.num_bytes} are stored")
+            raise UnreadableError(f"expected {num_bytes} stored bytes of {escape(entry.path)}, got {part.num_bytes}")
 
     def _open(self, part: StoredPart, name: str) -> StoredFile:
         file = self._files.get(part.file)
@@ -267,12 +269,12 @@ class StoredState:
         if start < 0 or end < start or end > file.num_bytes:
             where = escape(str(path_in(self._path, part.file)))
             raise UnreadableError(
-                f"expected bytes [{start}, {end}) of {escape(name)} in {where}, which has {file.num_bytes} bytes"
+                f"expected bytes [{start}, {end}) of {escape(name)} in {where}, got a file of {file.num_bytes} bytes"
             )
         return file
 
     def located(self, part: StoredPart, name: str, most_bytes: int = _MAX_VALUE_BYTES) -> tuple[StoredFile, StoredPart]:
-        """Return the open file with a part, and the position of the part in it. A compressed part is decompressed.
+        """Return the open file that contains a part, and the part's position in it. Decompresses a compressed part.
 
         Args:
             part: The position of the part in the checkpoint.
@@ -300,7 +302,7 @@ class StoredState:
 
     @staticmethod
     def reader(file: StoredFile, part: StoredPart) -> Callable[[int, int], bytes]:
-        """Return a function that reads bytes of a part; its positions begin at the start of the part."""
+        """Return a function that reads bytes of a part, at positions relative to the start of the part."""
         if part.num_bytes <= _READ_WHOLE_BYTES:
             whole = file.read(part.start, part.num_bytes)
             return lambda start, num_bytes: whole[start : start + num_bytes]

@@ -1,4 +1,4 @@
-"""``ft-transport top``: shows a running job in a terminal or on a web page. ``watch-token``: prints its password."""
+"""``ft-transport top``: shows a running job in a terminal or on a page. ``watch-token``: prints the page's password."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def top_command(
     the environment. Exits with 1 if, at the last refresh, the Lighthouse could not be read, no replica was found, or a
     process did not respond.
 
-    With --serve, it serves a page about the job to browsers until Ctrl-C. If the job has a token, browsers need the
-    watch token.
+    With --serve, the command serves a page about the job to browsers until Ctrl-C. If the job has a token, browsers
+    need the watch token.
     """
     if serve:
         _serve(_watch(address), host, port)
@@ -187,8 +187,8 @@ def _single_keys() -> Iterator[None]:
 class JobFinder:
     """Finds the replicas of a job. Each call takes one or two seconds. Not thread-safe.
 
-    Given the address of a process, it learns the Lighthouse and the members of the last quorum from this process. It
-    remembers both when the process has exited.
+    Given the address of a process, it requests the Lighthouse and the members of the last quorum from this process, and
+    uses the last response after the process has exited.
 
     Args:
         address: ``host:port`` or URL of the Lighthouse, or of a process of the job.
@@ -207,7 +207,7 @@ class JobFinder:
         self._alone: tuple[KnownMember, ...] = ()
 
     def __call__(self) -> KnownJob:
-        """Read the state of the process, unless the address is a Lighthouse's, and then the Lighthouse's page."""
+        """Read the Lighthouse's page. If the given address is that of a process, read the process's state first."""
         if not self._is_lighthouse:
             self._ask_process()
         status = read_status(self._lighthouse, _STATUS_S) if self._lighthouse else None
@@ -239,7 +239,7 @@ def job_of(
         lighthouse: Address of the Lighthouse; empty for a job without one.
         status: The content of the Lighthouse's page, which is not authenticated; ``None`` if it cannot be read.
         members: The members of the last quorum, as a process reports them.
-        alone: The process at the given address, for a job without members.
+        alone: The process at the user's address, for a job without known members.
     """
     page = status if status is not None else LighthouseStatus(reason="", num_asking=None, alive=(), silent=())
     addresses = {each.replica_id: each.addresses for each in page.members}

@@ -80,7 +80,7 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
 
 
 def flows_of(job: JobState) -> dict[tuple[str, int], str]:
-    """Return a text about the current transfers of each process, by name and rank."""
+    """Describe the current transfers of each process, by name and rank."""
     names = {_netloc(process.address): process.name for process in job.processes if process.address}
     flows: dict[tuple[str, int], list[str]] = {}
     for process in job.processes:
@@ -166,7 +166,7 @@ def _usual_s(manager: ManagerStatus) -> float:
 
 
 def _period_s(step: StepStatus) -> float:
-    """Return the time from one step boundary to the next, or until the commit of the last step."""
+    """Return the time from the step's boundary to the next boundary, or to the commit if there is no next one yet."""
     return step.period_s or step.length_s
 
 
@@ -247,7 +247,7 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
 
 
 def _remark(manager: ManagerStatus | None, process: JobProcess) -> str:
-    """Return the error of a process that does not respond, or the holder of a lock that has been held for over 1 s."""
+    """Return the error of a process that does not respond, or the section that has held the state lock for over 1 s."""
     if process.error and process.presence != "here":
         return escape(process.error, 60)
     holders = manager.lock.holders if manager is not None else ()

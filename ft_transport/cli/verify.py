@@ -188,7 +188,9 @@ def _of_ours(path: Path, step: int | None) -> list[str]:
     except (CheckpointDamagedError, OSError) as error:
         troubles = [f"{type(error).__name__}: {error}"]
     if troubles and not (path.exists() and os.path.samestat(begun, path.stat())):
-        raise NotFoundError(f"{path} was deleted or replaced while it was read; verify it again, or another checkpoint")
+        raise NotFoundError(
+            f"{path} was deleted or replaced while it was read; verify the directory again, or another one"
+        )
     return troubles
 
 
@@ -239,7 +241,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     """Yield the chunks of a file that differ from their digests.
 
     Raises:
-        ManifestError: The job token is missing, or ``fetch`` has not written the file.
+        ManifestError: The file has no digests, or its digests need a job token that this process lacks.
     """
     from ft_transport.http.client.manifests import find_damaged
     from ft_transport.runtime.regular_files import read_pieces
@@ -248,7 +250,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)
         if manifest.digests is None:
-            raise ManifestError("expected digests in the file, it has none")
+            raise ManifestError("expected a file with digests, got one without")
 
         def views(start: int, end: int) -> Iterator[memoryview]:
             return read_pieces(file.descriptor, manifest.header_bytes + start, manifest.header_bytes + end)
@@ -262,7 +264,7 @@ def read_manifest(file: StoredFile) -> Manifest:
     """Return the manifest in a file that ``fetch`` has written.
 
     Raises:
-        ManifestError: The file has no manifest, or its digests were made with a job token that this process lacks.
+        ManifestError: The file has no manifest, or its digests need a job token that this process lacks.
     """
     from ft_transport.settings import TransportSettings
     from ft_transport.wire.manifest import MAX_HEADER_BYTES, decode_header
@@ -354,7 +356,9 @@ class RecordSums:
         while start < end and not self._is_stopped:
             num_bytes = os.preadv(file.descriptor, [buffer[: end - start]], start)
             if not num_bytes:
-                raise UnreadableError("expected a file that does not change while it is read, it became shorter")
+                raise UnreadableError(
+                    "the file became shorter while it was read; verify it again when no process writes to it"
+                )
             crc = zlib.crc32(buffer[:num_bytes], crc)
             start += num_bytes
         return crc

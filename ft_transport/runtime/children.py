@@ -82,7 +82,7 @@ _gate = _Gate()
 def delaying_forks() -> Iterator[None]:
     """Delay forks by other threads until the end of the block, for 5 seconds at most.
 
-    Use this around a library call that opens sockets: the caller can register their holder only after the call.
+    Use this around a library call that opens sockets, because their holder can be registered only after the call.
     Several threads may be in such blocks at the same time.
     """
     gate = _gate
@@ -143,7 +143,7 @@ def _open_descriptors() -> Iterable[int]:
 
 
 def _is_of_any(holders: list[SocketHolder], file_holders: list[FileHolder], number: int) -> bool:
-    """Return whether a holder uses a descriptor. Asks the kernel, as the fork may have interrupted a Python update."""
+    """Return whether a holder uses a descriptor. Asks the kernel: Python's own data may be half updated."""
     try:
         status = os.fstat(number)
     except OSError:

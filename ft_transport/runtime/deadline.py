@@ -24,7 +24,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: timedelta | None) -> Deadline:
-        """Return the deadline that passes ``timeout`` from now; ``None`` for a deadline that never passes."""
+        """Return a deadline at ``timeout`` from now; one that never passes if ``timeout`` is ``None``."""
         return cls() if timeout is None else cls(at_s=time.monotonic() + timeout.total_seconds())
 
     def cap(self, timeout: timedelta) -> timedelta:

@@ -16,7 +16,7 @@ brackets, even under an ignored key, raise ``RecursionError``: 2 KB from a peer 
 
 
 class _Pause:
-    """One pause. It ends with its last reference, so an exception from a signal handler cannot leave a pause open."""
+    """One pause of the collector. It ends with its last reference, even if a signal handler raises in between."""
 
     __slots__ = ("__weakref__",)
 

@@ -22,7 +22,10 @@ def import_on_use(namespace: dict[str, Any]) -> None:
     package: str = namespace["__name__"]
     source = namespace["__loader__"].get_source(package)
     if source is None:
-        raise ImportError(f"expected the source code of {package}, which lists its names, got only compiled code")
+        raise ImportError(
+            f"expected {package} with its source code, from which the public names are read, got only compiled code; "
+            "install the package with its .py files"
+        )
     module_of = {
         alias.asname: str(node.module)
         for node in ast.walk(ast.parse(source))

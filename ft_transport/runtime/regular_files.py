@@ -40,7 +40,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = _FILE_MODE) -
 
     Args:
         path: Path of the file.
-        flags: Flags of ``os.open``, without ``O_TRUNC``: it would empty the file before the check.
+        flags: Flags of ``os.open``, without ``O_TRUNC``, which would empty the file before the check.
         mode: Permissions of a new file, before the umask.
 
     Raises:
@@ -111,7 +111,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 
 def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
-    """Yield bytes ``[start, end)`` of a file, or up to its end, piece by piece; each piece overwrites the last one."""
+    """Yield bytes ``[start, end)`` of a file, or up to its end, in pieces; each piece overwrites the previous one."""
     piece = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
     while start < end and (count := os.preadv(descriptor, [piece[: end - start]], start)):
         yield piece[:count]
@@ -119,7 +119,7 @@ def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Try to lock an open file until the descriptor is closed or the process ends.
+    """Try to lock an open file. The lock lasts until the descriptor is closed or the process ends.
 
     Returns:
         Whether the file is locked now; ``False`` if another process or descriptor holds the lock.

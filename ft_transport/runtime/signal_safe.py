@@ -1,4 +1,4 @@
-"""Conditions, events, futures, threads and counters that stay usable when a signal handler raises in the middle of one.
+"""Conditions, events, futures, threads and counters that stay usable if a signal handler raises inside their methods.
 
 CPython runs signal handlers on the main thread between any two bytecode instructions, even inside Python code of the
 standard library. If a handler raises in ``Condition.__enter__`` after the lock was acquired, the lock is never
@@ -207,7 +207,7 @@ class Place:
 
 
 class Places:
-    """Counts current uses of a limited resource. A use ends with `Place.give_back` or the last reference to its place.
+    """Counts current uses of a limited resource. Each use ends with `give_back` or the last reference to its `Place`.
 
     If a signal handler raises between the call of `take` and the ``try`` after it, the place is freed with its last
     reference; a plain counter would stay too high forever. The caller must hold one lock around all calls.

@@ -47,7 +47,7 @@ class Metric:
         name: Name without `PREFIX`; the name of a counter ends in ``_total``.
         help: Description for Prometheus, in one sentence.
         label_names: Names of the labels, separated by spaces.
-        known: Values of the only label for which a scrape shows a 0 before the first event.
+        known: Values of the label that a scrape shows as 0 before their first event, for a metric with one label.
         bounds: Upper bounds of a histogram's buckets, ascending; empty for counters and gauges.
     """
 
@@ -172,8 +172,8 @@ class MetricValues:
 
     Args:
         source: Name of the source in the table of metrics.
-        mutex: Reentrant lock, if several threads add to the values; a signal handler may interrupt an addition with
-            another one. A child that was forked during an addition must not add.
+        mutex: Lock for additions, needed if several threads add. It must be reentrant, because a signal handler may add
+            in the middle of an addition. A child that was forked in the middle of an addition must not add.
     """
 
     def __init__(self, source: str, mutex: AbstractContextManager[object] | None = None) -> None:
@@ -198,7 +198,7 @@ class MetricValues:
             self._numbers(METRICS[name], labels)[-1] = to
 
     def readings(self) -> Iterator[Reading]:
-        """Return the current values; a `Source`."""
+        """Return the current values. This method is a `Source`."""
         for name, series in self._values.items():
             if not series:
                 yield Reading(name, None)
@@ -218,7 +218,7 @@ class MetricValues:
 
 
 def _zeros(metric: Metric) -> list[float]:
-    """Return a 0 for each bucket of a histogram, and one for the sum or the value."""
+    """Return a 0 for each bucket of a histogram and one for its sum, or a single 0 for another metric."""
     return [0] * (len(metric.bounds) + bool(metric.bounds) + 1)
 
 
@@ -236,8 +236,8 @@ class Metrics:
     def collect(self, source: Source) -> Callable[[], None]:
         """Add a source that each scrape reads.
 
-        This object references the source strongly. So the source must reference an object with a shorter lifetime
-        weakly (`weakly`). The source must limit the number of label values.
+        This object references the source strongly. So the source must reference an object with a shorter lifetime only
+        weakly (see `weakly`). The source must limit the number of label values.
 
         Returns:
             A function that removes the source.
@@ -281,7 +281,7 @@ class Metrics:
 
 
 def _count(values: MetricValues, record: Record) -> None:
-    """Add the values of a finished record; a listener of a `Recorder`."""
+    """Add the values of a finished record; the `Recorder` calls this."""
     kind, add = record.kind, values.add
     add("operation_seconds", kind, record.outcome, by=record.length_s)
     for phase in record.phases:
@@ -301,7 +301,7 @@ def _count(values: MetricValues, record: Record) -> None:
 
 
 def weakly(method: Callable[[], Iterable[Reading]]) -> Source:
-    """Return a source that calls ``method`` but references its object weakly; it is empty once the object is freed."""
+    """Return a source that calls ``method`` but references its object weakly. It is empty after the object is freed."""
     reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
 
     def read() -> Iterator[Reading]:
@@ -327,7 +327,7 @@ def build_readings(replica: str) -> tuple[Reading, ...]:
 
 
 def _merged(first: Reading, second: Reading) -> Reading:
-    """Merge the readings of two sources of the same series: return the sum for counters, the second for gauges."""
+    """Merge the readings of two sources of the same series: return the sum, or the second reading for gauges."""
     match first.value, second.value:
         case Distribution() as one, Distribution() as other:
             counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))

@@ -54,7 +54,7 @@ class TransferStatus:
     Attributes:
         peer: Address of the other process, as the kernel or the job names it.
         replica: Replica name that the other process has sent; empty if it sent none.
-        role: ``source`` or ``relay`` for the sender; ``same_host`` if the receiver reads the sender's memory.
+        role: Role of the sender, ``source`` or ``relay``; ``same_host`` if the receiver reads the sender's memory.
         step: Step of the state; ``None`` if it is unknown.
         num_bytes: Bytes that were transferred so far.
         length_s: Seconds from the first request until now, or until the end of the last request.
@@ -171,7 +171,7 @@ class ManagerStatus:
         activity: Current activity of the replica.
         activity_s: Duration of the activity so far, in seconds; 0 if it is unknown.
         step: Committed step of the state.
-        batches: Number of batches in that state, over all replicas.
+        batches: Total number of batches that the replicas have trained on, up to this state.
         partial: Why the state is a mix of steps; empty if the state is that of one step.
         quorum: Name of the last quorum's process group.
         members: Members of the last quorum.
@@ -184,8 +184,8 @@ class ManagerStatus:
         num_committed: Number of steps that were committed since the start.
         num_refused: Number of steps that were attempted and not committed since the start.
         rules: Settings that all replicas must share; empty before the first quorum, and on ranks other than 0.
-        structure: Digests of the structure of the replica's state, by part; empty when ``rules`` is.
-        store_address: Address of the store in which the replica describes its state; empty when ``rules`` is.
+        structure: Digests of the structure of the replica's state, by part; empty whenever ``rules`` is empty.
+        store_address: Address of the store in which the replica describes its state; empty whenever ``rules`` is empty.
     """
 
     replica_id: str = ""
@@ -289,9 +289,9 @@ def decode_state(body: bytes | bytearray) -> ProcessState:
 
 
 def shortened(record: Record) -> Record:
-    """Return a record of bounded size, with only the first phases and transfers, the last retries, and cut texts.
+    """Return a record of bounded size: the first phases and transfers, the last retries, truncated texts, and no notes.
 
-    One phase, ``others``, replaces the phases that are left out.
+    A phase named ``others`` replaces the phases that are left out.
     """
     phases = record.phases
     if len(phases) > _MAX_PHASES:

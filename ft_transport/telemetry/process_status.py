@@ -60,7 +60,7 @@ class LastErrors:
 class ProcessStatus:
     """The parts of a process's state, by name, and the process's metrics. Thread-safe.
 
-    The first parts are the version, the clock, the errors and the records; other packages add parts with `set_part`.
+    It has the parts for version, clock, errors and records from the start; other packages add parts with `set_part`.
 
     Args:
         recorder: Records the operations of the process.
@@ -90,7 +90,7 @@ class ProcessStatus:
             self._parts[name] = part
 
     def set_recorders(self, recorders: Sequence[Recorder]) -> None:
-        """Set the recorders from which the state's last and running records are read."""
+        """Set the recorders that provide the last and the running records of the state."""
         self.set_part("records", partial(_records, tuple(recorders)))
         self.set_part("running", partial(_running, tuple(recorders)))
 

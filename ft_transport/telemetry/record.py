@@ -240,9 +240,9 @@ class ProfiledPhase:
 
 
 def encode_trace(records: Sequence[Record]) -> bytes:
-    """Return a trace for Perfetto's viewer, in JSON, that begins with the first record.
+    """Encode records as a trace for Perfetto's viewer, in JSON. Time 0 is the beginning of the first record.
 
-    Each replica is a process and each rank a line. Differences between the clocks of the hosts are not corrected.
+    Each replica is a process, and each rank is a track. Differences between the clocks of the hosts are not corrected.
     """
     begin_s = min((record.begun_unix_s for record in records), default=0.0)
     replicas = {name: number for number, name in enumerate(sorted({record.replica for record in records}), 1)}

@@ -128,7 +128,7 @@ class Recorder:
             return tuple(self._records)
 
     def running(self) -> tuple[Record, ...]:
-        """Return a record of each open recording so far, the oldest first."""
+        """Return the record so far of each open recording, the oldest first."""
         with self._lock:
             recordings = [recording for ref in self._running.values() if (recording := ref()) is not None]
         return tuple(running for recording in recordings if (running := recording.so_far()) is not None)
@@ -166,7 +166,9 @@ class Recorder:
             except OSError as error:
                 with self._lock:
                     self._path = None
-                logger.warning("cannot write to the file of records, %s: %s; no more records are written", path, error)
+                logger.warning(
+                    "cannot write to the file of records, %s: %s; no more records are written to it", path, error
+                )
         for listener in (send_spans, *listeners):
             try:
                 listener(record)
@@ -220,7 +222,7 @@ class Recording:
         return self._whole is not None
 
     def phase(self, name: str) -> None:
-        """End the current phase and begin another phase, of the whole recording if this is a part."""
+        """End the current phase and begin the phase ``name``. A part does this for the whole recording."""
         whole = self._whole or self
         with whole._lock:
             if name != whole._phase and not whole._has_ended:

@@ -1,4 +1,4 @@
-"""The client of a transport: receives a state from peers that have all of it, or from the ranks of another layout."""
+"""The client of a transport: receives a state from peers that have all of it, or from ranks with another layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FetchRequest:
         is_comparable: Whether the caller will verify the state with `Received.differences`. Then the fetch itself does
             not verify data that arrived before its digests.
         known: Data that the receiver already has.
-        like: Returns the receiver's tensors for a fetch in another layout; see `reshard`.
+        like: Function that returns the receiver's tensors for a fetch in another layout; see `reshard`.
     """
 
     peers: FetchPeers
@@ -127,7 +127,7 @@ class StateClient(Generic[T]):
         )
 
     def group_fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
-        """Return `fetch_settings` with a shorter timeout for unreachable sources, which other sources may replace."""
+        """Return `fetch_settings` with a shorter timeout for unreachable sources: other sources can replace them."""
         settings = self.fetch_settings(timeout)
         if isinstance(timeout, FetchTimeout) and timeout.unreachable is not None:
             return settings
@@ -205,7 +205,7 @@ class StateClient(Generic[T]):
         return received
 
     def _restore(self, agreed: AgreedSources, request: FetchRequest) -> Restore:
-        """Call the caller's check of the state, allocate memory for the state, and end relays of earlier states."""
+        """Prepare the receiver's memory for the state, call the caller's check, and end relays of earlier states."""
         manifest = agreed.manifest
         recording = current()
         if recording is not None:
@@ -293,7 +293,7 @@ class StateClient(Generic[T]):
         return missing
 
     def _warn_of_new_tensors(self, incoming: Incoming, source: str) -> None:
-        """Warn once of each of the receiver's tensors that cannot receive its data, because shape or type differs."""
+        """Log a warning, once for each of the receiver's tensors whose shape or type differs from the data."""
         with self._warned_mutex:
             new = [mismatch for mismatch in incoming.mismatches if mismatch.path not in self._warned_paths]
             self._warned_paths.update(mismatch.path for mismatch in new)
@@ -304,8 +304,8 @@ class StateClient(Generic[T]):
         )
         more = f"; and {len(new) - _MAX_SHOWN_PATHS} more" if len(new) > _MAX_SHOWN_PATHS else ""
         logger.warning(
-            "step %d from %s: the received state has new tensors where the receiver's own tensors do not fit; those "
-            "tensors stay unchanged (%d): %s%s",
+            "step %d from %s: the received state has new tensors where the receiver's own tensors do not fit; the "
+            "receiver's own ones stay unchanged (%d): %s%s",
             incoming.step,
             source,
             len(new),

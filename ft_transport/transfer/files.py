@@ -1,8 +1,8 @@
 """Receives a snapshot into ``FILE.part``, and renames that to ``FILE`` when it is complete. Does not import torch.
 
 Each thread receives a chunk into its own buffer, verifies the chunk and writes it to the sparse file. So a fetch needs
-memory for a few chunks only, and a full disk causes an error and not a signal. A fetch that resumes a ``FILE.part``
-does not trust its content: it compares each chunk with its digest from a source.
+memory for a few chunks only, and a full disk raises an error instead of a signal. A fetch that resumes a ``FILE.part``
+does not trust its content: it compares each chunk in it with the digest that a source sends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_CHUNK_BYTES: Final = 256 << 20
 
 
 class ThreadBuffers:
-    """A buffer for each thread, into which a fetch receives chunks; each chunk overwrites the last one."""
+    """A buffer for each thread, into which a fetch receives chunks; each chunk overwrites the previous one."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -63,7 +63,7 @@ class PartFile:
 
     Attributes:
         part: Path of the file before `finish`.
-        buffers: Returns the buffer of the calling thread; `write` writes the content of this buffer.
+        buffers: Function that returns the buffer of the calling thread; `write` writes the content of this buffer.
         error: Error of the last failed `write`, if any.
 
     Raises:
@@ -117,7 +117,7 @@ class PartFile:
         os.ftruncate(self._descriptor, total_bytes)
 
     def missing(self, manifest: Manifest, *, all_written: bool) -> list[int]:
-        """Return the chunks that the file does not contain or whose digests differ, ascending.
+        """Return the chunks that are missing in the file or differ from their digests, in ascending order.
 
         Args:
             manifest: Manifest of the snapshot, with digests.
@@ -166,7 +166,7 @@ class PartFile:
         sync_directory(self._path.absolute().parent)
 
     def _written(self) -> set[int]:
-        """Return the chunks of which the file has data, in part at least."""
+        """Return the chunks of which the file contains at least a part."""
         written: set[int] = set()
         table, starts_at = self._table, self._header_bytes
         end = min(os.fstat(self._descriptor).st_size, starts_at + table.data_bytes)
@@ -190,7 +190,7 @@ def check_chunk_size(manifest: Manifest) -> None:
     table = manifest.chunks
     if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
         raise ConfigurationError(
-            f"expected a source with chunks of at most {_MAX_CHUNK_BYTES} bytes, got one with {table.chunk_bytes} bytes"
+            f"expected chunks of at most {_MAX_CHUNK_BYTES} bytes from the source, got {table.chunk_bytes} bytes"
         )
 
 
@@ -200,7 +200,7 @@ def _check_replaceable(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConfigurationError(f"expected the name of a file to write: {error}") from error
+        raise ConfigurationError(f"cannot check whether the output file may be replaced: {error}") from error
     if not is_regular:
         raise ConfigurationError(
             f"expected the name of a regular or a new file to write, got {path}, which is a link, a directory or a "
@@ -218,13 +218,13 @@ def _open_locked(path: Path) -> int:
         try:
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
         except OSError as error:
-            raise ConfigurationError(f"expected to open a part file that this user owns: {error}") from error
+            raise ConfigurationError(f"cannot open or create the part file: {error}") from error
         try:
             found = os.fstat(descriptor)
             if found.st_uid != os.geteuid() or found.st_nlink > 1:
                 raise ConfigurationError(
-                    f"expected a part file that user {os.geteuid()} owns, with one name, got {path}, which user "
-                    f"{found.st_uid} owns, with {found.st_nlink} names; delete it, or name another file"
+                    f"expected a part file with owner {os.geteuid()} and one hard link, got {path} with owner "
+                    f"{found.st_uid} and {found.st_nlink} hard links; delete it, or name another file"
                 )
             if try_lock(descriptor) and is_in_place(descriptor, path):
                 return descriptor
@@ -235,7 +235,7 @@ def _open_locked(path: Path) -> int:
                 )
         except OSError as error:
             os.close(descriptor)
-            raise ConfigurationError(f"expected to lock the part file: {error}") from error
+            raise ConfigurationError(f"cannot lock the part file: {error}") from error
         except BaseException:
             os.close(descriptor)
             raise

@@ -62,11 +62,13 @@ class Received(Generic[T]):
         return find_differences(self._manifest, state, num_threads=default_num_threads())
 
     def but_for(self, is_changing: Callable[[torch.Tensor], bool]) -> Received[T]:
-        """Return this state for ``known=`` of a later fetch, which then fetches the tensors that may have changed.
+        """Return a copy for ``known=`` of a later fetch, with a function that selects tensors that may have changed.
+
+        The later fetch requests these tensors at once. Of the others, it requests only the chunks whose digests differ.
 
         Args:
-            is_changing: Returns whether one of the receiver's tensors may have changed since this fetch, at the
-                receiver or at the source.
+            is_changing: Function that returns whether one of the receiver's tensors may have changed since this fetch,
+                at the receiver or at the source.
         """
         return dataclasses.replace(self, _is_changing=is_changing)
 
@@ -226,7 +228,7 @@ class PartialState:
         return dataclasses.replace(plan, manifest=manifest, chunks=chunks)
 
     def own(self, restore: Restore) -> None:
-        """Reference the memory of a fetch without a `plan`, so that `failed` overwrites its data."""
+        """Store the memory of a fetch that does not call `plan`, so that `failed` can overwrite the received data."""
         self._restore = restore
 
     def note(self, chunk: int) -> None:
@@ -240,7 +242,7 @@ class PartialState:
         self._was_touched = False
 
     def failed(self, error: BaseException, *, is_kept: bool) -> None:
-        """Set the attributes of a failed fetch's error that report whether the receiver's tensors were overwritten.
+        """Set attributes of a failed fetch's error, which report whether the receiver's tensors were overwritten.
 
         Args:
             error: The error of the fetch.
@@ -260,7 +262,7 @@ class PartialState:
             raise
 
     def _move_to(self, manifest: Manifest, restore: Restore) -> list[int]:
-        """Move received chunks to a new restore, unless its tensors differ; return the chunks, still to be verified."""
+        """Move received chunks to a new `Restore` with the same tensors, and return them. They are not verified yet."""
         earlier, landed = self._restore, self.landed()
         num_chunks = manifest.chunks.num_chunks
         if earlier is not None:

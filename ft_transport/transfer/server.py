@@ -97,7 +97,7 @@ class SnapshotInProgress:
         if sharing is not None and sharing.memory.is_lost:
             self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
             raise SnapshotError(
-                "expected enough memory to copy the shared tensors before they changed, got none: the snapshot is lost"
+                "not enough memory to copy the shared tensors before the trainer changed them: the snapshot is lost"
             )
 
     def abandon(self) -> None:
@@ -111,7 +111,7 @@ class StateServer:
 
     Args:
         settings: Settings of the transport.
-        keys: The job's keys, which every request must prove to know; ``None`` without a job token.
+        keys: The job's keys; each request must prove that its client knows them. ``None`` without a job token.
         certificates: This process's certificates, with which the server accepts only TLS; ``None`` for plain HTTP.
         max_wait_s: Longest time that a request may wait for a snapshot, in seconds.
         process_status: Status and metrics of this process.
@@ -202,7 +202,7 @@ class StateServer:
     def hold(self, taking: Taking) -> HeldState | None:
         """Copy everything that is not deferrable, so that `take` can begin a snapshot of this step later.
 
-        This lets a trainer decide only after the step boundary (before ``forward``) whether it takes a snapshot. A held
+        So a trainer can decide after the step boundary (before ``forward``) whether it takes a snapshot. A held
         state needs memory only for the copies, and does not count towards ``max_snapshots``. Call this on the thread
         that owns the state. The caller holds the read lock from this call until ``SnapshotInProgress.copy_deferred``
         has returned.

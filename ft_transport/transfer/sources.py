@@ -98,7 +98,7 @@ class AgreedSources:
 
     Attributes:
         manifest: Manifest of the first source.
-        files: The file at each source.
+        files: The snapshot's file at each source.
         connection: Connection to the first source. While it is open, that source does not replace its snapshot for the
             time of a lease after each request.
         content: Id of the content; ``None`` for a single source without other receivers.
@@ -144,7 +144,7 @@ def ask_sources(
         peers: Addresses of the peers.
         step: A step or ``latest``.
         settings: Settings of the fetch.
-        connections: Closes the connections to the peers at its end.
+        connections: Stack that closes the connections to the peers.
         is_relayed: Whether other receivers fetch the same content. If so, the content needs an id even with one peer.
         is_this_host_first: Whether a peer on this host that lends its memory comes first in the result.
 
@@ -282,7 +282,7 @@ def _ask_all(
             # The error of a peer that was reached only shows that this process interrupted the connection.
             why = f"; {error.message}" if isinstance(error, TransportError) and not connection.num_opened else ""
             failed[connection.peer] = PeerUnreachableError(
-                f"expected a manifest soon after that of another source, got none{why}", peer=str(connection.peer)
+                f"timed out waiting for the manifest, which another source has sent{why}", peer=str(connection.peer)
             )
     return served, failed
 
@@ -305,9 +305,9 @@ def common_step(sources: Sequence[PeerAddress], settings: FetchSettings) -> int:
 def ask_group(
     peers: Sequence[PeerAddress], step: StepSelector, settings: FetchSettings
 ) -> Iterator[tuple[list[Source], list[TransportError]]]:
-    """Yield the reachable sources, with their manifests of one step, and the errors of the unreachable sources.
+    """Yield the reachable sources, with manifests of the same step, and the errors of the unreachable sources.
 
-    Until the end of the block, the sources do not replace their snapshots, for the time of a lease at least.
+    Until the end of the block, the sources do not replace their snapshots, unless a lease ends earlier.
     """
     connections: dict[PeerAddress, Connection] = {}
     unreachable: dict[PeerAddress, TransportError] = {}
@@ -379,16 +379,18 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
 
 
 def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector) -> list[Source]:
-    """Ask the sources until all of them serve the same step.
+    """Ask the sources until all of them serve the same step, and return them.
 
-    Each rank takes a snapshot at its own next step boundary, so the latest snapshots of the sources may show different
-    steps. In this case, ask all sources for a later step, further and further ahead, until no source is past that step.
+    Each rank takes a snapshot at its own next step boundary, so the latest snapshots of the sources may have different
+    steps. In this case, ask all sources for a later step. If a source is already past that step, ask further ahead.
     """
     sources = ask(step)
     lead = 1
     while step == LATEST and len(steps := {source.manifest.step for source in sources}) > 1:
         if lead > _LARGEST_LEAD:
-            raise RestoreError(f"expected sources that train together, got steps {sorted(steps)}")
+            raise RestoreError(
+                f"expected sources that reach a common step, got steps {sorted(steps)}; name the ranks of one replica"
+            )
         try:
             return ask(max(steps) + lead)
         except StepNotServedError as error:
