@@ -98,7 +98,7 @@ class JobProcess:
         replica_id: As in `KnownMember`.
         group_rank: Rank of the process within the replica.
         address: Address of the process; empty if it is unknown.
-        presence: Whether the process responds.
+        presence: Whether the process responds; see `Presence`.
         since_s: Seconds since ``presence`` changed, or since the first collection.
         error: Why the process does not respond; empty if it responds.
         step: The step of the replica in the last quorum.
@@ -181,7 +181,7 @@ class _Seen:
 
 
 class JobWatch:
-    """Collects the state of a job whenever it is called. Any thread may call it.
+    """Collects the state of a job on request. Thread-safe.
 
     Args:
         find: Function that finds the replicas of the job, in one or two seconds.
@@ -395,6 +395,6 @@ def _bounded(state: ProcessState, peer: str) -> ProcessState:
     num_bytes = len(encode_json(replace(kept, records=(), errors=())))
     if num_bytes > _MAX_KEPT_BYTES:
         raise PeerProtocolError(
-            f"expected a state of a process of at most {_MAX_KEPT_BYTES} bytes, got {num_bytes} bytes", peer=peer
+            f"expected the state of a process in at most {_MAX_KEPT_BYTES} bytes, got {num_bytes} bytes", peer=peer
         )
     return kept

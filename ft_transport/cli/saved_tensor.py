@@ -187,9 +187,7 @@ def _walk(pickled: bytes) -> Any:
             case "PROTO" | "STOP":
                 pass
             case _:
-                raise ValueError(
-                    f"expected the pickle of a tensor, got its opcode {opcode.name}, which no tensor needs"
-                )
+                raise ValueError(f"expected the pickle of a tensor, got one with the opcode {opcode.name}")
     return stack.pop()
 
 

@@ -163,7 +163,7 @@ class UnequalChunks:
 
     Attributes:
         numbers: Indices of the chunks.
-        tensors: The tensors, which are the same in both snapshots, by name.
+        tensors: Layout of each tensor, the same in both snapshots, by name.
         chunk_bytes: Length of a chunk.
     """
 

@@ -189,7 +189,7 @@ def _of_ours(path: Path, step: int | None) -> list[str]:
         troubles = [f"{type(error).__name__}: {error}"]
     if troubles and not (path.exists() and os.path.samestat(begun, path.stat())):
         raise NotFoundError(
-            f"{path} was deleted or replaced while it was read; verify the directory again, or another one"
+            f"{path} was deleted or replaced while it was read; verify again, or verify another checkpoint"
         )
     return troubles
 

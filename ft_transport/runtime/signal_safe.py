@@ -57,7 +57,7 @@ class SafeEvent(threading.Event):
     """A ``threading.Event`` safe from signal handlers."""
 
     def __init__(self) -> None:
-        """Start unset."""
+        """Create an event that is not set."""
         super().__init__()
         self._cond = SafeCondition()
 
@@ -66,7 +66,7 @@ class SafeFuture(Future[T]):
     """A ``concurrent.futures.Future`` that is safe from signal handlers; ``concurrent.futures.wait`` is not."""
 
     def __init__(self) -> None:
-        """Start pending."""
+        """Create a future that is not done."""
         super().__init__()
         self._condition = SafeCondition()
 
@@ -198,7 +198,7 @@ class Place:
     __slots__ = ("__weakref__", "is_taken")
 
     def __init__(self) -> None:
-        """Start in use."""
+        """Begin the use."""
         self.is_taken = True
 
     def give_back(self) -> None:
@@ -214,7 +214,7 @@ class Places:
     """
 
     def __init__(self) -> None:
-        """Start without any use."""
+        """Begin to count; no uses have begun."""
         self._taken: list[weakref.ref[Place]] = []
 
     def take(self) -> Place:

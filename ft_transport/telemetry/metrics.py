@@ -1,6 +1,7 @@
 """The metrics of a process: the table of all metrics, their values, and their encoding for Prometheus.
 
-Each source has values of its own, and adds to them in about a microsecond. Only a scrape reads the values.
+Each source (a part of the process, such as the state lock) adds to its own values in about a microsecond. Only a
+scrape reads the values.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_a_member_that_tells_too_much_is_told_of_no_further(told: bytes) -> None
     with listening(respond) as bad:
         job = watching(job_of(bad=bad)).look()
     assert presences(job) == {"bad:1": "silent"}
-    assert "expected a state of a process of at most" in job.processes[0].error
+    assert "expected the state of a process in at most" in job.processes[0].error
 
 
 def test_what_one_member_makes_all_who_watch_read_is_bounded() -> None:
