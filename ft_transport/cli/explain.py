@@ -255,7 +255,7 @@ class Finding:
 
     Attributes:
         text: The reason, with figures.
-        remedy: What to change; empty if nothing needs to be done.
+        remedy: Advice on what to change; empty if nothing needs to be done.
         cost_s: The time that the reason cost, in seconds.
     """
 
