@@ -86,13 +86,13 @@ class LoRAAdapter:
         missing = [name for name in _REQUIRED if config.get(name) is None]
         if missing:
             raise ConfigurationError(
-                f"expected {', '.join(_REQUIRED)} in the adapter's configuration, without which engines refuse it; "
-                f"missing: {', '.join(missing)}"
+                f"expected {', '.join(_REQUIRED)} in the adapter's configuration, because engines refuse an adapter "
+                f"without them; missing: {', '.join(missing)}"
             )
         tensors: object = self.tensors
         if not isinstance(tensors, Mapping) or not tensors:
-            what = "none" if isinstance(tensors, Mapping) else type(tensors).__name__
-            raise ConfigurationError(f"expected an adapter's tensors by name, got {what}")
+            what = "an empty one" if isinstance(tensors, Mapping) else type(tensors).__name__
+            raise ConfigurationError(f"expected a mapping from names to an adapter's tensors, got {what}")
         for name in ("r", *(["rank_pattern"] if config.get("rank_pattern") else [])):
             given = config[name].values() if name == "rank_pattern" else [config[name]]
             if any(not isinstance(rank, int) or rank < 1 for rank in given):
@@ -128,8 +128,8 @@ class LoRAAdapter:
             if match is None:
                 if parameter.requires_grad:
                     raise ConfigurationError(
-                        f"expected LoRA's matrices alone to be trained, and {parameter_name} is as well, which no "
-                        "engine takes from an adapter; freeze it, pass the part of the model that engines serve, or "
+                        f"expected only LoRA's matrices to be trained, but {parameter_name} is trained as well, and no "
+                        "engine takes it from an adapter; freeze it, pass the part of the model that engines serve, or "
                         "publish all weights"
                     )
                 continue
@@ -156,14 +156,15 @@ class LoRAAdapter:
         return adapter
 
     def plain(self, dtype: torch.dtype | None) -> LoRAAdapter:
-        """Convert the adapter to a plain one with the same effect: one rank and one scale ``lora_alpha / r`` for all.
+        """Convert the adapter to a plain one with the same effect: all modules have one rank and one scale.
 
-        With rsLoRA alone, only ``lora_alpha`` changes. If scales differ by module, the method multiplies ``lora_B`` by
-        the difference, in float32 with one rounding, which is exact for powers of two. It pads smaller ranks with
-        zeros. The result depends on the configuration alone, so that process ranks with different modules agree.
+        With rsLoRA alone, only ``lora_alpha`` changes. If scales differ between modules, the method multiplies each
+        ``lora_B`` by the ratio of its old and new scale, in float32 with one rounding, which is exact for powers of
+        two. It pads matrices of smaller rank with zeros. The new rank and scale depend on the configuration alone, so
+        that process ranks with different modules agree.
 
         Args:
-            dtype: Dtype in which the matrices will be published; ``None`` for the dtype of each matrix.
+            dtype: Dtype in which the matrices will be published; ``None``: each matrix keeps its dtype.
 
         Raises:
             ConfigurationError: A tensor cannot be converted.
@@ -185,7 +186,7 @@ class LoRAAdapter:
             module, kind = module_of(name) or ("", "")
             if is_of_experts(module) and (rank_pattern or alpha_pattern):
                 raise ConfigurationError(
-                    "expected one rank and one scale where all experts of a layer share an adapter, got patterns: "
+                    "expected no rank_pattern and no alpha_pattern, because all experts of a layer share the matrix "
                     f"{name}"
                 )
             if kind.endswith("_B"):
@@ -218,27 +219,27 @@ class LoRAAdapter:
         rank = rank_of(self.config, module)
         if tensor.ndim < 2 or tensor.shape[dim] != rank:
             raise ConfigurationError(
-                f"expected the rank {rank} that the configuration gives {name}, got the shape {tuple(tensor.shape)}; "
-                "pass the configuration of this adapter, model.peft_config[name]"
+                f"expected rank {rank} for {name} according to the configuration, got a tensor of shape "
+                f"{tuple(tensor.shape)}; pass the configuration of this adapter, model.peft_config[name]"
             )
 
     def _check_layer(self, module: str, layer: nn.Module, name: str) -> None:
-        """Check that a PEFT layer has this adapter alone active, with the scale of the configuration."""
+        """Check that this adapter is the only active one in a PEFT layer, and that its scale is the configured one."""
         scaling = getattr(layer, "scaling", None)
         if not isinstance(scaling, Mapping) or name not in scaling:
             return
         active = getattr(layer, "active_adapters", ())
         if name in active and len(active) > 1:
             raise ConfigurationError(
-                f"expected one active adapter, got {', '.join(active)} in {module}: the model adds all of them, and an "
-                "engine only the one that is published; make one of them (PEFT's add_weighted_adapter with "
-                f'combination_type="cat"), or activate {name!r} alone'
+                f"expected one active adapter, got {', '.join(active)} in {module}: the model applies all of them, but "
+                "an engine applies only the published one; combine them into one (PEFT's add_weighted_adapter with "
+                f'combination_type="cat"), or activate only {name!r}'
             )
         expected = scale_of(self.config, module)
         # With target_parameters, patterns name the experts' parameters, so the layer's scale cannot be looked up.
         if not self.config.get("target_parameters") and not math.isclose(scaling[name], expected, rel_tol=1e-6):
             raise ConfigurationError(
-                f"expected the scale {expected:g} that the configuration gives {module}, the layer has "
+                f"expected scale {expected:g} for {module} according to the configuration, got a layer with scale "
                 f"{scaling[name]:g}; pass the configuration of this adapter, model.peft_config[{name!r}]"
             )
 
@@ -335,7 +336,7 @@ def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, ob
 
 
 def features_in(directory: Path) -> dict[str, object]:
-    """Return the features beyond plain LoRA of the adapter in a version's directory.
+    """Read the adapter in a version's directory, and return its features beyond plain LoRA.
 
     Raises:
         OSError: The directory cannot be read.
@@ -349,7 +350,7 @@ def _scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
 
 
 def _by_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module, as ``get_pattern_key`` in peft/utils/other.py."""
+    """Return the value of the first pattern that matches a module (as in peft/utils/other.py), or the default."""
     return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
@@ -367,8 +368,8 @@ def _filled_up(name: str, tensor: torch.Tensor, dim: int, rank: int) -> torch.Te
         return tensor
     if is_dtensor(tensor):
         raise ConfigurationError(
-            f"expected whole tensors where ranks of modules differ (rank_pattern), got a DTensor, {name}; publish "
-            "LoRAAdapter({name: tensor.full_tensor() ...}, config)"
+            f"expected whole tensors, because ranks differ between modules (rank_pattern), got a DTensor, {name}; "
+            "publish LoRAAdapter({name: tensor.full_tensor() ...}, config)"
         )
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 

@@ -41,13 +41,13 @@ class WeightFormat:
 
     Attributes:
         names: Maps the trainer's tensor names to the names that engines use: a function of the name, or a table of the
-            names that differ. The trainer's names come without wrappers such as ``_orig_mod``. A tensor with the name
-            ``None``, such as a value head, is not published.
+            names that differ. The trainer's names are given without attributes of wrappers, such as ``_orig_mod``. A
+            tensor whose new name is ``None``, such as a value head, is not published.
         dtype: Dtype to which all floating-point tensors are cast: float64, float32, float16 or bfloat16. The tensors
             are cast one by one, during the copy. Integer tensors do not change. Weights with float8 tensors are
             refused, because their scales would be cast as well. ``None``: every tensor keeps its own dtype.
-        max_shard_bytes: Maximum size of a file of weights; a larger tensor has a file of its own. An adapter is always
-            one file.
+        max_shard_bytes: Maximum size of a file with weights. A tensor that is larger than this has a file of its own.
+            An adapter is always one file.
 
     Raises:
         ConfigurationError: A setting is invalid.
@@ -63,12 +63,12 @@ class WeightFormat:
             for name, new in names.items():
                 if not isinstance(name, str) or not (new is None or isinstance(new, str)):
                     raise ConfigurationError(
-                        f"expected a table from tensor names to names or None as names, got {name!r}: {new!r}"
+                        f"expected names to map each tensor name to a new name or None, got {name!r}: {new!r}"
                     )
             # Ranks compare the table only once, so later changes of the caller's table must not count.
             object.__setattr__(self, "names", dict(names))
         elif names is not None and not callable(names):
-            raise ConfigurationError(f"expected a function or a table as names, got {type(names).__name__}")
+            raise ConfigurationError(f"expected names to be a function or a mapping, got {type(names).__name__}")
         if self.dtype is not None and self.dtype not in CASTABLE:
             allowed = ", ".join(str(dtype) for dtype in CASTABLE)
             raise ConfigurationError(f"expected one of {allowed} as dtype, got {self.dtype!r}")
@@ -76,7 +76,7 @@ class WeightFormat:
         object.__setattr__(self, "max_shard_bytes", number)
 
     def stated(self) -> dict[str, object]:
-        """Return the settings that ranks compare, by name. A function as ``names`` is not compared."""
+        """Return the settings that ranks compare, by name. If ``names`` is a function, ranks compare only that fact."""
         names: object = self.names
         if isinstance(names, Mapping):
             names = f"a table with the digest {digest(repr(sorted(names.items())).encode()):x}"
@@ -92,8 +92,9 @@ class Content:
     Attributes:
         kind: Whether the version is an adapter or weights.
         tensors: Whole tensors, or DTensors of which each rank has a part, by the engines' names.
-        files: Files that belong to the kind, such as ``adapter_config.json``, by name; the same on all ranks.
-        renamed: The engines' name of each of the trainer's tensors; empty without ``WeightFormat.names``.
+        files: Files that every version of this kind has, such as ``adapter_config.json``, by name. All ranks have the
+            same files.
+        renamed: The engines' name of each of the trainer's tensors; empty if ``WeightFormat.names`` is ``None``.
     """
 
     kind: Kind
@@ -116,7 +117,7 @@ def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFo
         tensors, renamed = _formatted(value.tensors, weight_format)
         if renamed and not is_adapter(tensors):
             other = next(name for name in tensors if not is_adapter([name]))
-            raise PublishError("expected names of LoRA's matrices for those of an adapter", path=other)
+            raise PublishError("expected an adapter's tensor to get the name of a LoRA matrix, got another", path=other)
         files = {CONFIG_NAME: value.encoded_config()}
         return Content(kind="adapter", tensors=tensors, files=files, renamed=renamed)
     if isinstance(value, nn.Module):
@@ -130,17 +131,17 @@ def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFo
         raise PublishError("expected a LoRAAdapter or weights by name, got no weights")
     if is_adapter(value):
         raise PublishError(
-            "expected all weights of a model, or a LoRAAdapter, got LoRA's matrices alone, which engines take for no "
-            "model; pass LoRAAdapter(tensors, config), or LoRAAdapter.of(module, config)",
+            "expected all weights of a model, or a LoRAAdapter, got only LoRA's matrices, which are not a whole model; "
+            "pass LoRAAdapter(tensors, config), or LoRAAdapter.of(module, config)",
             path=next(iter(value)),
         )
     tensors, renamed = _formatted(unwrapped(value), weight_format)
     for name in tensors:
         if _OF_PEFT.search(name):
             raise PublishError(
-                "expected the weights of a model by the names that engines know, got those of a PEFT model, whose "
-                "adapter engines would leave out; pass LoRAAdapter.of(model, config), or the state_dict() of a copy "
-                "with the adapter merged (merge_and_unload), or rename them all with WeightFormat(names=...)",
+                "expected the tensor names of a model that engines know, got those of a PEFT model, whose adapter "
+                "engines would ignore; pass LoRAAdapter.of(model, config), or the state_dict() of a copy with the "
+                "adapter merged (merge_and_unload), or rename all tensors with WeightFormat(names=...)",
                 path=name,
             )
     return Content(kind="weights", tensors=tensors, renamed=renamed)
@@ -152,18 +153,18 @@ def _formatted(tensors: Mapping[Any, object], weight_format: WeightFormat) -> tu
         renamed = engine_names(list(tensors), weight_format.names)
         tensors = {new: tensors[name] for name, new in renamed.items() if new is not None}
         if not tensors:
-            raise PublishError(f"expected names for some of {len(renamed)} tensors, got None for all")
+            raise PublishError(f"expected a new name for at least one of {len(renamed)} tensors, got None for all")
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not name or not _is_text(name):
             raise PublishError(
-                f"expected the name of each tensor to be text, not empty and without lone surrogates, got {name!r}"
+                f"expected the name of each tensor to be a non-empty str without lone surrogates, got {name!r}"
             )
         dtype = getattr(tensor, "dtype", None)
         is_cast = weight_format.dtype is not None and isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if is_cast and dtype not in CASTABLE:
             raise PublishError(
-                f"expected tensors that can be cast to {weight_format.dtype} without their scales, got {dtype}; "
-                "publish quantized weights without a dtype",
+                f"expected tensors that can be cast to {weight_format.dtype}, got {dtype}, whose scales would be cast "
+                "as well; publish quantized weights with dtype=None",
                 path=name,
             )
     return tensors, renamed
@@ -212,7 +213,8 @@ def check_engine_names(by_rank: Sequence[Renamed], names: Names) -> None:
     unknown = sorted(names.keys() - merged.keys()) if isinstance(names, Mapping) else []
     if unknown:
         raise PublishError(
-            f"expected only tensors of the trainer in the table of names, no rank has {shown(unknown)}", path=unknown[0]
+            f"expected only tensors of the trainer in the table of names, but no rank has {shown(unknown)}",
+            path=unknown[0],
         )
 
 
@@ -230,12 +232,12 @@ def _check_distinct(renamed: Renamed) -> None:
 
 
 def model_files(directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Return the files of a model's directory except the weights, as the argument ``files`` of ``Publisher.publish``.
+    """Return the files in a model's directory except the weights, for the argument ``files`` of ``Publisher.publish``.
 
-    These are configuration, tokenizer and code. Subdirectories and hidden files are left out.
+    These are the configuration, the tokenizer and code. Subdirectories and hidden files are left out.
 
     Args:
-        directory: A directory that ``save_pretrained`` wrote, or of a downloaded model.
+        directory: Directory of a model that was downloaded, or that ``save_pretrained`` wrote.
 
     Raises:
         PublishError: The directory has no ``config.json``, so it is not a model's directory.
@@ -261,7 +263,7 @@ def read_files(files: Files) -> dict[str, bytes]:
     """
     given: object = files
     if not isinstance(given, Mapping):
-        raise PublishError(f"expected files by name, got {type(given).__name__}")
+        raise PublishError(f"expected a mapping from names to files, got {type(given).__name__}")
     read: dict[str, bytes] = {}
     num_bytes = 0
     for name, content in given.items():

@@ -47,10 +47,10 @@ class EngineRecord:
         has_reported: Whether the engine has ever reported a version.
         is_counted: Whether the engine confirmed the version of its last delivery.
         outcome: Outcome of the last delivery; ``None`` before the first delivery.
-        doubtful: The newest few versions that the engine may have begun to load and has not confirmed.
+        doubtful: Versions that the engine may have begun to load but has not confirmed; only the newest few.
         loading: The version that is being delivered; ``None`` without a running delivery.
         serving: Versions that the engine lists as served, besides ``version``.
-        newest: The newest version that is or was to be delivered to the engine; -1 before the first.
+        newest: The newest version whose delivery to the engine was requested; -1 if there was no delivery.
         failure: Error of the last delivery; empty if the delivery succeeded.
         poll_failure: Error of the last poll; empty if the poll succeeded.
         was_down: Whether a poll since the last delivery failed.
@@ -117,7 +117,7 @@ class EngineDelivery:
         delivery: The version to deliver.
         timeout_s: Seconds that the delivery may take, from the end of the engine's previous delivery.
         number: Number of attempts so far.
-        failure: Error of the last attempt that did not reach the engine.
+        failure: Error of the last attempt that did not reach the engine; ``None`` if every attempt reached it.
         may_be_loading: Whether a request with the version may have reached the engine.
     """
 
@@ -160,9 +160,9 @@ class EngineDelivery:
         record.outcome, record.was_down, record.poll_failure = report.outcome, False, ""
         record.failure = "" if report.outcome == "confirmed" else f"version {version}: {report}"
         if record.failure:
-            logger.warning("version %d: an engine is left out until it has caught up: %s", version, report)
+            logger.warning("version %d: an engine does not count until it confirms a version: %s", version, report)
         elif not is_counted:
-            logger.info("version %d: an engine has caught up, and counts again: %s", version, report)
+            logger.info("version %d: an engine has confirmed this version, and counts again: %s", version, report)
         return report
 
     async def _take_turn(self) -> EngineReport | None:
@@ -260,7 +260,7 @@ class EngineDelivery:
 
 
 def _shown(text: str) -> str:
-    """Return the text of an engine, shortened and escaped for reports and logs."""
+    """Return a text from an engine, shortened and escaped for reports and logs."""
     return escape_peer_text(text, max_characters=3000)
 
 
@@ -300,21 +300,21 @@ async def poll(record: EngineRecord, newest: Delivery, session: aiohttp.ClientSe
     if is_reported:
         record.version, record.has_reported = version, True
     served = f"version {version}" if version is not None else "no version" if is_reported else "an unknown version"
-    logger.info("%s serves %s, probably after a restart: delivering %d again", record.url, served, newest.version)
+    logger.info("%s serves %s, probably after a restart: delivering version %d", record.url, served, newest.version)
     return "lost"
 
 
 def needs_delivery(
     record: EngineRecord, newest: int, version: int | None, *, is_reported: bool, was_resumed: bool
 ) -> bool:
-    """Return whether an engine that answered a poll needs the newest version again.
+    """Return whether the newest version must be delivered again to an engine that has answered a poll.
 
     Args:
         record: The engine's record before the poll.
         newest: The newest version.
-        version: The version that the engine serves; ``None`` if it serves none of this publisher's versions.
-        is_reported: Whether the engine can report its version.
-        was_resumed: Whether the engine had been left paused and is not paused any more, so it was restarted.
+        version: The version in the answer; ``None`` if the engine serves none of this publisher's versions.
+        is_reported: Whether the engine can report its version. If it cannot, ``version`` is ``None``.
+        was_resumed: Whether a delivery had left the engine paused and it is no longer paused, so it was restarted.
     """
     if is_reported and version is not None and version > newest:
         return False  # Another publisher has delivered a newer version.
@@ -332,7 +332,7 @@ def needs_delivery(
 async def _served_version(
     record: EngineRecord, newest: Delivery, session: aiohttp.ClientSession
 ) -> tuple[bool, int | None] | str:
-    """Return whether an engine can report its version, and the version; or an error of the engine or its code."""
+    """Return whether an engine can report its version, and the version. If this fails, return the error as text."""
     assert isinstance(record.engine, PolledEngine), "only a PolledEngine is polled"
     try:
         version: object = await record.engine.served_version(record.connection(session), newest)

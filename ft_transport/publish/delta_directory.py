@@ -3,7 +3,7 @@
 Each version is a subdirectory ``version-N``. It is either an anchor, which has all files of the version, or has a delta
 from an earlier version. For the publisher, the directory is an engine like any other: a delivery has a deadline, is
 repeated after a failure, and may skip versions while an earlier delivery runs. On the engine's host,
-`DeltaDirectory.restore` makes whole versions on a local disk.
+`DeltaDirectory.restore` writes whole versions to a local disk.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _EXIT_S: Final = 10.0
 
 
 class DeltaDirectory:
-    """A directory of deltas. A `Publisher` writes versions as to an engine; readers restore whole versions from it.
+    """A directory to which a `Publisher` delivers versions, most of them as deltas. Readers restore whole versions.
 
     Args:
         root: The directory. Only one publisher at a time can write there.
         anchor_every: At least one in this many versions is an anchor, which does not depend on other versions.
-        keep_anchors: Number of newest anchors that stay. Versions before the oldest of them are deleted.
+        keep_anchors: Number of newest anchors to keep. Versions older than all of these are deleted.
         private: Whether only the owner may read the files and directories, including restored ones. By default the
             umask applies.
     """
@@ -182,7 +182,7 @@ class DeltaDirectory:
     def _newest(self) -> int | None:
         if not self._mutex.acquire(blocking=False):
             raise EngineUnreachableError(
-                f"expected to read {self._directory.root}, a version is being written there", peer=self.url
+                f"cannot list the versions in {self._directory.root} while one is being written", peer=self.url
             )
         try:
             return max(self.versions(), default=None)
@@ -197,7 +197,8 @@ class DeltaDirectory:
             if digests_in(there) == digests:
                 return delivery.version
             raise EngineRefusedError(
-                f"expected a directory of this run, got another version {delivery.version} in {self._directory.root}",
+                f"expected only versions of this run in {self._directory.root}, got a version {delivery.version} with "
+                "other files; use another directory",
                 peer=self.url,
             )
         if versions and delivery.version < versions[-1]:
@@ -265,7 +266,7 @@ class DeltaDirectory:
         try:
             check_files(found, digests_in(there), wanted)
         except (IntegrityError, RestoreError) as error:
-            logger.warning("restoring version %d in %s again, its files are damaged: %s", wanted, local.root, error)
+            logger.warning("version %d in %s is damaged, so it is restored again: %s", wanted, local.root, error)
             return None
         return found
 
@@ -297,8 +298,8 @@ class DeltaDirectory:
         newest = self._directory.find(wanted)
         if start is None or newest is None:
             raise RestoreError(
-                f"expected all deltas up to version {wanted}, version {base if start is None else wanted} is missing; "
-                f"{self._directory.root} has {self.versions()}"
+                f"expected all deltas up to version {wanted}, but version {base if start is None else wanted} is "
+                f"missing; {self._directory.root} has {self.versions()}"
             )
         path = local.begin(wanted)
         try:
@@ -331,7 +332,8 @@ class DeltaDirectory:
                         or change.tensor.num_bytes % change.tensor.item_bytes
                     ):
                         raise RestoreError(
-                            f"expected {change.tensor.num_bytes} bytes in version {delta.base}", path=change.tensor.name
+                            f"expected a tensor of {change.tensor.num_bytes} bytes in version {delta.base}",
+                            path=change.tensor.name,
                         )
                     apply_changes(change, tensor)
 
@@ -344,8 +346,7 @@ class DeltaDirectory:
 async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
     """Call a function on a daemon thread, and wait for its result.
 
-    ``asyncio.to_thread`` would block the exit of the process until the function returns
-    (``concurrent.futures.thread``).
+    With ``asyncio.to_thread``, ``concurrent.futures`` would block the exit of the process until the function returns.
 
     Args:
         function: The function to call. Cancelling the wait does not stop the function.
@@ -376,7 +377,7 @@ def _read(file: Path, max_bytes: int) -> bytes:
 
 @at_exit
 def _wait_for_all() -> None:
-    """Wait for running writes when the process exits; a write that hangs must not block the exit for long."""
+    """Wait for running writes when the process exits, but only for a short time, because a write may hang."""
     deadline_s = time.monotonic() + _EXIT_S
     for thread in threading.enumerate():
         if thread.name == _THREAD_NAME:

@@ -1,4 +1,4 @@
-"""Deltas between two versions of weights: making deltas, applying them to tensors, and files in a `DeltaDirectory`.
+"""Functions that make deltas between versions of weights, apply them to tensors, and handle `DeltaDirectory` files.
 
 A receiver does not trust deltas: it compares each chunk of the result with the digests of the version. So a delta that
 is lost, repeated, damaged or made for other weights costs time, but does not change the result.
@@ -56,7 +56,8 @@ def delta_between(
         base_weights: Tensors of the older version, in host memory.
 
     Returns:
-        The encoded delta; ``None`` if names, dtypes or shapes differ, or if the changed chunks would be fewer bytes.
+        The encoded delta. ``None`` if names, dtypes or shapes differ between the versions, or if a receiver would fetch
+        fewer bytes by fetching the changed chunks.
     """
     kinds, base_kinds = (
         {name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (weights, base_weights)
@@ -82,7 +83,7 @@ def changes_of(
         weights: The engine's tensors, by all their names; a tied tensor appears under several names.
 
     Returns:
-        Pairs of a tensor and its changes, for `flip`. Empty if the deltas do not fit the tensors.
+        Each changed tensor with its changes, the arguments of `flip`. Empty if the deltas do not fit the tensors.
 
     Raises:
         ManifestError: A delta is inconsistent.
@@ -136,7 +137,7 @@ def open_file(path: Path) -> FileIO:
     try:
         return FileIO(open_regular(path))
     except NotRegularFileError as error:
-        raise RestoreError(f"expected a file of a version at {path}, found a link or something else") from error
+        raise RestoreError(f"expected a regular file at {path}, got a link or something else") from error
 
 
 def copy_file(source: Path, target: Path, *, is_private: bool) -> None:
@@ -178,7 +179,7 @@ def digests_in(directory: Path) -> dict[str, int]:
         recorded = _digests_decoder.decode(read_regular(file, max_bytes=64 << 20))
         return {name: int(each, 16) for name, each in recorded.items()}
     except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, *DECODE_ERRORS) as error:
-        raise RestoreError(f"expected the digests of a version in {file}: {error}") from error
+        raise RestoreError(f"expected a readable record of digests in {file}: {error}") from error
 
 
 def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
@@ -196,13 +197,13 @@ def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
     actual = digests_of(path)
     if expected.keys() != actual.keys():
         raise RestoreError(
-            f"expected the files of version {version}, missing or unexpected: "
+            f"expected exactly the files of version {version}; missing or unexpected: "
             f"{sorted(expected.keys() ^ actual.keys())[:5]}"
         )
     for name in sorted(actual):
         if actual[name] != expected[name]:
             raise IntegrityError(
-                f"a file is not that of version {version}",
+                f"expected a file of version {version}, got one with other content",
                 chunk=None,
                 expected=expected[name],
                 actual=actual[name],
@@ -228,7 +229,7 @@ def num_bytes_of(directory: Path) -> int:
 
 @contextmanager
 def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
-    """Map the safetensors files of a directory; yield the writable bytes of each tensor, by name.
+    """Map the safetensors files of a directory into memory; yield the writable bytes of each tensor, by name.
 
     At the end of the context, changes are written to disk.
 

@@ -67,7 +67,7 @@ _SINGLE_NAMES: Final = {"adapter": "adapter_model.safetensors", "weights": "mode
 
 
 class _Header(Struct, frozen=True, array_like=True):
-    """A message from each rank to the first: header of the rank's snapshot, and the engines' names of its tensors."""
+    """A message that each rank sends to the first: its snapshot's header, and the engines' names of its tensors."""
 
     header: bytes
     renamed: Renamed
@@ -85,8 +85,8 @@ class ExportMeans:
         agreement: The agreement of the publisher's ranks, used for exports only.
         directory: Directory of the versions; used only on the first rank.
         weight_format: Format of every version.
-        check_features: Raises an error if an engine cannot apply these features of an adapter; called only on the first
-            rank.
+        check_features: Raises an error if an engine cannot apply one of the given features of an adapter; called only
+            on the first rank.
         is_private: Whether only the owner may read the files. Otherwise the umask applies.
         collective: The collective write into the directory.
         stager: Copies the weights into a snapshot.
@@ -130,7 +130,7 @@ class ExportJob:
         version: Number of the version.
         weights: This rank's weights, or a function that returns them.
         files: Other files of the version, by name; read only on the first rank.
-        is_missing_ok: Whether the weights may lack names of the previous weights.
+        is_missing_ok: Whether the weights may lack tensor names of the previous version.
     """
 
     means: ExportMeans
@@ -243,7 +243,7 @@ class ExportJob:
         self.means.agreement.run("write", self.means.agreement.exchange.ending_on_failure(write))
 
     def _check_complete(self, names: Set[str]) -> None:
-        """Refuse weights that lack names of the previous weights, because engines load incomplete weights silently."""
+        """Refuse weights that lack tensor names of the previous version, because engines would load them silently."""
         for number in reversed(self.means.directory.numbers()):
             before = self.means.directory.find(number)
             if before is None or (before / CONFIG_NAME).exists():
@@ -310,7 +310,7 @@ def _protect(directory: Path) -> None:
 
 
 def _names_in(directory: Path) -> set[str]:
-    """Return the names of all tensors in the safetensors files of a version that can be read."""
+    """Return the names of all tensors in a version's safetensors files, except files that cannot be read."""
     names: set[str] = set()
     for path in directory.glob("*.safetensors"):
         try:
@@ -319,14 +319,14 @@ def _names_in(directory: Path) -> set[str]:
         except (OSError, SafetensorError) as error:
             # Logs the text: a log handler that stores the error would keep the frames, and so the snapshot, alive.
             reason = str(error)
-            logger.warning("could not read %s, so names that newer weights lack are not detected: %s", path, reason)
+            logger.warning("could not read %s, so its tensors may be missing in newer weights: %s", path, reason)
     return names
 
 
 def _described_by_name(header: bytes) -> Described:
-    """Describe a snapshot with one write item for each name, so that the files contain tied tensors once per name.
+    """Describe a snapshot with one write item per tensor name, so that each name of a tied tensor is in the files.
 
-    Engines and ``from_pretrained`` look up every name, and with FSDP2 tied parameters are one DTensor with two names.
+    Engines and ``from_pretrained`` look up every name. With FSDP2, tied parameters are one DTensor with two names.
     """
     described = describe([_manifest_of(header)], 0)
     # The key is the name alone, so that ranks can compare a tensor that is tied on some ranks only.

@@ -89,7 +89,7 @@ class EngineNotifier:
         """Start delivering a version to all engines.
 
         Returns:
-            A future of the final report.
+            A future that returns the final report.
 
         Raises:
             PublishError: The notifier is closed.
@@ -148,7 +148,7 @@ class EngineNotifier:
             features: The adapter's features beyond plain LoRA, as returned by `features_of`.
 
         Raises:
-            PublishError: An engine does not apply a feature; the message names both.
+            PublishError: An engine does not apply a feature; the message names the engine and the feature.
         """
         for record in self._engines.values():
             if reason := refusal(record.engine, features):
@@ -177,7 +177,7 @@ class EngineNotifier:
             try:
                 notification.exception(max(0.0, deadline_s - time.monotonic()))
             except FutureTimeoutError:
-                logger.warning("engines that were still being notified are given up")
+                logger.warning("deliveries to engines were still running, and are cancelled")
 
     def stop_polling(self) -> None:
         """Stop polling. Takes no lock, because the garbage collector may call this on any thread."""
@@ -199,10 +199,10 @@ class EngineNotifier:
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
-            raise PublishError("expected a publisher that is open, this one is closed")
+            raise PublishError("expected an open publisher, but this one is closed")
 
     def insert(self, engine: Engine) -> EngineRecord:
-        """Add an engine, which gets no version before the next publish.
+        """Add an engine without starting a delivery.
 
         Raises:
             ConfigurationError: The object is not an engine, or another engine has the same URL.
@@ -279,7 +279,7 @@ class EngineNotifier:
         return self._session
 
     def _begin(self, record: EngineRecord, delivery: Delivery) -> asyncio.Task[EngineReport]:
-        """Start the delivery to one engine, and the polls of the engine. Cancelling the task cancels the delivery."""
+        """Start the delivery to one engine, and its polls. Cancelling the returned task cancels the delivery."""
         session = self._open_session()
         record.newest = max(record.newest, delivery.version)
         task = asyncio.get_running_loop().create_task(EngineDelivery(record, delivery, self._timeout_s).run(session))
@@ -313,7 +313,7 @@ class EngineNotifier:
             pause_s = interval_s if is_in_order else min(2 * pause_s, _MAX_BACKOFF * interval_s)
 
     async def _deliver_newest(self, record: EngineRecord, delivery: Delivery) -> None:
-        """Deliver the newest version to one engine, outside a publish."""
+        """Deliver the newest version to one engine that was added or has lost it."""
         if record.is_removed:
             return
         delivering = self._begin(record, delivery)

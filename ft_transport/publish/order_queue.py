@@ -1,4 +1,7 @@
-"""The queue of a receiver's orders: one fetch at a time, and a slow fetch cannot block the other orders for good."""
+"""The queue in which a receiver carries out orders: one fetch at a time, and a slow fetch is cancelled if others wait.
+
+An order is the request of a publisher that the receiver fetches a version (``engines.pulling``).
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,12 @@ class OrderRefusedError(TransportError):
 
 
 class OrderQueue:
-    """Carries out orders one after the other. Not thread-safe: used on one event loop.
+    """Carries out publishers' orders to fetch a version, one after the other. Not thread-safe: used on one event loop.
 
     A source is the ``host:port`` of a publisher's transport. At most one order per source waits, the one with the
-    highest version. The queue refuses a version that is lower than the last started version of the same source. It does
-    not compare versions of different sources: a later order replaces the weights of an earlier one.
+    highest version. The queue refuses an order if its version is lower than that of the source's waiting or running
+    order, or than the current version from that source. It does not compare versions of different sources: a later
+    order replaces the weights of an earlier one.
 
     Args:
         fetch: Fetches the version of an order, on a worker thread. Cancelling the `FetchHandle` ends the fetch.

@@ -78,7 +78,8 @@ class Publisher:
         keep_for: How long the publisher keeps an adapter after it has published the next version. Choose a time longer
             than any request runs: engines may read the adapter during a request, and vLLM exits if the files are
             missing. Engines read weights only once.
-        weight_format: Tensor names, dtype and file size of every version, if they differ from those of the trainer.
+        weight_format: Tensor names, dtype and maximum file size of every version. Default: the trainer's names and
+            dtypes.
         poll_interval: Time between two polls of an idle engine for its version. An engine that lost the newest version
             in a restart, or was unreachable, gets the version again. The publisher polls an engine that is down less
             often. ``None`` disables polling.
@@ -189,15 +190,14 @@ class Publisher:
         returns, the version is on disk, and the trainer may change the weights.
 
         Args:
-            version: Number of the version. It must be greater than every earlier version, also of earlier runs.
+            version: Number of the version. It must be greater than every earlier version, including earlier runs'.
             weights: A LoRA adapter, or all weights of a model by name, or a function that returns either. The tensors
                 are DTensors, or whole tensors with the same values on every rank.
             files: Other files for the version's directory, by name, such as ``config.json``. The publisher copies a
                 ``Path``, writes bytes and a str as they are, and converts a mapping to JSON. Only rank 0's files count.
                 `model_files` returns the files of a model's directory.
-            missing_ok: Whether the weights may lack names of the previous weights. For a layer that is missing
-                entirely, vLLM keeps the previous values; a layer that is missing in part has undefined values
-                afterwards.
+            missing_ok: Whether the weights may lack tensor names of the previous version. If a whole layer is missing,
+                vLLM keeps its previous values. If only a part is missing, the values of the layer are undefined.
 
         Raises:
             PublishError: The weights contain nothing that engines can use, a file is invalid, or names are missing.
@@ -206,7 +206,7 @@ class Publisher:
         """
         version = checked_directory_number("version", version)
         if self._is_closed:
-            raise PublishError("expected a publisher that is open, this one is closed")
+            raise PublishError("expected an open publisher, but this one is closed")
         recording = self.recorder.begin("publish", phase="export")
         recording.describe(step=version)
         try:
@@ -224,7 +224,7 @@ class Publisher:
         return PublishHandle(version, directory, self._reports, self._timeout_s)
 
     def latest(self) -> int | None:
-        """Return the newest version, also from earlier runs; ``None`` if there is none. All ranks must call this."""
+        """Return the newest version of this or earlier runs; ``None`` if there is none. All ranks must call this."""
         versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, _numbers_decoder)
         return versions[-1] if versions else None
 

@@ -175,7 +175,10 @@ class ReceivedWeights:
     def _deltas(
         self, source: PeerAddress, version: int, own: _Own, settings: FetchSettings
     ) -> tuple[list[tuple[torch.Tensor, TensorChanges]], int]:
-        """Return the changes from the current version to another, and the bytes fetched; none if no delta is usable."""
+        """Fetch the changes from the current version to another; return them, and the number of bytes of their deltas.
+
+        The result is empty if no delta is usable.
+        """
         base = self.version
         if base is None:
             return [], 0
@@ -184,7 +187,7 @@ class ReceivedWeights:
             deltas = fetch_deltas(source, base, version, max_bytes=max_bytes, settings=settings)
             changes = changes_of(deltas, {name: tensor for names, tensor in own for name in names})
         except TransportError as error:
-            logger.info("version %d: the deltas from version %d are of no use: %s", version, base, error)
+            logger.info("version %d: the deltas from version %d cannot be used: %s", version, base, error)
             return [], 0
         return changes, sum(delta.num_bytes for delta in deltas)
 
@@ -215,7 +218,7 @@ def _own_weights(weights: Mapping[str, object]) -> _Own:
     for (device, start, length, name), (other_device, other_start, other_length, other) in itertools.pairwise(by_start):
         if device == other_device and other_length and other_start < start + length:
             raise WeightsUnusableError(
-                f"expected weights that do not overlap, {other} begins inside {name}", path=other
+                f"expected weights that do not overlap, but {other} begins inside the memory of {name}", path=other
             )
     return found
 
@@ -228,7 +231,8 @@ def _refuse_unfilled(state: Mapping[str, torch.Tensor], own: _Own) -> None:
         for name in names[1:]:
             if not torch.equal(_bits_of(state[name]), _bits_of(tensor)):
                 raise WeightsDifferError(
-                    f"expected the value of {names[0]}, because both share memory in the engine, got another", path=name
+                    f"expected the value of {names[0]}, because both share memory in the engine, got another value",
+                    path=name,
                 )
 
 

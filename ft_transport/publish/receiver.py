@@ -295,7 +295,7 @@ class _OrderServer:
         self._peer_log.note(logging.WARNING, remote, f"an order was refused: {REASONS[reason][1]}")
 
     async def _is_own(self, reached: str, request: web.Request) -> bool:
-        """Return whether an address by which a publisher says it reached the receiver is this receiver's own."""
+        """Return whether ``reached``, the address to which a publisher sent a message, is this receiver's own."""
         if reached in self._reached_at:
             return True
         transport = request.transport

@@ -44,7 +44,7 @@ class EngineReport(Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: URL of the engine.
-        outcome: The outcome.
+        outcome: Outcome of the delivery.
         is_counted: Whether the policy counts the engine. After a failure an engine does not count until it has
             confirmed a version.
         seconds: Duration of the delivery in seconds, including the wait for the previous delivery.
@@ -82,8 +82,8 @@ class PublishReport(Struct, frozen=True, kw_only=True):
     Attributes:
         version: The version.
         engines: One report for each engine, in the order in which the engines were added to the publisher.
-        verdict: The policy's verdict: ``good``: enough engines use the version. ``bad``: enough engines cannot any
-            more. ``open``: not decided yet.
+        verdict: The policy's verdict: ``good``: enough engines use the version. ``bad``: so many have failed that this
+            is no longer possible. ``open``: not decided yet.
         is_final: Whether every delivery has ended.
     """
 
@@ -97,7 +97,7 @@ class PublishReport(Struct, frozen=True, kw_only=True):
         return tuple(each.url for each in self.engines if each.outcome == "confirmed")
 
     def failed(self) -> tuple[EngineReport, ...]:
-        """Reports of the engines whose delivery ended without success; not of removed engines."""
+        """Reports of the engines whose delivery ended without success, except removed engines."""
         return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending", "removed"))
 
     def __str__(self) -> str:
@@ -127,11 +127,11 @@ class EngineState(Struct, frozen=True, kw_only=True):
 def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     """Apply a policy to the reports of all engines.
 
-    Only engines with ``is_counted`` matter; if no engine has it, all engines matter. ``all``, ``quorum`` (more than
-    half) and ``best_effort`` (none) say how many of them must confirm the version.
+    Only the reports with ``is_counted`` matter; if there are none, all reports matter. The policy says how many of
+    these engines must confirm the version: ``all``, ``quorum`` (more than half) or ``best_effort`` (none).
 
     Returns:
-        ``good`` if enough engines have confirmed the version, ``bad`` if enough engines no longer can, else ``open``.
+        ``good`` if enough engines have confirmed the version, ``bad`` if that is no longer possible, else ``open``.
         With ``best_effort`` the verdict stays ``open`` until every delivery has ended.
     """
     present = [each for each in engines if each.outcome != "removed"]
@@ -165,7 +165,7 @@ class ReportStore:
         self._changed = SafeCondition()
 
     def post(self, report: PublishReport) -> None:
-        """Make a report available to all ranks. The report must have a verdict; a later report replaces the first."""
+        """Make a report available to all ranks, in place of an earlier one. The verdict must not be ``open``."""
         with self._changed:
             self._here[report.version] = report
             old = list(self._here)[:-_NUM_REPORTS]
@@ -300,7 +300,7 @@ class EngineLag:
             self._published.append((version, self._clock()))
 
     def readings(self) -> Iterator[Reading]:
-        """Yield the metrics of the publisher and of each engine; only the first hundred engines have their own."""
+        """Yield the metrics of the publisher, and of each of the first hundred engines."""
         states, now_s = self._states(), self._clock()
         with self._mutex:
             published = tuple(self._published)

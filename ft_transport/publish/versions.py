@@ -41,8 +41,8 @@ class StoredVersion:
     Attributes:
         number: The number of the version.
         is_adapter: Whether the version is an adapter. An engine may read an adapter's files during a whole request:
-            vLLM up to 0.32 reloads an adapter that was replaced in place at each step, and any vLLM reloads an adapter
-            that it evicted from memory. Engines read the files of weights only once.
+            after an adapter was replaced in place, vLLM up to 0.32 reloads it at each step, and any vLLM reloads an
+            adapter that it evicted from memory. Engines read the files of weights only once.
         written_s: When the version was complete, in seconds since the epoch, by the clock of the file system.
     """
 
@@ -115,7 +115,7 @@ class StoredVersions:
             logger.warning("old versions could not be deleted: %s", error)
 
     def _serving(self, transport: HTTPTransport[Any], version: int, directory: Path) -> Callable[[], Awaitable[str]]:
-        """Return a function that stages a version unless the transport already serves it, and returns its address."""
+        """Return a function that stages a version unless the transport serves it, and returns the transport's URL."""
         staging: asyncio.Task[None] | None = None
 
         async def address() -> str:
@@ -143,7 +143,7 @@ class StoredVersions:
         self._newest_served = max(version, self._newest_served or 0)
 
     def _prepare(self, transport: HTTPTransport[Any], version: int, directory: Path) -> dict[str, torch.Tensor]:
-        """Return the weights; pass the transport the delta from the engines' version, if that version is on disk."""
+        """Load a version; give the transport a delta from the version that engines have, if that version is on disk."""
         weights = weights_in(directory)
         try:
             # Engines have the newest version that the transport served, which need not be the newest one on disk.

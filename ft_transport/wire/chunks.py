@@ -71,7 +71,7 @@ def runs_of(chunks: Sequence[int]) -> Iterator[range]:
 
 
 def chunk_bytes_for(data_bytes: int, *, most: int) -> int:
-    """Return the chunk length for data of a size: a power of two, which depends on the arguments alone.
+    """Return the chunk length for data of a given size: a power of two that depends on the arguments alone.
 
     Args:
         data_bytes: Length of the data.
@@ -105,12 +105,12 @@ class Digester:
 
     @classmethod
     def of(cls, key: Key) -> Digester:
-        """Return the digester for a key."""
+        """Return the digester that uses a key."""
         return cls(f"{_KEYED_NAME} {key.key_id}", key.mac(_PURPOSE, _KEYED_NAME.encode()))
 
     @classmethod
     def named(cls, name: str, keys: Sequence[Key]) -> Digester | None:
-        """Return the digester with a name from a manifest; ``None`` if the receiver cannot verify its digests.
+        """Return the digester that a manifest names; ``None`` if this process cannot verify its digests.
 
         Args:
             name: The name in the manifest.

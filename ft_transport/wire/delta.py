@@ -1,15 +1,14 @@
 """The `Delta` between two versions of weights, which encodes only the elements that differ.
 
 Between two steps of reinforcement learning about 1 % of the bfloat16 elements change, all over the model, so that every
-chunk differs. A delta has the distance from each changed element to the next, and the changed bits of each element. It
-takes 1.5 % of the bytes for 1 % of the elements, and less if only low bits change. A delta is lossless. Applying the
-same delta again restores the older version.
+chunk differs. A delta has the distance from each changed element to the next, and the changed bits of each element. If
+1 % of the elements change, a delta has 1.5 % of the size of the weights, or less if only low bits change. A delta is
+lossless. Applying the same delta again restores the older version.
 
 Format: the length of the header (8 bytes, little-endian), the header (msgpack), and zstandard frames with checksums
-    (RFC
-8878), whose lengths are in the header. The first frame has a byte for each distance; 255 stands for a far distance. The
-second frame has the far distances, 8 bytes each. The following frames have byte 0 of the changed bits of each element,
-byte 1, and so on.
+(RFC 8878). The header has the lengths of the frames. The first frame has a byte for each distance; 255 stands for a far
+distance. The second frame has the far distances, 8 bytes each. The third frame has byte 0 of the changed bits of each
+element, the fourth frame has byte 1, and so on.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class TensorPair:
         name: Name of the tensor.
         item_bytes: Size of an element in bytes: 1, 2, 4 or 8.
         base: Bytes of the tensor in the older version.
-        new: Bytes of the tensor in the newer version; as many as in the older.
+        new: Bytes of the tensor in the newer version; the same number of bytes as ``base``.
     """
 
     name: str
@@ -108,7 +107,7 @@ class TensorChanges:
     Attributes:
         tensor: The description of the tensor.
         positions: Positions of the changed elements, ascending, int64.
-        bits: For each changed element, an unsigned integer of the same size: old value XOR new value.
+        bits: For each changed element, the XOR of old and new value, as an unsigned integer of the element's size.
     """
 
     tensor: DeltaTensor
@@ -155,13 +154,13 @@ class Delta:
             far = self._far[far_start : far_start + num_far]
             far_start += num_far
             if len(far) < num_far or (num_far and int(far.max()) >= tensor.num_items):
-                raise ManifestError("expected distances inside of the tensor", path=tensor.name)
+                raise ManifestError("expected distances within the tensor, got a longer one", path=tensor.name)
             distances[is_far] = far
             distances += 1
             positions = np.cumsum(distances) - 1
             # A sum that overflows becomes negative.
             if int(positions[-1]) >= tensor.num_items or int(positions.min()) < 0:
-                raise ManifestError("expected changed elements inside of the tensor", path=tensor.name)
+                raise ManifestError("expected changed elements within the tensor, got one outside", path=tensor.name)
             bits = np.zeros((tensor.num_changed, tensor.item_bytes), np.uint8)
             for at in range(tensor.item_bytes):
                 begin = plane_starts[at]
@@ -179,8 +178,8 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
         pairs: All tensors in both versions.
 
     Returns:
-        The delta. ``None`` if it is not smaller than the changed blocks of 1 MiB, or if it is larger than 1/8 of the
-        weights before compression.
+        The delta. ``None`` if it is not smaller than the blocks of 1 MiB that contain changes, or if its size before
+        compression exceeds 1/8 of the weights.
     """
     tensors: list[DeltaTensor] = []
     near: list[Bytes] = []
@@ -230,7 +229,9 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> De
     if len(view) < _LENGTH_BYTES or not 0 < length <= min(_MAX_HEADER_BYTES, len(view) - _LENGTH_BYTES):
         raise ManifestError(f"expected a delta, got {len(view)} bytes that do not begin with a header")
     if max_bytes is not None and length * _HEADER_COST > max_bytes:
-        raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got a header of {length}")
+        raise ManifestError(
+            f"expected a delta that takes at most {max_bytes} bytes of memory, got a header of {length} bytes"
+        )
     try:
         header = _header_decoder.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length])
     except DECODE_ERRORS as error:
@@ -239,19 +240,23 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> De
         raise ManifestError(f"expected a delta of format {_FORMAT}, got {header.format}")
     for tensor in header.tensors:
         if tensor.item_bytes not in _ITEM_BYTES or not 0 <= tensor.num_changed <= tensor.num_items:
-            raise ManifestError(f"expected no more changes than elements, got {tensor!r:.200}", path=tensor.name)
+            raise ManifestError(f"expected at most one change per element, got {tensor!r:.200}", path=tensor.name)
     num_changed = sum(tensor.num_changed for tensor in header.tensors)
     if not 0 <= header.num_far <= num_changed:
-        raise ManifestError(f"expected up to {num_changed} far distances, got {header.num_far}")
+        raise ManifestError(f"expected at most {num_changed} far distances, got {header.num_far}")
     if max_bytes is not None and (needed := _decoded_bytes(header.tensors, header.num_far)) > max_bytes:
-        raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got one for {needed}")
+        raise ManifestError(
+            f"expected a delta that takes at most {max_bytes} bytes of memory, got one that takes {needed}"
+        )
     sizes = [num_changed, header.num_far * _WORD.itemsize]
     for at in range(max(_ITEM_BYTES)):
         size = sum(tensor.num_changed for tensor in header.tensors if tensor.item_bytes > at)
         if size:
             sizes.append(size)
     if len(header.lengths) != len(sizes) or min(header.lengths) < 0 or sum(header.lengths) != len(frames):
-        raise ManifestError(f"expected {len(sizes)} frames of {len(frames)} bytes, got {header.lengths}")
+        raise ManifestError(
+            f"expected the lengths of {len(sizes)} frames with {len(frames)} bytes in all, got {header.lengths}"
+        )
     starts = itertools.accumulate(header.lengths, initial=0)
     streams = [
         _decompressed(frames[start : start + length], size)
@@ -287,9 +292,9 @@ def _decoded_bytes(tensors: Iterable[DeltaTensor], num_far: int) -> int:
 
 
 def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int]:
-    """Return positions and XOR of the elements that differ, and the total size of the 1 MiB blocks with them."""
+    """Return positions and XOR of the differing elements, and the total size of the 1 MiB blocks that contain them."""
     if len(pair.base) != len(pair.new) or pair.item_bytes not in _ITEM_BYTES or len(pair.new) % pair.item_bytes:
-        raise ValueError(f"expected two versions of elements of 1, 2, 4 or 8 bytes, got {pair!r:.200}")
+        raise ValueError(f"expected two versions of equal size, with elements of 1, 2, 4 or 8 bytes, got {pair!r:.200}")
     kind = f"<u{pair.item_bytes}"
     per_word = _WORD.itemsize // pair.item_bytes
     in_words = len(pair.new) - len(pair.new) % _WORD.itemsize
@@ -326,7 +331,7 @@ def _decompressed(frame: memoryview, size: int) -> Bytes:
             raise ManifestError(f"expected a frame of {size} bytes in a delta, got {announced}")
         data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
     except zstandard.ZstdError as error:
-        raise ManifestError(f"expected a frame of zstandard in a delta: {error}") from error
+        raise ManifestError(f"expected a zstandard frame in a delta: {error}") from error
     if len(data) != size:
         raise ManifestError(f"expected a frame of {size} bytes in a delta, got {len(data)}")
     return np.frombuffer(data, np.uint8)

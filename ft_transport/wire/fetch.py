@@ -5,14 +5,15 @@ A fetch consists of units, which arrive one by one: chunks of a file (``wire.swa
 (``wire.read_work``). A unit has landed when it has arrived and was verified.
 
 The `Work` object tracks which units are missing and which sources may deliver them. The machine tracks workers and
-sources: it excludes sources that keep failing, delays retries, and stops when all units have landed or none can land.
+sources: it excludes sources that keep failing, delays retries, and stops when all units have landed, or when no source
+can deliver one of the missing units.
 
              ┌── request_failed, request_cut: the rest returns ──┐
              ▼                                                   │
     the work's units ── Request ──► assigned to a worker ── unit_landed ──► landed
 
 The machine has no clock. All sources start at the same time, so the numbers of units that they have delivered show
-their speeds. A work that needs more gets the elapsed time (`Work.time_passed`).
+their speeds. If a `Work` object needs the elapsed time as well, it gets the time in `Work.time_passed`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ Instruction: TypeAlias = Request[Unit] | Wait | Interrupt | Stop
 
 @dataclass(slots=True)
 class SourceState:
-    """The state of one source, or of a relay.
+    """The state of one source or relay.
 
     Attributes:
         name: Name of the source in messages.
@@ -93,7 +94,7 @@ class SourceState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the source has failed so often or so long that a receiver does not wait for it as a relay."""
+        """Whether the source, if it is a relay, has failed too often or was silent too long to be worth waiting for."""
         return self.is_excluded or self.failures >= _FAILED_ENOUGH or self.num_silent > 0
 
     @property
@@ -127,7 +128,7 @@ class Assignment(Generic[Unit]):
         return [unit for unit in rest if unit not in self.early] if self.early else rest
 
     def land(self, unit: Unit | None) -> Unit:
-        """Record that a unit has landed, and return the unit. Default: the next unit in order."""
+        """Record that a unit has landed (the next one in order unless one is given), and return it."""
         following = self.units[self.next]
         if unit is not None and unit != following:
             self.early.add(unit)
@@ -164,7 +165,7 @@ class Work(Protocol[Unit]):
             under_way: The running requests.
 
         Returns:
-            The source and the units to request. Or a running request to interrupt, because other sources are faster. Or
+            The source and the units to request; or a running request to interrupt, because other sources are faster; or
             ``None`` if the worker has nothing to do.
         """
 
@@ -214,7 +215,7 @@ class FetchMachine(Generic[Unit]):
         return self._failures[-1] if self._failures else None
 
     def has_request(self, worker: WorkerIndex) -> bool:
-        """Return whether the worker has a running request with units; other workers may have taken them over."""
+        """Return whether the worker has a running request, of which at least one unit has not landed."""
         return worker in self._assignments
 
     def next(self, worker: WorkerIndex) -> Instruction[Unit]:
@@ -275,7 +276,7 @@ class FetchMachine(Generic[Unit]):
         return True
 
     def request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
-        """Record that the worker's request failed, and return its units that have not landed to the work."""
+        """Record that the worker's request failed, so that its missing units are requested again."""
         # A failure after the last unit does not matter.
         if self._stop is not None or worker not in self._assignments:
             return
@@ -297,7 +298,7 @@ class FetchMachine(Generic[Unit]):
         self._put_back(assignment)
 
     def request_cut(self, worker: WorkerIndex) -> None:
-        """Record that a relay's response ended before all units, because the relay does not have the others yet."""
+        """Record that a relay's response ended early, because the relay does not have the remaining units yet."""
         if self._stop is None and worker in self._assignments:
             self._put_back(self._release(worker))
 

@@ -66,7 +66,8 @@ class Mesh(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The layout of a DTensor. ``mesh`` is an index into the manifest's meshes.
 
-    ``local_offset`` is the first global index of the local shard. It is redundant, for readers that do not compute it.
+    ``local_offset`` is the first global index of the local shard. It follows from the other fields, and serves
+    readers that do not compute it.
     """
 
     mesh: Count
@@ -146,7 +147,7 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
             )
     for layout in layouts:
         if layout.mesh >= len(meshes):
-            raise ManifestError(f"expected one of {len(meshes)} meshes, got number {layout.mesh}", peer=peer)
+            raise ManifestError(f"expected an index into {len(meshes)} meshes, got {layout.mesh}", peer=peer)
         num_dims = len(layout.global_shape)
         if not (
             len(layout.placements) == len(meshes[layout.mesh].shape)
@@ -164,7 +165,7 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
         for placement in layout.placements:
             if placement.kind != "replicate" and placement.dim >= num_dims:
                 raise ManifestError(
-                    f"expected a shard of one of {num_dims} tensor dimensions, got {placement}", peer=peer
+                    f"expected a placement that shards one of {num_dims} tensor dimensions, got {placement}", peer=peer
                 )
             if placement.kind == "strided_shard" and placement.split_factor < 1:
                 raise ManifestError(f"expected a split_factor of at least 1, got {placement}", peer=peer)
@@ -201,7 +202,7 @@ def region_of(mesh: Mesh, placements: Sequence[Placement], global_shape: Sequenc
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """Return the shape of the local tensor with the elements of a region."""
+    """Return the shape of the local tensor that consists of the elements of a region."""
     return tuple(sum(end - start for start, end in intervals) for intervals in region)
 
 
@@ -232,7 +233,7 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
 
 
 def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
-    """Concatenate ``intervals``, and return the indices at ranges of positions in the result, as joined intervals."""
+    """Number the indices in ``intervals`` in order; return the indices whose numbers are in ``positions``."""
     taken: list[Interval] = []
     which = before = 0
     for position, end in positions:

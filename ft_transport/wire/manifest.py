@@ -71,7 +71,7 @@ class Manifest:
     Attributes:
         step: The committed step of the state.
         snapshot_id: Id of the snapshot. Snapshots of the same step have different ids.
-        tensors: The tensor table, in the order of the tree; the order of the data is that of ``start``.
+        tensors: The tensor table, in the order of the tree. The data is in the order of ``TensorEntry.start``.
         tree: The nested state, in which tensors are indices into the tensor table.
         meshes: The device meshes of the sender.
         layouts: The layouts of DTensors, to which nodes of the tree refer by index.
@@ -79,7 +79,7 @@ class Manifest:
         digests: The digest of each chunk, in order; ``None`` if the sender computes the digests while it sends the
             data, so that the receiver requests them later.
         header_bytes: Length of the file before the data: 8 bytes, and the JSON header with padding.
-        digester: Computes digests of this kind.
+        digester: Computes digests of the same kind as ``digests``.
     """
 
     step: int
@@ -104,7 +104,7 @@ class Manifest:
         return self.header_bytes + self.data_bytes
 
     def header(self, digests: Sequence[int]) -> bytes:
-        """Return the first bytes of the safetensors file with this content and these digests, up to the data."""
+        """Return the first bytes of the safetensors file, up to the data, with these digests in the header."""
         return encode_header(
             step=self.step,
             snapshot_id=self.snapshot_id,
@@ -157,7 +157,7 @@ def encode_header(
         digests: The digest of each chunk; ``None`` if receivers request the digests later.
         align_bytes: The length of the result is a multiple of this number.
         layouts: The layouts to which the tree refers.
-        digester: The digester of the digests.
+        digester: Computes digests of the same kind as ``digests``.
 
     Raises:
         ManifestError: The header would be longer than safetensors readers accept.
@@ -181,8 +181,8 @@ def encode_header(
     padded_bytes = -(-(8 + len(encoded)) // align_bytes) * align_bytes - 8
     if padded_bytes > MAX_HEADER_BYTES:
         raise ManifestError(
-            f"expected a manifest of at most {MAX_HEADER_BYTES} bytes, as safetensors readers do, got {padded_bytes} "
-            f"for {len(tensors)} tensors",
+            f"expected a manifest of at most {MAX_HEADER_BYTES} bytes, the limit of safetensors readers, got "
+            f"{padded_bytes} for {len(tensors)} tensors",
             step=step,
         )
     return padded_bytes.to_bytes(8, "little") + encoded.ljust(padded_bytes)
@@ -268,9 +268,9 @@ def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:
 
 
 def _check_number_of(chunks: ChunkTable, peer: str | None) -> None:
-    """Refuse a table whose digests would be longer than a header may be, even if they are to be sent later."""
+    """Refuse a chunk table whose digests would not fit into a header, even if the digests are sent later."""
     if chunks.num_chunks * DIGEST_HEX_DIGITS > MAX_HEADER_BYTES:
-        raise ManifestError(f"expected digests of at most {MAX_HEADER_BYTES} bytes, {chunks} has more", peer=peer)
+        raise ManifestError(f"expected digests of at most {MAX_HEADER_BYTES} bytes in all, got {chunks}", peer=peer)
 
 
 def _decode_snapshot_id(text: str, peer: str | None) -> SnapshotId:
@@ -293,7 +293,7 @@ def decode_digests(text: str, num_chunks: int, *, peer: str | None) -> tuple[int
         peer: Name of the sender, for errors.
 
     Raises:
-        ManifestError: The text is not that many digests.
+        ManifestError: The text does not consist of ``num_chunks`` digests.
     """
     if len(text) != num_chunks * DIGEST_HEX_DIGITS:
         raise ManifestError(
@@ -342,16 +342,16 @@ def _decode_table(header: dict[str, Raw], peer: str | None, check_time: CheckTim
 
 
 def content_id(manifest: Manifest) -> ContentId:
-    """Return a hash of a manifest without its snapshot id: step, tensors, tree, layouts, chunks and digests.
+    """Return a hash of a manifest's step, tensors, tree, layouts, chunks and digests; the snapshot id is left out.
 
-    Receivers of the same content find each other's relays by this id. It proves nothing: a receiver compares all data
-    with the digests of its manifest.
+    Receivers of the same content find each other's relays by this hash. The hash proves nothing: a receiver compares
+    all data with the digests of its manifest.
 
     Raises:
         ManifestError: The manifest has no digests yet.
     """
     if manifest.digests is None:
-        raise ManifestError("expected a manifest with digests, got one whose digests come later", step=manifest.step)
+        raise ManifestError("expected a manifest with digests, got one without them", step=manifest.step)
     hasher = hashlib.blake2b(digest_size=_CONTENT_ID_BYTES)
     parts = (
         str(manifest.step).encode(),

@@ -1,4 +1,4 @@
-"""Merges the trees of several sources, the ranks of a replica, into one tree.
+"""Merges the trees of several sources, which are the ranks of one replica, into one tree.
 
 The trees are equal except for parts of sharded tensors, and for entries that only some ranks have, such as those of
 pipeline stages. Values at the same path in two trees are the same value of the state.
@@ -30,10 +30,10 @@ class LeafVisitor(Protocol):
     """Creates the merged nodes of leaves with tensor data."""
 
     def tensor(self, path: Path, sources: tuple[int, ...], found: tuple[TensorLike, ...]) -> nodes.Node:
-        """Returns the merged node of a tensor; ``found`` are the nodes of ``sources``."""
+        """Returns the merged node of a tensor; ``found`` has the tensor's node at each of ``sources``."""
 
     def stored(self, path: Path, source: int, node: StoredLeaf) -> nodes.Node:
-        """Returns the merged node of an array or bytes; ``node`` is the one of ``source``."""
+        """Returns the merged node of an array or bytes; ``node`` is its node at ``source``."""
 
 
 def merge_trees(
@@ -58,7 +58,7 @@ def merge_trees(
     try:
         return _Merge(visitor, names, check_time).merge((), tuple(range(len(trees))), tuple(trees))
     except RecursionError as error:
-        raise ManifestError("expected a tree that Python's recursion limit lets through") from error
+        raise ManifestError("expected a tree whose nesting does not exceed Python's recursion limit") from error
 
 
 def path_name(path: Path) -> str:
@@ -128,7 +128,7 @@ class _Merge:
             # Other keys are not hashable, or have hashes that a sender could choose to collide.
             if not (key is None or isinstance(key, _KEYS)):
                 raise RestoreError(
-                    f"expected the same keys from every source, or keys of str and int, got {repr(key)[:100]}",
+                    f"expected keys that are a str or an int, or the same from every source, got {repr(key)[:100]}",
                     path=path_name(path),
                 )
         by_key = [dict(zip(node.items[::2], node.items[1::2], strict=True)) for node in found]
@@ -157,7 +157,7 @@ class _Merge:
     def _conflict(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...]) -> RestoreError:
         other = next((position for position, node in enumerate(found) if node != found[0]), len(found) - 1)
         return RestoreError(
-            f"expected the same from every source, got {repr(found[0])[:100]} from {self._name(sources[0])} and "
+            f"expected the same value from every source, got {repr(found[0])[:100]} from {self._name(sources[0])} and "
             f"{repr(found[other])[:100]} from {self._name(sources[other])}; a value that differs between ranks cannot "
             "be received in another layout: leave it out, or register it with scope='local'",
             path=path_name(path),

@@ -109,7 +109,7 @@ class MappingNode(_Node, frozen=True, tag="d"):
 
 
 class DefaultDictNode(_Node, frozen=True, tag="dd"):
-    """A defaultdict with one of these builtins as factory; ``items`` alternates keys and values, in order."""
+    """A defaultdict whose factory is ``None`` or a builtin type; ``items`` alternates keys and values, in order."""
 
     factory: Literal["none", "list", "dict", "set", "int", "float", "str", "bool", "tuple"]
     items: list[Node]
@@ -305,7 +305,7 @@ def decode_tree(text: str, *, peer: str | None, check_time: CheckTime = unbounde
 
 
 def _num_arrays(encoded: bytes, check_time: CheckTime = unbounded) -> int:
-    """Return the number of arrays. A result up to `MAX_ARRAYS` may be too high, as it includes brackets in strings."""
+    """Return the number of arrays. A result up to `MAX_ARRAYS` may be too high: it may count brackets in strings."""
     num_brackets = encoded.count(b"[")
     if num_brackets <= MAX_ARRAYS:
         return num_brackets
@@ -324,7 +324,7 @@ def _depth(encoded: bytes, check_time: CheckTime) -> int:
 
 
 def _without_strings(encoded: bytes, check_time: CheckTime) -> Iterator[bytes]:
-    """Yield the text outside of strings, in pieces, to bound the memory and to check the time."""
+    """Yield the JSON text without its strings, piece by piece to limit the memory; check the time before each piece."""
     for piece in _PIECE.finditer(encoded):
         check_time()
         yield _STRING.sub(b"", piece.group())

@@ -94,7 +94,7 @@ class ReadWork:
         sources: Sequence[SourceState],
         under_way: Collection[Assignment[FrameOfReads]],  # noqa: ARG002
     ) -> tuple[SourceIndex, tuple[FrameOfReads, ...]] | None:
-        """Return the next frames of the least busy source; among several, of the one with the most bytes left."""
+        """Return the next frames of the least busy source; on a tie, of the source with the most bytes left."""
         waiting = [index for index, queue in enumerate(self._queues) if queue.frames]
         if not waiting:
             return None
@@ -104,7 +104,7 @@ class ReadWork:
         return SourceIndex(chosen), self._take_frames(self._queues[chosen])
 
     def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> Undeliverable | bool:
-        """Record that a frame landed. If its source was already replaced, request its unsharded reads again."""
+        """Record that a frame landed. If its source was replaced before, request the frame's unsharded reads again."""
         queue = self._queues[source]
         undeliverable: Undeliverable | None = None
         if sources[source].is_excluded and queue.stand_in is not None:
@@ -120,8 +120,8 @@ class ReadWork:
     ) -> Undeliverable | None:
         """Take back frames that a source did not deliver, and assign their reads to sources again.
 
-        If the source is excluded, other sources get all its reads. Otherwise sources with fewer failures get the reads
-        that they have as well.
+        If the source is excluded, other sources get all its reads. Otherwise it keeps its reads, except those that a
+        source with fewer failures can deliver as well.
         """
         queue = self._queues[source]
         frames = [*units, *queue.frames]
@@ -202,7 +202,7 @@ class ReadWork:
         sources: Sequence[SourceState],
         is_better: Callable[[int], bool],
     ) -> None:
-        """Assign the reads of frames to better sources that have the same bytes, and the rest to the own source."""
+        """Assign each read of the frames to a better source that has the same bytes, or to ``own`` if there is none."""
         taken: dict[int, list[AnyRead]] = {}
         for frame in frames:
             for read in frame:

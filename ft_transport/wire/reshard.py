@@ -1,4 +1,4 @@
-"""The `Planner`, which decides which bytes to read from which source if the receiver has another layout; pure.
+"""The `Planner`, which decides which bytes a receiver with another layout reads from which source. It does no I/O.
 
 The receiver passes the part of each tensor that it needs. The manifests have the layouts of the sources' parts. Layouts
 divide each dimension separately, so the overlap of two parts is a product of intervals, computed for each dimension.
@@ -158,7 +158,7 @@ class Planner:
         return reads
 
     def _pieces_of(self, wanted: Wanted) -> tuple[tuple[Box, int], ...]:
-        """Return the boxes of a needed part, divided so that each fits into a frame, and the bytes of each box."""
+        """Return boxes that cover a needed part and fit into a frame, each with its size in bytes."""
         item_bytes = wanted.item_bytes
         key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region, item_bytes)
         known = self._pieces.get(key)
@@ -203,9 +203,9 @@ class Planner:
         node = wanted.nodes[holder]
         tensors = self._manifests[source].tensors
         if not isinstance(node, (TensorNode, LayoutNode, ViewNode)):
-            raise ManifestError(f"expected a tensor of the table, got {node!r:.100}", path=wanted.path)
+            raise ManifestError(f"expected a node that refers to the tensor table, got {node!r:.100}", path=wanted.path)
         if node.index >= len(tensors):
-            raise ManifestError(f"expected a tensor of the table, got index {node.index}", path=wanted.path)
+            raise ManifestError(f"expected an index into the tensor table, got {node.index}", path=wanted.path)
         entry = tensors[node.index]
         if entry.dtype != wanted.dtype:
             raise RestoreError(
@@ -222,14 +222,14 @@ class Planner:
             strides = row_major_strides(shape, wanted.item_bytes)
         if shape != box.held_shape:
             raise RestoreError(
-                f"expected a part of shape {list(box.held_shape)} by the layout of {self._names[source]}, got "
-                f"{list(shape)}; a tensor that was not divided by torch's rules can only be received in the same "
+                f"expected a part of shape {list(box.held_shape)} according to the layout of {self._names[source]}, "
+                f"got {list(shape)}; a tensor that was not divided by torch's rules can only be received in the same "
                 "layout",
                 path=wanted.path,
             )
         piece = slice_of(start, strides, box.held_origin, box.counts, wanted.item_bytes)
         if not entry.start <= piece.start <= piece.end <= entry.end:
-            raise ManifestError(f"expected a part of {entry.dtype}{list(entry.shape)}, got {node}", path=wanted.path)
+            raise ManifestError(f"expected a view of {entry.dtype}{list(entry.shape)}, got {node}", path=wanted.path)
         return piece
 
     def _check_layout(self, wanted: Wanted, first: int, holder: int) -> None:
@@ -237,8 +237,9 @@ class Planner:
         expected, actual = self._layout(wanted, first), self._layout(wanted, holder)
         if (actual.global_shape, actual.placements) != (wanted.global_shape, expected.placements):
             raise RestoreError(
-                f"expected {expected.placements} of {list(wanted.global_shape)} on all ranks of a mesh, got "
-                f"{actual.placements} of {list(actual.global_shape)} from {self._names[wanted.sources[holder]]}",
+                f"expected placements {expected.placements} and shape {list(wanted.global_shape)} on all ranks of a "
+                f"mesh, got {actual.placements} and {list(actual.global_shape)} from "
+                f"{self._names[wanted.sources[holder]]}",
                 path=wanted.path,
             )
 
@@ -269,16 +270,16 @@ class Planner:
                 return boxes
             num_best = max(num_best, num_found)
         raise RestoreError(
-            f"expected sources that have all {num_wanted} elements which this rank needs of "
-            f"{list(wanted.global_shape)}, got sources with {max(num_best, 0)}; pass all ranks of the replica "
-            "as sources",
+            f"expected sources that together have the {num_wanted} elements that this rank needs from a tensor of "
+            f"shape {list(wanted.global_shape)}, got sources with {max(num_best, 0)} of them; pass all ranks of the "
+            "replica as sources",
             path=wanted.path,
         )
 
     def _layout(self, wanted: Wanted, holder: int) -> Layout:
         layouts, index = self._manifests[wanted.sources[holder]].layouts, wanted.layouts[holder]
         if index is None or index >= len(layouts):
-            raise ManifestError(f"expected a layout of the table, got index {index}", path=wanted.path)
+            raise ManifestError(f"expected an index into the layout table, got {index}", path=wanted.path)
         return layouts[index]
 
     def _groups_of(self, wanted: Wanted) -> tuple[_Group, ...]:
@@ -291,7 +292,7 @@ class Planner:
                 ]
             )
         except IndexError:
-            raise ManifestError("expected a layout of the table, got an index beyond it", path=wanted.path) from None
+            raise ManifestError("expected an index into the layout table, got a larger one", path=wanted.path) from None
         key = (wanted.sources, meshes)
         known = self._groups.get(key)
         if known is None:
@@ -305,7 +306,7 @@ class Planner:
                         first = self._names[wanted.sources[there[0]]]
                         raise RestoreError(
                             f"expected the ranks of one replica as sources, got {first} and {self._names[source]}, "
-                            f"both at {mesh.coordinate} of a mesh of {list(mesh.shape)}",
+                            f"both at coordinate {mesh.coordinate} of a mesh of shape {list(mesh.shape)}",
                             path=wanted.path,
                         )
                     there.append(holder)
@@ -343,7 +344,7 @@ class Planner:
                 )
 
     def _holders_of(self, group: _Group, sharded: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Return the sources that have each part, by the part's coordinate on the mesh dimensions that shard."""
+        """Return the sources of each part, by the part's coordinate on the mesh dimensions that shard the tensor."""
         key = (group, sharded)
         known = self._holders.get(key)
         if known is None:

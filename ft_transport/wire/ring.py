@@ -2,15 +2,15 @@
 
 So a receiver has one connection to the sources and one to a relay, whatever the number of receivers, and each
 connection uses the full rate of its link. With a connection to every other receiver, each connection would carry little
-data in small packets, at many times the cost. A chunk passes through all receivers, so each receiver
-gets it later than its predecessor, by the time of one chunk.
+data in small packets, at many times the cost. A chunk passes through all receivers, so each receiver gets it later than
+its predecessor, by the time of one chunk.
 
 If its predecessor fails, a receiver switches to the next receiver upstream, and the ring continues without the failed
 one. If its predecessor is too slow, a receiver leaves the ring: it fetches each remaining block from the block's owner.
 The receivers behind it may stay in the ring, because it still relays chunks to them. Leaving without need is expensive,
 because the links of the ring are full: the receiver, and all receivers behind it, would get less. To decide, the
-receiver compares the chunks from the ring with those from the sources, and with the progress of others. For this, each
-relayed chunk comes with the number of chunks that the furthest receiver known to the predecessor has received.
+receiver compares the chunks from the ring with those from the sources, and with the progress of other receivers. For
+this, the predecessor sends with each chunk how many chunks the furthest receiver that it knows of has received.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 def has_ring(*, num_receivers: int, num_chunks: int) -> bool:
     """Return whether receivers begin as a ring. All receivers of a state get the same result.
 
-    With fewer chunks per receiver, the delay of the ring would be too long.
+    Receivers with few chunks each do not begin as a ring, because its delay would be too long.
     """
     return num_receivers >= 3 and num_chunks >= 16 * (num_receivers - 1)
 
@@ -127,7 +127,7 @@ class Ring:
         return (is_little and is_behind) or self._num_silent >= max(self._num_settled, self._num_own // 2)
 
     def _has_brought_less(self, by: int) -> bool:
-        """Return whether the ring has delivered a smaller part of its chunks than the sources, by this factor."""
+        """Return whether the delivered share of the sources' chunks exceeds ``by`` times that of the ring's chunks."""
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
         return of_sources > by * of_ring
 

@@ -16,8 +16,8 @@ GET       /challenge                    begins a session of peers that know the 
 ``step`` is a number or ``latest``. With ``?snapshot=ID`` a request is valid for one snapshot only; after the snapshot
 was replaced, the status is 409. ``?wait=SECONDS`` is the longest time that the server may wait for the step.
 
-If a request for ``latest`` ends without a snapshot (503), the response has a number in ``FT-After``. The client repeats
-the number in ``?after=`` of its next request, which then accepts any snapshot begun since the first request.
+If a request for ``latest`` ends without a snapshot (503), the response has a number in ``FT-After``. The client sends
+the number in ``?after=`` of its next request. The server then accepts any snapshot begun since the first request.
 ``FT-Exchange-Digest`` in every response identifies the request as the server read it: see `exchange_digest`.
 """
 
@@ -138,7 +138,7 @@ _MAX_POSITION_DIGITS: Final = 18
 
 
 def relayed_bytes(table: ChunkTable, chunks: Iterable[int]) -> int:
-    """Return the length of a relay's response with chunks."""
+    """Return the length of a relay's response that contains these chunks."""
     return sum(CHUNK_HEADER.size + table.length_of(chunk) for chunk in chunks)
 
 
@@ -264,10 +264,10 @@ def exchange_digest(request: RequestRead, status: int, answered: Headers) -> str
     """Return the value of `EXCHANGE_DIGEST_HEADER`, which shows whether the server answered the request that was sent.
 
     The data of a fetch has digests, but requests do not. A request that was damaged in transit may lead to a wrong
-    error status, or to other bytes than requested, with a right digest. So each response has a digest of the request as
-    the server read it, and of status and headers of the response. The client computes the same digest. If the two
-    differ, or the response has none, the request or the response was damaged, and the client may retry. If they are
-    equal, an error status is the server's real answer.
+    error status, or to bytes that were not requested but match their digest. So each response has a digest of the
+    request as the server read it, and of status and headers of the response. The client computes the same digest. If
+    the two differ, or the response has none, the request or the response was damaged, and the client may retry. If they
+    are equal, an error status is the server's real answer.
 
     Args:
         request: The request.

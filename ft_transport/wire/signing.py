@@ -43,7 +43,7 @@ class Key:
         return cls(_mac(secret, "id")[:_ID_BYTES].hex(), secret)
 
     def mac(self, purpose: str, *parts: Bytes) -> bytes:
-        """Return the HMAC-SHA256 (32 bytes) of a purpose and parts. The input has the length before each part."""
+        """Return the HMAC-SHA256 (32 bytes) of a purpose and parts. In the input, each part follows its length."""
         return _mac(self._secret, purpose, *parts)
 
     def derived(self, purpose: str, *parts: bytes) -> Key:
@@ -173,14 +173,14 @@ class Session:
     def number_of(
         self, credentials: str | None, method: str, target: str, headers: Headers, *, after: int
     ) -> int | None:
-        """Verify a request of this session, and return its number; ``None`` if the MAC is wrong or it was replayed.
+        """Verify a request of this session, and return its number; ``None`` if it was replayed or has a wrong MAC.
 
         Args:
             credentials: The ``Authorization`` header of the request.
             method: HTTP method.
             target: Path and query, exactly as received.
             headers: Headers of the request.
-            after: Number of the last request of the session.
+            after: Number of the previous request of the session.
         """
         found = _CREDENTIALS.fullmatch(credentials or "")
         if found is None or int(found[1]) <= after:
@@ -203,7 +203,7 @@ class Session:
 
 
 def answer_challenge(keys: Sequence[Key], challenge: Challenge, nonce: str) -> tuple[ChallengeAnswer, Session] | None:
-    """Answer a challenge on the server; return the answer and the session. ``None`` if no key is common to both.
+    """Answer a challenge on the server; return the answer and the session. ``None`` if both sides have no common key.
 
     Args:
         keys: Keys of the job.

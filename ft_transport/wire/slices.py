@@ -37,7 +37,7 @@ Loop: TypeAlias = tuple[Annotated[int, Meta(ge=2, le=2**62)], Count]
 
 
 class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Bytes of the data: a block of ``block_bytes`` at ``start``, repeated by each loop. The last loop is innermost."""
+    """Bytes of the data: a block of ``block_bytes`` at ``start``, repeated by nested ``loops``, the last innermost."""
 
     start: Count
     block_bytes: _Positive
@@ -162,7 +162,9 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
             if num_bytes > CHUNK_BYTES:
                 break
             if piece.end > data_bytes:
-                raise ConfigurationError(f"expected slices of {data_bytes} bytes of data, got one up to {piece.end}")
+                raise ConfigurationError(
+                    f"expected slices of {data_bytes} bytes of data, got one up to byte {piece.end}"
+                )
         if not 0 < num_bytes <= CHUNK_BYTES:
             raise ConfigurationError(f"expected frames of 1 to {CHUNK_BYTES} bytes, got one of {num_bytes}")
         if num_blocks > MAX_BLOCKS_PER_FRAME:

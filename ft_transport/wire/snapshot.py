@@ -1,4 +1,4 @@
-"""The `Snapshot`, the memory with its bytes at a source or receiver, and copies of slices.
+"""The `Snapshot`, the memory that has its bytes at a source or a receiver, and functions that copy slices.
 
 ``state`` makes snapshots, and ``http`` sends them. Slices are copied by numpy, as arrays, without a Python loop.
 """
@@ -44,17 +44,17 @@ class SharedFile(Protocol):
     """A safetensors file whose data is live memory of the trainer. The trainer copies the data before changing it."""
 
     def pin(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Returns a context with bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
+        """Returns a context that yields bytes ``[start, end)`` of the file, in order, with their values at the step.
 
-        The bytes do not change inside the context, because the trainer waits for its end. So the caller must not wait
-        for a receiver inside.
+        The bytes do not change during the context, because the trainer waits for its end. So the caller must not wait
+        for a receiver during the context.
 
         Raises:
             SnapshotError: The bytes are lost.
         """
 
     def pin_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Returns a context with bytes ``[start, end)`` of the tensor data, as `pin` does. No view divides a tensor.
+        """Returns a context as `pin` does, for bytes ``[start, end)`` of the tensor data. No tensor is in two views.
 
         Raises:
             SnapshotError: The bytes are lost.

@@ -1,4 +1,4 @@
-"""Parts of ``wire.swarm_work``: the blocks of all receivers, substitutes for failed receivers, and slow peers."""
+"""Parts of ``wire.swarm_work``: receivers' blocks, substitutes for failed receivers, and detection of slow peers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Blocks:
             chunks = chunks[num_in_run:]
 
     def _nearest_behind(self, owner: int) -> BlockQueue:
-        """Return the first working receiver between this one and a failed block owner in the ring, else this one."""
+        """Return the first working receiver on the way from this one upstream to the failed owner, else this one."""
         number, own = len(self.queues), self.own.receiver
         between = (self.queues[(own - far) % number] for far in range(1, (own - owner) % number))
         return next((queue for queue in between if not queue.is_given_up), self.own)
@@ -198,8 +198,8 @@ class RelayRates:
     """Finds relays that are slower than the sources, by counting chunks in windows of time.
 
     While a receiver fetches its own block, sources and relays share its link, and other receivers may not have begun,
-    so the chunks of that time do not show a relay's speed. Later only relays use the link. Then the receiver compares
-    the relays' chunks with the chunks that the sources delivered in the time of the own block.
+    so the chunks of that time do not show a relay's speed. After that, only relays use the link. Then the receiver
+    compares the relays' rate with the rate at which the sources had delivered its own block.
     """
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ class RelayRates:
 def slowest_to_end(
     under_way: Sequence[Assignment[int]], sources: Sequence[SourceState], usable: Sequence[SourceState]
 ) -> Assignment[int] | None:
-    """Return the slowest request if the best source would deliver its rest much sooner; ``None`` otherwise.
+    """Return the slowest request if the best source would deliver the rest of it much sooner; ``None`` otherwise.
 
     All sources begin at the same time, so the number of chunks that a source has delivered is proportional to its rate.
 

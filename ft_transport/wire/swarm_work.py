@@ -6,9 +6,10 @@ So the sources send each byte only once. Every receiver decides by these rules a
 
 If an owner fails or is too slow, each run of its chunks gets a substitute, the same for all receivers. The substitute
 fetches the run from the sources, after its own block, and the others fetch the run from the substitute. So the sources
-send the block of a failed owner only about once. Receivers may disagree on which owner is too slow: the order of
-substitutes is the same for all, so that no two receivers wait for each other. In a ring, the receiver behind a failed
-one is the substitute, because it notices the failure first. A receiver without any working relay uses the sources.
+send the block of a failed owner only about once. Receivers may disagree on which owner is too slow. Even then no two
+receivers wait for each other, because the order of substitutes is the same for all. In a ring, the receiver behind a
+failed one is the substitute, because it notices the failure first. A receiver without any working relay uses the
+sources.
 
 A single receiver fetches the only block from all sources at once, and more from faster sources. With one source,
 requests are large at first and small at the end, and an idle worker takes over half of what the slowest connection has
@@ -168,9 +169,10 @@ class SwarmWork:
     def put_back(
         self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
-        """Take back the rest of a request, to request it first (``Work.put_back``).
+        """Take back the rest of a request, so that it is requested first (``Work.put_back``).
 
-        Chunks of another block, of which a relay had none, come last: it may not know yet that it is the substitute.
+        If a relay had no chunks of another receiver's block, these chunks are requested last: the relay may not know
+        yet that it is the substitute.
         """
         queue, state = self._by_source[source], sources[source]
         if self._is_of_ring(source):
@@ -190,7 +192,7 @@ class SwarmWork:
         if relays and (min(relays) < 3 or sum(relays) < _HOPELESSLY_DRY):
             return None
         names = ", ".join(each.name for each in sources)
-        return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")
+        return Undeliverable(f"expected the whole snapshot from {names}, but {self.num_left} chunks are missing")
 
     def _find_hopeless(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
@@ -240,7 +242,7 @@ class SwarmWork:
         return self._ring is not None and source == self._before and self._ring.num_asked > 0
 
     def _take_from_ring(self, before: SourceState) -> tuple[SourceIndex, Sequence[int]] | None:
-        """Return one request to the predecessor for all other blocks, in the order in which they land there."""
+        """Return one request to the predecessor for all other blocks, in the order in which it receives them."""
         if self._ring is None or self._ring.num_asked or before.num_active:
             return None
         units: list[int] = []
@@ -257,7 +259,7 @@ class SwarmWork:
         return (self._before, units) if units else None
 
     def _ring_has_ended(self, units: Sequence[int], sources: Sequence[SourceState]) -> None:
-        """Take back chunks that the predecessor did not relay; repeat the request, switch predecessors or leave."""
+        """Take back chunks that the predecessor did not relay; then stay, switch predecessors, or leave the ring."""
         assert self._ring is not None
         self._ring.num_asked = 0
         for run in runs_of(units):
@@ -293,7 +295,7 @@ class SwarmWork:
         self._ring = self._ring.joined_again(num_own=self._own.num_left, num_relayed=self.num_left - self._own.num_left)
 
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
-        """Return a request to the relay with most missing chunks; among several, each receiver prefers another one."""
+        """Return a request to the relay with most missing chunks; on a tie, each receiver prefers another relay."""
         best, most = None, 0
         is_dry_left_out = not self._expects_own(sources)
         for relay, queue in self._others:
@@ -331,7 +333,7 @@ class SwarmWork:
         return asked, chunks
 
     def _deal_stalled(self, sources: Sequence[SourceState]) -> bool:
-        """Assign the chunks of failed relays to substitutes, and of slow relays once the own block is complete."""
+        """Assign chunks of failed relays to substitutes; if the own block is complete, also those of slow relays."""
         is_any = False
         expects_own = self._expects_own(sources)
         for relay, queue in self._others:
@@ -345,7 +347,7 @@ class SwarmWork:
         return is_any
 
     def _is_stalled(self, queue: BlockQueue, relay: SourceState) -> bool:
-        """Return whether a relay has had nothing for long, or has delivered much less than the best relay."""
+        """Return whether several responses of a relay were empty, or the relay is much slower than the best relay."""
         if relay.num_dry >= _DRY_ENOUGH or queue.is_slow:
             return True
         if not queue.num_lacking:
@@ -360,12 +362,12 @@ class SwarmWork:
         return self._ring is not None and is_alone_behind
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
-        """Return the least busy working source; among several, each receiver prefers another one."""
+        """Return the least busy working source; on a tie, each receiver prefers another source."""
         usable = [index for index in self._in_turn if not sources[index].is_excluded]
         return SourceIndex(min(usable, key=lambda index: sources[index].load)) if usable else None
 
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
-        """Return a number of chunks in proportion to a source's speed; few at first, while speeds are not yet known."""
+        """Return how many chunks to request from a source: in proportion to its speed, and few while it is unknown."""
         if self._is_only_source:
             share = self._own.num_missing // self._num_own_requests
             return max(self._least_per_request, min(MAX_CHUNKS_PER_REQUEST, share))

@@ -351,9 +351,9 @@ def test_two_adapters_that_are_active_at_once_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"r": 3}, r"the rank 3 that the configuration gives .*q_proj\.lora_A\.weight, got the shape \(2, 16\)"),
-        ({"lora_alpha": 8}, r"the scale 4 that the configuration gives .*q_proj, the layer has 2"),
-        ({"use_rslora": True}, r"the scale 2\.8\d* that the configuration gives"),
+        ({"r": 3}, r"rank 3 for .*q_proj\.lora_A\.weight according to .*, got a tensor of shape \(2, 16\)"),
+        ({"lora_alpha": 8}, r"scale 4 for .*q_proj according to the configuration, got a layer with scale 2"),
+        ({"use_rslora": True}, r"scale 2\.8\d* for .* according to the configuration"),
         ({"rank_pattern": {"v_proj": 0}}, "ranks of at least 1 in rank_pattern"),
     ],
     ids=str,

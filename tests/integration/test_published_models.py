@@ -86,7 +86,7 @@ def test_what_ranks_are_told_differently_is_refused_on_all_of_them(ran: list[dic
         assert "expected the same dtype on all ranks, got torch.float16 on rank 0" in refused["dtype"]
         assert "expected the same names on all ranks" in refused["table"]
         assert "PublishError: rank 0, plan" in refused["unknown"]
-        assert "expected only tensors of the trainer in the table of names, no rank has stage.2" in refused["unknown"]
+        assert "only tensors of the trainer in the table of names, but no rank has stage.2" in refused["unknown"]
         assert "expected one tensor with the new name model.layers.0" in refused["one_name"]
         assert "stage.1" in refused["one_name"]
         assert "expected the name of a file" in refused["files"]

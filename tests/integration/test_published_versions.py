@@ -73,12 +73,12 @@ class TestFormat:
         [
             (weights(), {"names": {"body.wieght": "a"}}, r"no rank has body\.wieght"),
             (weights(), {"names": {"body.weight": "body.count"}}, r"the new name body\.count"),
-            (weights(), {"names": lambda _: None}, "expected names for some of 4 tensors, got None for all"),
-            (adapter(), {"names": lambda name: name.replace("lora_", "")}, "expected names of LoRA's matrices"),
+            (weights(), {"names": lambda _: None}, "a new name for at least one of 4 tensors, got None for all"),
+            (adapter(), {"names": lambda name: name.replace("lora_", "")}, "to get the name of a LoRA matrix"),
             (
                 {"weight": torch.ones(2).to(torch.float8_e4m3fn), "scale": torch.ones(1)},
                 {"dtype": torch.bfloat16},
-                r"publish quantized weights without a dtype.*at weight",
+                r"publish quantized weights with dtype=None.*at weight",
             ),
         ],
         ids=["unknown", "twice", "nothing left", "no adapter", "quantized"],
@@ -166,4 +166,4 @@ class TestCompleteness:
             file.write_bytes(b"gone")
             with caplog.at_level(logging.WARNING):
                 publisher.publish(2, {"head.weight": torch.ones(2)})
-        assert "model.safetensors, so names that newer weights lack" in caplog.text
+        assert "model.safetensors, so its tensors may be missing" in caplog.text

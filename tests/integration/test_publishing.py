@@ -364,7 +364,7 @@ class TestFailures:
         server = VLLMStandIn(refusal=(200, "text/plain", "Success: LoRA adapter 'policy' added successfully."))
         with publishing(tmp_path, server) as publisher:
             handle = publisher.publish(1, adapter(1))
-            with pytest.raises(PublishError, match=r"expected the adapter 'policy'.*it serves none"):
+            with pytest.raises(PublishError, match=r"to serve the adapter 'policy'.*it serves no adapters"):
                 handle.result(SOON)
 
     @pytest.mark.parametrize(("policy", "verdict"), [("all", "bad"), ("quorum", "good"), ("best_effort", "good")])
@@ -525,14 +525,14 @@ class TestVersions:
 def test_an_adapter_without_what_engines_need_is_refused(config: Any, expected: str) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         LoRAAdapter(adapter(1).tensors, config)
-    with pytest.raises(ConfigurationError, match="expected an adapter's tensors by name, got none"):
+    with pytest.raises(ConfigurationError, match="names to an adapter's tensors, got an empty one"):
         LoRAAdapter({}, CONFIG)
 
 
 @pytest.mark.parametrize(
     ("weights", "expected"),
     [
-        (dict(adapter(1).tensors), r"got LoRA's matrices alone.*LoRAAdapter\(tensors, config\).*q\.lora_A\.weight"),
+        (dict(adapter(1).tensors), r"got only LoRA's matrices.*LoRAAdapter\(tensors, config\).*q\.lora_A\.weight"),
         (nn.Linear(2, 2), r"got a module, Linear; pass its state_dict\(\)"),
         ({}, "got no weights"),
     ],

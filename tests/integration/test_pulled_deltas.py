@@ -206,7 +206,7 @@ def test_changes_that_take_more_memory_than_the_weights_are_not_decompressed(tra
             TransportSettings(), keys=None, certificates=None, num_connections=1, timeout=FetchTimeout(total=SOON)
         )
         source = PeerAddress.from_url(transport.metadata())
-        with pytest.raises(ManifestError, match=f"fits into {num_bytes(second)} bytes"):
+        with pytest.raises(ManifestError, match=f"at most {num_bytes(second)} bytes of memory"):
             fetch_deltas(source, 1, 2, max_bytes=num_bytes(second), settings=settings)
         transport.send_checkpoint([], 2, {"weights": second}, SOON)
         assert tell(receiver, 2, transport) == 200
@@ -322,7 +322,7 @@ def test_other_weights_than_before_are_refused_with_what_differs(
         others = {**weights, "layers.0.weight": torch.zeros(7, dtype=torch.bfloat16)}
         del others["layers.1.weight"]
         handle = publisher.publish(2, others, missing_ok=True)
-        with pytest.raises(PublishError, match=r"the engine has other weights .*\(weights_differ; it has version 1\)"):
+        with pytest.raises(PublishError, match=r"the engine's weights .*\(weights_differ; it has version 1\)"):
             handle.result(SOON)
         assert re.search(
             r"missing: \['layers\.1\.weight'\].*layers\.0\.weight: .*\[128, 256\] in the engine, .*\[7\] published",

@@ -34,8 +34,8 @@ def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
     """Return why an engine cannot apply an adapter; ``None`` if it can.
 
     Args:
-        engine: The engine. Its optional attribute ``adapter_features`` has the features that it applies, and
-            ``adapter_gaps`` those of `MODULE_FEATURES` that it does not apply.
+        engine: The engine. Its optional attribute ``adapter_features`` lists the features that the engine applies, and
+            ``adapter_gaps`` lists those of `MODULE_FEATURES` that the engine does not apply.
         features: The adapter's features beyond plain LoRA, as returned by `features_of`.
     """
     applied: frozenset[str] | None = getattr(engine, "adapter_features", frozenset())
@@ -54,7 +54,7 @@ def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
 
 
 def check_applied(engine: Engine, delivery: Delivery) -> None:
-    """Check again before a delivery that the engine can apply the adapter, because the engine may be a new one.
+    """Check before each delivery that the engine can apply the adapter, because it may have been added after `publish`.
 
     Raises:
         EngineRefusedError: The engine does not apply a feature of the adapter; the message names the feature.
@@ -67,18 +67,18 @@ def check_applied(engine: Engine, delivery: Delivery) -> None:
 
 
 def version_in(path: str) -> int | None:
-    """Return the number of the version in a directory's path; ``None`` if the directory is not one of a version."""
+    """Return the number of the version whose directory has this path; ``None`` for any other path."""
     match = _DIRECTORY.fullmatch(PurePath(path).name)
     return int(match[1]) if match is not None else None
 
 
 def adapter_name(template: str, version: int) -> str:
-    """Return the name under which an engine serves an adapter."""
+    """Return the name under which an engine serves a version of an adapter."""
     return template.replace("{version}", str(version))
 
 
 def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
-    """Return those names that belong to earlier versions; empty if the template has no ``{version}``."""
+    """Return those of ``names`` that ``template`` gives to versions before ``version``."""
     before, has_number, after = template.partition("{version}")
     older = []
     for name in names:
@@ -112,7 +112,7 @@ async def adapter_served(connection: EngineConnection, template: str, newest: De
     Args:
         connection: Connection to the engine.
         template: Name by which requests select the adapter; ``{version}`` in the name is replaced by the version.
-        newest: The newest version; the directories of all versions have the same parent.
+        newest: The newest version. An adapter counts as published only if it was loaded from the same parent directory.
 
     Raises:
         EngineRefusedError: The response is not a list of models.
@@ -144,9 +144,9 @@ async def deliver_adapter(
         template: Name by which requests select the adapter; ``{version}`` in the name is replaced by the version.
         load: Loads the adapter. Arguments: the adapter's name, and whether the engine already serves an adapter with
             this name.
-        unload: Unloads the adapter with a name. It is called in the background, after this function has returned.
-            ``None``: no adapter is unloaded.
-        unload_after: How long an adapter stays loaded after the next one was written.
+        unload: Unloads the adapter with the given name. It is called in the background, after this function has
+            returned. ``None``: no adapter is unloaded.
+        unload_after: How long an adapter stays loaded after the next version was written.
 
     Raises:
         EngineRefusedError: The engine did not load the adapter.
@@ -162,8 +162,8 @@ async def deliver_adapter(
     version = version_in(root)
     if version is None or Path(root).parent != delivery.directory.parent:
         raise EngineRefusedError(
-            f"expected the adapter {name!r}, loaded from {delivery.directory}, among those that the engine serves; it "
-            f"serves {served or 'none'}",
+            f"expected the engine to serve the adapter {name!r} from {delivery.directory}; it serves "
+            f"{served or 'no adapters'}",
             peer=connection.url,
         )
 

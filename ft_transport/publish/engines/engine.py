@@ -40,8 +40,8 @@ class Delivery:
         version: Number of the version.
         kind: ``adapter``: a LoRA adapter in PEFT's layout. ``weights``: all weights of a model as safetensors files.
         directory: Directory of the version. The engine must see the directory under the same path.
-        address: Starts serving the version over HTTP if necessary, and returns its address. ``None`` if the publisher
-            has no transport.
+        address: A function that starts to serve the version over HTTP if necessary, and returns the transport's URL.
+            ``None`` if the publisher has no transport.
     """
 
     version: int
@@ -93,7 +93,7 @@ class Link:
     Attributes:
         mutex: Serialises deliveries and polls.
         polling: The running poll, which holds the mutex; a delivery cancels the poll.
-        unfinished: Running tasks that must end before the next attempt, such as resuming the engine.
+        unfinished: Running tasks that must end before the next attempt, such as a task that resumes the engine.
         is_left_paused: Whether a delivery left the engine paused, because the weights may be half replaced.
         is_in_doubt: Whether an update of the weights has begun since the engine last confirmed a version.
     """
@@ -152,7 +152,7 @@ class EngineConnection:
             path: The route.
             body: JSON body of the request.
             advice: Advice to the user if the engine does not have the route. In that case `resuming` does not
-                resume the engine, which was not paused.
+                resume the engine, because it was not paused.
             **params: Query parameters of the request.
         """
         try:
@@ -172,7 +172,7 @@ class EngineConnection:
     async def resuming(self, resume: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
         """Resume the engine at the end of the context, even if the context fails or its deadline expires.
 
-        The engine is not resumed if the context fails inside `replacing` with ``stays_paused``.
+        The engine stays paused if the failure is inside a `replacing` context with ``stays_paused=True``.
 
         Args:
             resume: Sends the request that resumes the engine.
@@ -211,7 +211,7 @@ class EngineConnection:
     def replacing(self, *, stays_paused: bool) -> Iterator[None]:
         """Mark the engine's weights as being replaced during the context.
 
-        The engine's version is unknown from then on, until the engine confirms a version.
+        From the beginning of the context until the engine confirms a version, the engine's version is unknown.
 
         Args:
             stays_paused: Whether the engine must stay paused if the context fails. During an update vLLM's parameters
@@ -278,9 +278,9 @@ class Engine(Protocol):
     """The interface of an inference engine.
 
     The publisher refuses an adapter that the engine cannot apply. By default an engine applies plain LoRA
-    (``lora_alpha / r * B @ A`` on the unmodified base). An engine that applies more has an attribute
-    ``adapter_features``: a set of fields of PEFT's ``LoraConfig``, such as ``use_dora``, and ``lora_embedding``; or
-    ``None`` if the engine applies every adapter.
+    (``lora_alpha / r * B @ A`` on the unmodified base). An engine that applies more lists the features in an attribute
+    ``adapter_features``, a set with fields of PEFT's ``LoraConfig`` (such as ``use_dora``) and ``lora_embedding``. If
+    the attribute is ``None``, the engine applies every adapter.
 
     Attributes:
         url: Base URL of the engine, which also names the engine in reports.
@@ -305,15 +305,15 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PolledEngine(Engine, Protocol):
-    """An engine that can report its version. If the engine has lost the newest version, it gets the version again."""
+    """An engine that can report its version, so that the publisher can notice a lost version and deliver it again."""
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """Returns the version that the engine serves now. Changes nothing; not called during a delivery.
+        """Returns the version that the engine serves now, without changing it. Not called during a delivery.
 
         Args:
             connection: Connection to the engine.
-            newest: The newest version. It tells whether to look for an adapter or weights, and the directory beside
-                which earlier versions have theirs.
+            newest: The newest version. Its kind tells whether to look for an adapter or for weights. The directories of
+                earlier versions have the same parent.
 
         Returns:
             The version; ``None`` if the engine serves none of this publisher's versions.
@@ -359,7 +359,7 @@ def confirmed_weight_version(answer: Answer, expected: int) -> int:
         expected: The delivered version, for the error.
 
     Raises:
-        EngineRefusedError: The response has no version of a publisher.
+        EngineRefusedError: The response has no ``weight_version`` that a publisher has set.
     """
     version = weight_version(answer)
     if version is None:

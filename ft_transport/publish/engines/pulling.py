@@ -41,21 +41,21 @@ REASONS: Final[Mapping[Reason, tuple[int, str]]] = {
     ),
     "reached_elsewhere": (
         403,
-        "the order was made for another address than the receiver's own; where an address is translated on the way, "
-        "name it in WeightReceiver.reached_at",
+        "the order was made for another address than the receiver's own; if a gateway translates addresses, add the "
+        "address that the publisher uses to WeightReceiver.reached_at",
     ),
     "stale": (409, "the receiver has a later version of the same source, or has begun one"),
     "superseded": (409, "a later order of the same source replaced this order before its turn"),
     "busy": (503, "orders of too many sources wait for their turn"),
     "source_refused": (
         403,
-        "the receiver may not fetch from the publisher's address: without a job token from the loopback alone, else "
-        "from WeightReceiver.sources",
+        "the receiver may not fetch from the publisher's address: without a job token it fetches only from the "
+        "loopback, otherwise only from WeightReceiver.sources",
     ),
     "source_unreachable": (500, "the receiver cannot reach the publisher's transport"),
-    "source_failed": (500, "the publisher's transport did not deliver the whole version, with valid proofs"),
+    "source_failed": (500, "the publisher's transport did not deliver a complete version with valid proofs"),
     "too_slow": (500, "the weights did not arrive in time, or arrived so slowly that a waiting order was preferred"),
-    "weights_differ": (500, "the engine has other weights (names, shapes, dtypes or ties) than the version"),
+    "weights_differ": (500, "the engine's weights and the version differ in names, shapes, dtypes or ties"),
     "weights_unusable": (500, "the engine has weights into which data cannot be received"),
     "engine_failed": (500, "the engine's own code or its device failed"),
     "closing": (503, "the receiver is being closed"),
@@ -97,7 +97,9 @@ class PullingEngine:
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
         """Order the receiver to fetch a version, and wait for the outcome (`Engine.deliver`)."""
         if delivery.address is None:
-            raise EngineRefusedError("expected a publisher that serves versions, pass it a transport", peer=self.url)
+            raise EngineRefusedError(
+                "expected a publisher that serves versions; pass a transport to Publisher", peer=self.url
+            )
         address = await delivery.address()
         question = Question.of(self.url)
         _, challenge = await self._status(connection, question)
@@ -111,7 +113,8 @@ class PullingEngine:
             if outcome is None:
                 # The receiver may have the version nevertheless. The next attempt will show that.
                 raise EngineUnreachableError(
-                    "expected an outcome with a proof of the job token, got one without a valid proof", peer=self.url
+                    "expected the receiver's outcome to prove that it knows the job token, got no valid proof",
+                    peer=self.url,
                 )
         if outcome.version is None:
             raise answer.refusal(f"expected version {delivery.version}")
@@ -139,7 +142,7 @@ class PullingEngine:
         return status
 
     def _refusal(self, error: EngineRefusedError, order: Order | None) -> EngineRefusedError:
-        """Return an error with the meaning of the receiver's reason; return an error without a reason unchanged."""
+        """Return an error that explains the receiver's reason; return ``error`` itself if it contains no reason."""
         try:
             answer = json.loads(error.body)
         except (ValueError, RecursionError):
@@ -153,7 +156,7 @@ class PullingEngine:
 
 
 def _claimed(answer: object) -> Outcome | None:
-    """Parse a refusal without a proof; a receiver sends no proof to a publisher that has not proved the token."""
+    """Parse an unsigned refusal, which a receiver sends to a publisher that has not proved that it knows the token."""
     reason = _text(_fields(answer).get("reason"))
     return Outcome(version=None, reason=reason) if reason in REASONS else None
 
@@ -176,7 +179,7 @@ class Question:
         return cls(nonce=secrets.token_hex(_NONCE_BYTES), reached=reached_by(url))
 
     def query(self, keys: Keys | None) -> dict[str, str]:
-        """Return the query parameters of the request; empty without keys."""
+        """Return the query parameters of the request; none if ``keys`` is ``None``, because there is no job token."""
         if keys is None:
             return {}
         signature = keys.sign("weights question", *_bytes(self.nonce, self.reached))
@@ -222,7 +225,7 @@ class Order:
         version: Number of the version.
         address: URL of the transport that serves the version.
         reached: ``host:port`` at which the publisher reaches the receiver.
-        challenge: The receiver's challenge; empty without keys.
+        challenge: The receiver's challenge; empty without a job token.
     """
 
     version: int
@@ -231,7 +234,7 @@ class Order:
     challenge: str = ""
 
     def body(self, keys: Keys | None) -> dict[str, object]:
-        """Return the JSON body of the request, whose path contains the version."""
+        """Return the JSON body of the request. The version is not in the body, but in the path."""
         if keys is None:
             return {"address": self.address}
         return {
@@ -261,7 +264,7 @@ class Order:
         Args:
             keys: Keys of the job; ``None`` without a job token.
             version: The version that the receiver has now.
-            reason: Why the receiver does not have the ordered version; ``None`` if it has.
+            reason: Why the receiver does not have the ordered version; ``None`` if it has that version.
         """
         outcome: dict[str, object] = {"version": version} | ({"reason": reason} if reason is not None else {})
         if keys is not None and self.challenge:
@@ -289,8 +292,8 @@ class Outcome:
     """The fourth message: the outcome of an order.
 
     Attributes:
-        version: The version that the receiver has now; ``None`` if its weights are no version.
-        reason: Why the receiver does not have the ordered version; ``None`` if it has.
+        version: The version that the receiver has now; ``None`` if its weights are not a complete version.
+        reason: Why the receiver does not have the ordered version; ``None`` if it has that version.
     """
 
     version: int | None
@@ -300,8 +303,8 @@ class Outcome:
 class Challenges:
     """Issues challenges, each of which is valid once, for `CHALLENGE_S` seconds. Not thread-safe.
 
-    A challenge proves its own origin by a MAC. Only used challenges are stored, so clients that only ask for challenges
-    cost no memory.
+    A MAC in each challenge shows that this object issued it. Only used challenges are stored, so clients that only ask
+    for challenges cost no memory.
 
     Args:
         clock: Returns monotonic seconds.

@@ -103,9 +103,10 @@ class SGLangEngine:
 async def _end_of_updates(connection: EngineConnection) -> None:
     """Wait until the server has finished an earlier update, such as one of a trainer that has exited.
 
-    If a second update starts before, SGLang mistakes the result of the first update for that of the second: it confirms
-    weights that it has not read yet, and exits at the second result (``_handle_update_weights_from_disk_req_output`` in
-    managers/tokenizer_manager.py). The scheduler handles requests in order, so this request ends after the update.
+    If a second update starts during the first, SGLang mistakes the result of the first for that of the second: it
+    confirms weights that it has not read yet, and exits at the second result
+    (``_handle_update_weights_from_disk_req_output`` in managers/tokenizer_manager.py). The scheduler handles requests
+    in order, so the response to the request sent here arrives after the update.
     """
     try:
         await _get(connection, "/server_info", "/get_server_info")
@@ -115,7 +116,7 @@ async def _end_of_updates(connection: EngineConnection) -> None:
 
 
 async def _get(connection: EngineConnection, path: str, older_path: str) -> Answer:
-    """Send a GET request to a route; if the server does not have the route, to the path in older servers."""
+    """Send a GET request to ``path``, and then to ``older_path`` if the server does not have that route."""
     try:
         return await connection.get(path)
     except EngineRefusedError as error:

@@ -2,7 +2,7 @@
 
 Routes: https://docs.vllm.ai/en/latest/features/lora/ (``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``) and
 https://docs.vllm.ai/en/latest/training/weight_transfer/ (``VLLM_SERVER_DEV_MODE=1``), as in
-vllm/entrypoints/serve/lora/ api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32). vLLM answers a
+vllm/entrypoints/serve/lora/api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32). vLLM answers a
 successful load of an adapter with plain text. ``finish_weight_update`` sets ``weight_version`` when all workers are
 done (``AsyncLLM.finish_weight_update``).
 """
@@ -29,7 +29,7 @@ _ADVICE: Final = (
 )
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 _RESTART: Final = (
-    "vLLM keeps of a refused update what it has read, and has refused the one after it as well: restart this engine"
+    "vLLM keeps data of an update that it has refused, and has refused the next update as well: restart this engine"
 )
 _IS_OPEN: Final = "already active"
 """Part of vLLM's answer if an earlier weight update has not finished (``start_weight_update`` in gpu_worker.py)."""
@@ -45,8 +45,8 @@ class VLLMEngine:
             name of its own, and the previous version is unloaded. Otherwise vLLM replaces the adapter between two
             forward passes, which requires a vLLM that supports ``load_inplace``.
         pause: How the server treats running requests while weights are replaced (``mode`` of vLLM).
-        update_info: For a server with a custom weight-transfer backend that reads the directory: returns the
-            ``update_info`` for the backend. By default vLLM reloads the weights from the directory itself.
+        update_info: A function that returns the ``update_info`` for a custom weight-transfer backend of the server,
+            which reads the directory. Default: vLLM reloads the weights from the directory without such a backend.
         headers: HTTP headers of each request.
     """
 
@@ -120,12 +120,12 @@ class VLLMEngine:
 
     @staticmethod
     async def _reload(connection: EngineConnection, delivery: Delivery, *, is_repeated: bool) -> None:
-        """Make vLLM reload its weights from the directory, twice after a failed reload.
+        """Make vLLM reload its weights from the directory, or reload them twice if an earlier reload may have failed.
 
         A failed reload leaves weights of a partly read layer in vLLM, and the next reload treats them as its own
         (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). Usually the next
-        reload fails as well, and so do all later ones. If it succeeds, a layer may have weights of both versions. A
-        reload after a successful one is right.
+        reload fails as well, and so do all later ones. If it succeeds, a layer may have weights of both versions. The
+        reload after a successful one gives correct weights.
 
         Args:
             connection: Connection to the engine.

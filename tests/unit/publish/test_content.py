@@ -20,9 +20,9 @@ from ft_transport.publish.content import check_engine_names, engine_names, read_
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"names": ["a"]}, "expected a function or a table as names, got list"),
-        ({"names": {"a": 3}}, "expected a table from tensor names to names or None as names, got 'a': 3"),
-        ({"names": {3: "a"}}, "expected a table from tensor names to names or None as names, got 3: 'a'"),
+        ({"names": ["a"]}, "expected names to be a function or a mapping, got list"),
+        ({"names": {"a": 3}}, "expected names to map each tensor name to a new name or None, got 'a': 3"),
+        ({"names": {3: "a"}}, "expected names to map each tensor name to a new name or None, got 3: 'a'"),
         ({"dtype": torch.int8}, r"expected one of torch\.float64.* as dtype, got torch\.int8"),
         ({"dtype": torch.float8_e4m3fn}, r"as dtype, got torch\.float8_e4m3fn"),
         ({"dtype": "bfloat16"}, "as dtype, got 'bfloat16'"),
@@ -90,7 +90,7 @@ def test_what_is_no_name_is_refused(new: Any) -> None:
 def test_ranks_may_hold_different_tensors_of_one_table() -> None:
     table: dict[str, str | None] = {"a": "x", "b": "y", "c": None}
     check_engine_names([{"a": "x", "c": None}, {"b": "y", "a": "x"}], table)
-    with pytest.raises(PublishError, match="only tensors of the trainer in the table of names, no rank has b, c"):
+    with pytest.raises(PublishError, match="only tensors of the trainer in the table of names, but no rank has b, c"):
         check_engine_names([{"a": "x"}, {"a": "x"}], table)
 
 
@@ -153,7 +153,7 @@ def test_what_is_no_content_is_refused_by_name(content: Any, expected: str) -> N
 
 
 def test_something_else_than_a_mapping_is_refused() -> None:
-    with pytest.raises(PublishError, match="expected files by name, got list"):
+    with pytest.raises(PublishError, match="expected a mapping from names to files, got list"):
         read_files(["config.json"])  # type: ignore[arg-type]
 
 

@@ -266,13 +266,15 @@ def test_without_a_state_to_receive_into_all_comes_whole() -> None:
     ids=str,
 )
 def test_sources_that_contradict_each_other_are_refused(one: Any, other: Any, where: str) -> None:
-    with pytest.raises(RestoreError, match=f"expected the same from every source.*scope='local'.*{where}"):
+    with pytest.raises(RestoreError, match=f"expected the same value from every source.*scope='local'.*{where}"):
         _receive([one, other], {})
 
 
 def test_a_part_that_no_source_has_is_named() -> None:
     parts = _ranks(WHOLE, (4,), Shard(0))
-    with pytest.raises(RestoreError, match=r"all 60 elements .* got sources with 42; pass all ranks .*at deep.w"):
+    with pytest.raises(
+        RestoreError, match=r"the 60 elements .* got sources with 42 of them; pass all ranks .*at deep.w"
+    ):
         _receive([{"deep": {"w": part}} for part in parts[:2] + parts[3:]], {"deep": {"w": torch.zeros(10, 6)}})
 
 

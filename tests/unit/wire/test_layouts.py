@@ -152,11 +152,11 @@ def test_numbers_that_make_no_mesh_are_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"mesh": 1}, "expected one of 1 meshes"),
+        ({"mesh": 1}, "expected an index into 1 meshes"),
         ({"placements": ()}, "one placement for each mesh dimension"),
         ({"global_stride": (6,)}, "shape, strides and offset of equal length"),
         ({"local_offset": (0, 0, 0)}, "shape, strides and offset of equal length"),
-        ({"placements": (Placement("shard", 2), Placement("replicate"))}, "a shard of one of 2 tensor dimensions"),
+        ({"placements": (Placement("shard", 2), Placement("replicate"))}, "shards one of 2 tensor dimensions"),
         ({"placements": (Placement("strided_shard", 0, 0), Placement("replicate"))}, "a split_factor of at least 1"),
     ],
     ids=str,

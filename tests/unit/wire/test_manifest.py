@@ -123,7 +123,7 @@ _MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no tree": (_without("__metadata__", "ft_transport.tree"), "'ft_transport.tree'.* got none"),
     "no meshes": (_without("__metadata__", "ft_transport.meshes"), "'ft_transport.meshes'.* got none"),
     "no layouts": (_without("__metadata__", "ft_transport.layouts"), "'ft_transport.layouts'.* got none"),
-    "a layout of no mesh": (_metadata(layouts="[[0,[],[],[],[]]]"), "expected one of 0 meshes, got number 0"),
+    "a layout of no mesh": (_metadata(layouts="[[0,[],[],[],[]]]"), "expected an index into 0 meshes, got 0"),
     "no id": (_without("__metadata__", "ft_transport.snapshot"), "'ft_transport.snapshot'.* got none"),
     "no digests": (_without("__metadata__", "ft_transport.digests"), "'ft_transport.digests'.* got none"),
     "no chunk size": (_without("__metadata__", "ft_transport.chunk_bytes"), "'ft_transport.chunk_bytes'.* got none"),

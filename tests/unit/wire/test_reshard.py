@@ -73,5 +73,5 @@ def test_a_view_that_reaches_beyond_its_tensor_is_refused(offset: int) -> None:
     planner = Planner([_manifest(0, 10)])
     wanted = _wanted(3, ViewNode(0, (3,), (2,), offset), (None,))
     (read,) = planner.plan([wanted])[0]
-    with pytest.raises(ManifestError, match=r"expected a part of I64\[10\]"):
+    with pytest.raises(ManifestError, match=r"expected a view of I64\[10\]"):
         planner.held(read, 0)
