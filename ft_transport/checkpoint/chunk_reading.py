@@ -65,7 +65,7 @@ class DataFiles:
         directory: The directory of the files.
         files: Name, length and digests of each file, by its number.
         hash_name: Hash function of the digests.
-        first_chunks: The number of the first chunk of each file, and finally the number of all chunks.
+        first_chunks: The number of the first chunk of each file, followed by the total number of chunks.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class DataFiles:
 
     @classmethod
     def of(cls, directory: Path, files: Sequence[FileEntry], hash_name: HashName) -> DataFiles:
-        """Return data files with numbered chunks."""
+        """Number the chunks of these files, and return the result."""
         first = [0]
         for file in files:
             first.append(first[-1] + -(-file.num_bytes // CHUNK_BYTES))
@@ -83,7 +83,7 @@ class DataFiles:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of all files."""
+        """Total number of chunks in all files."""
         return self.first_chunks[-1]
 
     def place_of(self, chunk: int) -> tuple[int, int, int]:
@@ -99,7 +99,7 @@ class DataFiles:
 
 
 class _Ahead(Generic[T]):
-    """Starts an operation for each chunk in order, and stays a few chunks ahead of `next`."""
+    """Starts an operation for each chunk in order. `next` returns the oldest one, and a few newer ones are running."""
 
     def __init__(self, begin: Callable[[int], T], chunks: Sequence[int]) -> None:
         self._begin, self._chunks = begin, iter(chunks)
@@ -241,7 +241,7 @@ class _Reading:
         return num_bytes
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """Run ``action`` unless an earlier action failed; note its failure.
+        """Run ``action`` unless an earlier action failed. Store the error if it fails, and return ``None``.
 
         After a failure, this rank still sends chunks, marked as bad, so that no other rank waits for them in vain.
         """
@@ -253,7 +253,7 @@ class _Reading:
         return None
 
     def _empty(self, chunk: int) -> bytearray:
-        """Return zeroed memory for a chunk and its mark. A mark of zero means that the chunk is bad."""
+        """Return zeroed memory for a chunk, followed by one byte that marks it as good; 0 means that it is bad."""
         _, start, end = self._files.place_of(chunk)
         return bytearray(end - start + 1)
 

@@ -98,7 +98,7 @@ class RootClaim:
             time.sleep(_PAUSE_S)
 
     def _renewed(self, descriptor: int) -> int:
-        """Replace a lock file that has other hard links by a new file, so that writing it does not change those.
+        """Replace a lock file that has several names (hard links) with a new file, to leave the other names unchanged.
 
         The caller must have locked the old file. A process that waits for the old file notices the replacement
         (`is_in_place`), and opens the new one.
@@ -119,7 +119,7 @@ class RootClaim:
     def _in_use(self, descriptor: int) -> CheckpointInUseError:
         text = os.pread(descriptor, _MAX_SHOWN_BYTES, 0).decode(errors="replace")
         return CheckpointInUseError(
-            f"expected to be the only group that saves to {self._root}, another one does: "
+            f"expected to be the only group that saves to {self._root}, another group does: "
             f"{repr(text) if text else 'unknown'}, user {os.fstat(descriptor).st_uid}",
         )
 
@@ -141,7 +141,8 @@ def _open(path: Path) -> int:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _OWNER_MODE)
     except NotRegularFileError as error:
         raise CheckpointError(
-            f"expected a lock file of this store, {path} is a link or something else; delete it if no group saves here"
+            f"expected a regular file as lock file, {path} is a link, directory or device; delete it if no group saves "
+            "here"
         ) from error
     except PermissionError as error:
         raise CheckpointInUseError(

@@ -1,4 +1,4 @@
-"""The phases in which the ranks of a group write one numbered directory. It is complete afterwards, or absent.
+"""The phases in which the ranks of a group write one numbered directory, which is then complete or absent.
 
 All ranks run each phase together. Saves (``SaveJob``) and exports of published versions (``ExportJob``) use the same
 phases. Such a job (`WriteJob`) defines where the snapshot is (in a writer process or in this process), and which files
@@ -45,7 +45,7 @@ class TakenSnapshot(Struct, frozen=True, array_like=True):
     Attributes:
         structure: Digest of names, shapes and positions, but not of bytes and values.
         values: Digest of the values in the shared part.
-        holder: Number of the writer process that has the snapshot. A process that was started later has no plan.
+        holder: Number of the writer process that has the snapshot. A process that was started later lacks the plan.
     """
 
     structure: int
@@ -60,22 +60,22 @@ class WriteJob(Protocol):
         """Completes the snapshot, and returns the settings that must be equal on all ranks."""
 
     def admit(self, *, is_retry: bool) -> None:
-        """Raises, on the first rank, if the directory of this number must not be written."""
+        """Raises if the directory of this number must not be written. Called on the first rank only."""
 
     def take(self) -> TakenSnapshot:
         """Gives the snapshot to the code that will write it, and returns its digests."""
 
     def header(self) -> bytes:
-        """Returns the encoded headers of this rank's snapshot, which `plan` gets."""
+        """Returns the encoded headers of this rank's snapshot, for `plan`."""
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
-        """Divides the work, on the first rank, and returns the plan of each rank."""
+        """Divides the work among the ranks, and returns the plan of each. Called on the first rank only."""
 
     def digest(self, plan: RankPlan) -> bytes:
         """Returns the digests of the items that other ranks also have."""
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """Raises, on the first rank, if ranks have different bytes of an item that must be equal."""
+        """Raises if ranks have different bytes of an item that must be equal. Called on the first rank only."""
 
 
 class _Taken(Struct, frozen=True, array_like=True):
@@ -104,7 +104,7 @@ class CollectiveWrite:
     raise the same `TransportError`.
 
     Args:
-        agreement: The agreement of the group that only this thread uses.
+        agreement: The group's agreement. No other thread may use it.
         directory: The numbered directories, under this rank's own path of the root.
         all_write: Whether all ranks write to the directory, and so must see it. Otherwise only the first rank writes.
 

@@ -1,16 +1,16 @@
-"""Writes checkpoints in the format of DCP (``torch.distributed.checkpoint``), and reads those of other programs.
+"""Writes checkpoints in the format of DCP (``torch.distributed.checkpoint``), and reads those that DCP wrote.
 
 Writing: ``.metadata`` is made of DCP's own classes (torch/distributed/checkpoint/metadata.py), so that DCP's reader and
 load planner find every tensor. DCP's reader passes each slice of a data file to ``torch.load``
-(torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_data``), so each tensor is stored as ``torch.save``
-writes it: the data between some bytes before and after it. Without a CRC-32 of the data, these bytes depend only on
-dtype and shape. This module gets them from one ``torch.save`` of zeros for each dtype and shape. The data itself is
-then written unchanged, at the speed of a bare write. With the CRC-32, which nothing reads, torch writes 0.3 GB/s to a
-disk that accepts 1.7. The digests in ``manifest.json`` cover every byte.
+(torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_data``), so each tensor is stored in the form that
+``torch.save`` writes: the data, with some bytes before it and after it. Without a CRC-32 of the data, these bytes
+depend only on dtype and shape. This module gets them from one ``torch.save`` of zeros for each dtype and shape. The
+data itself is then written unchanged, at the speed of a bare write. With the CRC-32, which nothing reads, torch writes
+only 0.3 GB/s to a disk that accepts 1.7 GB/s. The digests in ``manifest.json`` cover every byte.
 
-Reading: DCP's metadata is a pickle, and `DCPCheckpoint` refuses every name in it that is not part of DCP's metadata.
-Values are loaded with ``weights_only``. So no file of a checkpoint can run code. No digests exist for these files. No
-collective runs.
+Reading: DCP's metadata is a pickle. `DCPCheckpoint` refuses it if it names a class or function that DCP's metadata does
+not use. Values are loaded with ``weights_only``. So no file of a checkpoint can run code. No digests exist for the
+files of other programs. No collective runs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int
 
     Args:
         plan: The plan of all ranks.
-        places: By rank, the offset and length in its data file of each of its items, then of each of its values.
+        places: For each rank, offset and length in the rank's data file: of each item, then of each value.
     """
     stored: dict[Key, _StorageInfo] = {}
     state: dict[str, Any] = {}
@@ -204,7 +204,7 @@ class DCPCheckpoint:
         path: The directory of the checkpoint.
         step: The step of the checkpoint.
         tensors: Dtype and shape of each tensor, by its name in DCP.
-        values: Names in DCP of all values that are no tensors.
+        values: Names in DCP of all values that are not tensors.
 
     Raises:
         CheckpointError: The metadata is not DCP's.
@@ -230,7 +230,9 @@ class DCPCheckpoint:
             }
             files = {Path(info.relative_path) for info in places.values()}
             if not all(isinstance(name, str) for name in stored) or any(len(file.parts) != 1 for file in files):
-                raise CheckpointError("expected text as names, and files in the directory of the checkpoint")
+                raise CheckpointError(
+                    "expected names that are text, and data files in the directory of the checkpoint itself"
+                )
             self._metadata = metadata.Metadata(stored, storage_data=places)
         # The errors of an unpickler, and of DCP's classes for other content, are not documented.
         except Exception as error:
@@ -272,21 +274,23 @@ class DCPCheckpoint:
 
 
 def _check_memo(encoded: bytes) -> None:
-    """Refuse memo indices larger than the pickle: the unpickler would allocate as many entries.
+    """Refuse memo indices that exceed the length of the pickle: the unpickler would allocate that many entries.
 
     Raises:
         CheckpointError: An index is too large.
-        ValueError: The bytes are no pickle.
+        ValueError: The bytes are not a pickle.
     """
     for opcode, argument, _ in pickletools.genops(encoded):
         if opcode.name in _MEMO_OPCODES and argument is not None and argument > len(encoded):
-            raise CheckpointError(f"expected at most {len(encoded)} entries of the pickle's memo, got index {argument}")
+            raise CheckpointError(
+                f"expected memo indices up to {len(encoded)}, the length of the pickle, got {argument}"
+            )
 
 
 class _MetadataReader(pickle.Unpickler):
-    """An unpickler that resolves only the names of DCP's metadata.
+    """An unpickler that resolves only the classes and functions of which DCP's metadata consists.
 
-    Each reader resolves DCP's classes to subclasses of its own, because a pickle can change attributes of a class.
+    Each reader makes its own subclasses of DCP's classes, because a pickle can change attributes of a class.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -301,7 +305,9 @@ class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = self._found.get((module, name))
         if found is None:
-            raise CheckpointError(f"expected only names of DCP, got {module}.{name}, which may run code")
+            raise CheckpointError(
+                f"expected only names that DCP's metadata uses, got {module}.{name}, which may run code"
+            )
         return found
 
 

@@ -162,7 +162,7 @@ def digested(path: Path, check: Callable[[], None], *, hash_name: HashName = CHE
 
 
 def _without(buffers: list[Buffer], count: int) -> list[Buffer]:
-    """Return the buffers without their first ``count`` bytes."""
+    """Return the buffers without the first ``count`` bytes of the whole."""
     for position, buffer in enumerate(buffers):
         if count < len(buffer):
             return [memoryview(buffer)[count:], *buffers[position + 1 :]]

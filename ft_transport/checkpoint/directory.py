@@ -47,7 +47,7 @@ class NumberedDirectory:
         root: The parent of the directories; created if it is missing.
         prefix: The part of their names before the number, such as ``step``.
         last_file: Name of the file that is written last. A directory without this file is incomplete, even under its
-            final name. With ``None``, every directory under a final name is complete, and links do not count.
+            final name. With ``None``, every directory under a final name is complete, but a link to one is not.
         is_private: Whether only the owner may read new directories and files. Otherwise the umask decides.
 
     Attributes:
@@ -102,12 +102,12 @@ class NumberedDirectory:
         return next((path for path in paths if self._is_complete(path)), None)
 
     def foreign(self) -> dict[int, Path]:
-        """Return the directories that another program wrote under names of this form, by number, ascending."""
+        """Return the directories named like ``step-N`` that another program wrote, by number, ascending."""
         found = {number: path for path, number, suffix in self._found() if not suffix and self._is_foreign(path)}
         return dict(sorted(found.items()))
 
     def refuse_foreign(self, number: int) -> None:
-        """Raise if another program wrote the directory of a number, which a save must not replace.
+        """Raise if another program wrote the directory of a number: a save must not replace it.
 
         Raises:
             CheckpointExistsError: Another program wrote the directory.
@@ -115,8 +115,8 @@ class NumberedDirectory:
         path = self._path(number)
         if self._is_foreign(path):
             raise CheckpointExistsError(
-                f"expected no other program's files in {path}: no save replaces them; move that directory away, or "
-                "save to another root",
+                f"{path} contains files of another program, which a save never overwrites; move that directory away, "
+                "or save to another root",
                 step=number,
             )
 
@@ -214,8 +214,8 @@ class NumberedDirectory:
     def _is_foreign(self, path: Path) -> bool:
         """Return whether another program wrote the directory, the file or the link at this path.
 
-        A directory is not foreign if it has a rank file of this package, or only data files, which an interrupted
-        ``dcp.save`` leaves.
+        A directory with a rank file of this package is not foreign. A directory with only data files is not foreign
+        either: an interrupted ``dcp.save`` leaves such a directory.
         """
         if self._last_file is None or self._is_complete(path):
             return False
@@ -252,7 +252,7 @@ class NumberedDirectory:
         self._remove_in_time(replaced)
 
     def _remove_in_time(self, path: Path) -> None:
-        """Delete a directory that no longer counts. If that fails, only log a warning."""
+        """Delete a directory that is not needed any more. If that fails, only log a warning."""
         try:
             self._remove(path)
         except OSError as error:
@@ -297,7 +297,8 @@ def wait_until_visible(path: Path, check: Callable[[], None]) -> None:
         if time.monotonic() > deadline_s:
             raise FileNotFoundError(
                 errno.ENOENT,
-                "expected a path that rank 0 has created to be visible here; all ranks must share the file system",
+                "expected a path that rank 0 has created to be visible on this host; all ranks must share the file "
+                "system",
                 str(path),
             )
         # Listing the parents refreshes entries that a network file system has cached.

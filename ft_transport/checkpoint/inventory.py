@@ -54,7 +54,7 @@ class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
     Attributes:
         step: The step of the checkpoint.
         path: The directory of the checkpoint.
-        identity: Inode and modification time of the list of files. They differ in a checkpoint that replaces this one.
+        identity: Inode and modification time of ``manifest.json``, which differ after the checkpoint was replaced.
     """
 
     step: int
@@ -78,12 +78,12 @@ class Inventory:
     """The checkpoints of one root. Only the first rank lists the directory, and sends the result to the other ranks.
 
     The training threads of all ranks call the methods, in the same order. The exceptions are `retire_old` and
-    `delete_retired`, which only the store's thread of the first rank calls.
+    `delete_retired`, which only the store's own thread calls, on the first rank.
 
     Args:
-        agreement: The agreement of the group that the training thread uses.
+        agreement: The group's agreement for the training thread.
         directory: The ``step-N`` directories of the root; only the first rank uses it.
-        keep: Number of checkpoints that remain after a save; ``None`` deletes none.
+        keep: Number of checkpoints that remain after a save; ``None`` keeps all.
         retry_s: How long a failed read is retried, in seconds.
         trust: Verifies the signatures of checkpoints.
 
@@ -113,7 +113,8 @@ class Inventory:
 
         Raises:
             CheckpointInUseError: Another group saves to this root.
-            CheckpointExistsError: Checkpoints exist that ``existing`` refuses to keep, or may not clear.
+            CheckpointExistsError: The root has checkpoints, and ``existing`` is ``refuse``; or it is ``clear``, and
+                another program wrote some of them.
         """
         directory = self.directory
 
@@ -123,8 +124,8 @@ class Inventory:
             foreign = directory.foreign()
             if existing == "clear" and foreign:
                 raise CheckpointExistsError(
-                    f"expected only checkpoints of this package to clear in {directory.root}, another program wrote "
-                    f"{_named(foreign)}; nothing was cleared: move those directories away, or use another root"
+                    f"expected to clear only checkpoints of this package in {directory.root}, but another program "
+                    f"wrote {_named(foreign)}; nothing was cleared: move those directories away, or use another root"
                 )
             if existing == "clear":
                 directory.clear()
@@ -148,7 +149,7 @@ class Inventory:
         """Return the newest checkpoint if another program wrote it with DCP; ``None`` if this package wrote it.
 
         Raises:
-            CheckpointUntrustedError: A job token is set, and ``StoreSettings.accept_unsigned`` is not.
+            CheckpointUntrustedError: A job token is set, and ``StoreSettings.accept_unsigned`` is ``False``.
             CheckpointError: The checkpoint cannot be read.
         """
         directory = self.directory
@@ -165,8 +166,8 @@ class Inventory:
         step, path = found
         if self._trust.keys is not None and not self._trust.accepts_unsigned:
             raise CheckpointUntrustedError(
-                f"expected a checkpoint that is signed with the job token, another program wrote {path}; load it with "
-                "accept_unsigned=True if you trust that program, or move it away",
+                f"expected a checkpoint that is signed with the job token, but another program wrote {path}; load it "
+                "with accept_unsigned=True if you trust that program, or move it away",
                 step=step,
             )
         retries = ReadRetries(self._retry_s)
@@ -181,8 +182,8 @@ class Inventory:
         newer = self.newer_of_dcp()
         if newer is not None:
             raise CheckpointError(
-                f"expected the newest checkpoint in {self.directory.root} to be this package's own, "
-                f"torch.distributed.checkpoint wrote {newer.path} for another program; load that with dcp.load or with "
+                f"expected the newest checkpoint in {self.directory.root} to be this package's own, but another "
+                f"program wrote {newer.path} with torch.distributed.checkpoint; load that with dcp.load or with "
                 "a manager's resume(), or move it away",
                 step=newer.step,
             )
@@ -191,7 +192,7 @@ class Inventory:
         """Check that all ranks request the same step, and return it.
 
         Raises:
-            ConfigurationError: The argument is no step, or the ranks request different steps.
+            ConfigurationError: The argument is not a step, or the ranks request different steps.
         """
         self._agreement.step = None
         compare_settings(self._agreement, "compare the arguments", lambda: {"step": checked_selector(step)})
@@ -213,14 +214,14 @@ class Inventory:
         """Add the checkpoint's path to errors that the ``with`` block raises.
 
         Raises:
-            CheckpointNotFoundError: Files seemed damaged because another process deleted or replaced the checkpoint.
+            CheckpointNotFoundError: Files seem damaged, because another process has deleted or replaced the checkpoint.
         """
         try:
             yield
         except TransportError as error:
             if isinstance(error, CheckpointDamagedError) and self._is_gone(found):
                 gone = CheckpointNotFoundError(
-                    f"expected a checkpoint that stays while it is read, {found.path} was deleted or replaced",
+                    f"expected the checkpoint to remain during the read, but {found.path} was deleted or replaced",
                     step=found.step,
                 )
                 gone.destination_touched = error.destination_touched
@@ -256,7 +257,7 @@ class Inventory:
         return removed
 
     def retire_old(self, saved: int) -> None:
-        """Rename checkpoints older than the saved step that exceed ``keep``, so that they no longer count."""
+        """Rename the oldest checkpoints before step ``saved``, so that ``keep`` remain; `steps` then omits them."""
         if self._keep is None:
             return
         try:
@@ -291,7 +292,7 @@ class Inventory:
             )
         identity = _identity(path)
         if identity is None:
-            raise CheckpointNotFoundError(f"expected a checkpoint in {path}, it was just deleted", step=step)
+            raise CheckpointNotFoundError(f"expected a checkpoint in {path}, but it was just deleted", step=step)
         return FoundCheckpoint(step=step, path=str(path), identity=identity)
 
     def _is_gone(self, found: FoundCheckpoint) -> bool:
@@ -387,10 +388,10 @@ def load_newest_good(list_steps: Callable[[], Sequence[int]], load: Callable[[in
         try:
             return load(step)
         except CheckpointDamagedError as error:
-            logger.warning("step %d: the checkpoint is damaged, an older one follows: %s", step, error)
+            logger.warning("step %d: the checkpoint is damaged, trying an older one: %s", step, error)
             damaged[step] = error
         except CheckpointNotFoundError as error:
-            logger.warning("step %d: another process deleted the checkpoint, another one follows: %s", step, error)
+            logger.warning("step %d: another process deleted the checkpoint, trying another one: %s", step, error)
             gone.append(error)
     failures = [*damaged.values(), *gone]
     is_touched = any(error.destination_touched for error in failures)

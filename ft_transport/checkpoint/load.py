@@ -89,7 +89,7 @@ class LoadedCheckpoint(Generic[T]):
     _manifest: Manifest
 
     def differences(self, state: object) -> tuple[str, ...]:
-        """Compare a state, bit for bit, with the loaded bytes of the state that is not rank-local.
+        """Compare a state, bit for bit, with what was loaded. The rank-local part is not compared.
 
         The comparison uses digests from the time of the load, so later changes of the loaded tensors do not affect it.
 
@@ -216,8 +216,8 @@ class _Loading:
             # A caller with its own `check` handles the missing keys in the loaded state.
             if isinstance(into, Mapping) and into and self._destination.check is None:
                 raise RestoreError(
-                    f"expected a checkpoint of {num_ranks} ranks to load rank-local state, got one of "
-                    f"{len(self._ranks)}; omit {sorted(map(str, into))} from the state to load into"
+                    f"expected a checkpoint of {num_ranks} ranks to load rank-local state, got a checkpoint of "
+                    f"{len(self._ranks)} ranks; omit {sorted(map(str, into))} from the state to load into"
                 )
             return
         stored = self._ranks[rank]
@@ -269,7 +269,7 @@ class _Loading:
 
 
 def _split(into: object, manifest: CheckpointManifest) -> tuple[object, object]:
-    """Divide a state into the shared part and the rank-local part, by the keys that the checkpoint lists."""
+    """Divide a state into the shared part and the rank-local part, by the rank-local keys that the checkpoint lists."""
     if into is None or not manifest.local_keys:
         return into, None
     if not isinstance(into, Mapping):
@@ -313,7 +313,7 @@ def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
 
 
 def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node, torch.Tensor]]:
-    """Yield each tensor of ``into`` with its path and its node; ``None`` if the checkpoint lacks that tensor."""
+    """Yield path, node and value of each tensor in ``into``. The node is ``None`` if the checkpoint lacks one."""
     if isinstance(into, torch.Tensor):
         is_tensor = isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode))
         yield path or "(root)", node if is_tensor else None, into
@@ -347,7 +347,7 @@ def _needs_of_shared(
 
 
 def _only_written(wanted: Wanted, ranks: Sequence[StoredRank]) -> Wanted:
-    """Remove the sources of a tensor that had it but did not write it: each part is written by one rank only."""
+    """Remove the sources that have a tensor but did not write it: only one rank writes each part."""
     kept = [
         at
         for at, (source, node) in enumerate(zip(wanted.sources, wanted.nodes, strict=True))

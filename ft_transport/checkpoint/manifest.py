@@ -144,7 +144,7 @@ class StoredRank:
     def check_positions(self, num_bytes: int, *, name: str) -> None:
         """Check that all tensors lie inside the data file.
 
-        `DataFiles` numbers chunks across all files, so it would take a position outside for one in another file.
+        `DataFiles` numbers chunks across all files, so a position outside this file would select bytes of another file.
 
         Args:
             num_bytes: Length of the data file.
@@ -188,7 +188,7 @@ def rank_file_name(rank: int) -> str:
 
 
 def data_file_name(rank: int) -> str:
-    """Return the name of a rank's data file, which is that of DCP's writer."""
+    """Return the name of a rank's data file. DCP's writer uses the same name."""
     return f"__{rank}_0{DATA_SUFFIX}"
 
 
@@ -342,11 +342,12 @@ class Trust:
             )
         if manifest.hash != SECURE_HASH:
             raise CheckpointUntrustedError(
-                f"expected {name} to have digests that nobody can forge, it has {manifest.hash}", step=manifest.step
+                f"expected {name} to have {SECURE_HASH} digests, because it is signed; it has {manifest.hash}",
+                step=manifest.step,
             )
         if manifest.job != self.job:
             raise CheckpointUntrustedError(
-                f"expected {name} of the job {self.job!r}, it is signed for the job {manifest.job[:80]!r}",
+                f"expected {name} to be signed for the job {self.job!r}, it is signed for {manifest.job[:80]!r}",
                 step=manifest.step,
             )
         return manifest

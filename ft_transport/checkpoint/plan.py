@@ -1,4 +1,4 @@
-"""Divides a save among the ranks: one rank plans which rank writes which bytes, so that all write about as much.
+"""Divides a save among the ranks: one rank plans which rank writes which bytes, so that all write similar amounts.
 
 A part of the state can also be written to consolidated files: whole tensors in safetensors files, with the index that
 ``transformers`` reads (``model.safetensors.index.json`` of ``save_pretrained``, which maps tensor names to files). The
@@ -58,7 +58,7 @@ class Consolidation:
     Attributes:
         files: All files, in order.
         index: Content of ``model.safetensors.index.json``.
-        places: By name of each tensor in DCP: the number of its file, and its offset in that file.
+        places: For each tensor, by its name in DCP: the number of its file, and its offset in that file.
     """
 
     files: tuple[ConsolidatedFile, ...]
@@ -96,7 +96,10 @@ def consolidate(
     if not tensors:
         raise CheckpointError("expected a part of the state with tensors to consolidate, found none", path=root)
     if f"{root}.__metadata__" in tensors:
-        raise CheckpointError("expected another name, safetensors reserves this name", path=f"{root}.__metadata__")
+        raise CheckpointError(
+            "expected a tensor with another name, because safetensors reserves __metadata__",
+            path=f"{root}.__metadata__",
+        )
     files: list[dict[str, WriteItem]] = [{}]
     num_bytes = 0
     for name, item in tensors.items():
@@ -184,7 +187,7 @@ def _num_bytes_of(item: WriteItem, name: str) -> int:
     dtype = DTYPES_BY_NAME[item.dtype]
     if dtype not in SAFETENSORS_FILE_NAMES or (item.dtype == _HALF_BYTES and not item.global_shape):
         raise CheckpointError(
-            f"expected a dtype and a shape that safetensors can name, got {dtype}{list(item.global_shape)}", path=name
+            f"expected a dtype and a shape that safetensors can store, got {dtype}{list(item.global_shape)}", path=name
         )
     return math.prod(item.global_shape) * dtype.itemsize
 
@@ -207,7 +210,7 @@ class RankPlan(Struct, frozen=True, array_like=True):
     Attributes:
         items: Items that the rank writes, ascending.
         values: Values that the rank writes, ascending.
-        compared: Items that other ranks also have, and whose bytes must be equal on all of them.
+        compared: Items that other ranks also have, and whose bytes must be equal on all these ranks.
         targets: One entry for each item that is also written to a consolidated file: the item, the file in ``files``,
             and the offset of the item's tensor in that file.
         files: Names of the consolidated files.
@@ -255,7 +258,7 @@ def make_plan(
         single_name: Name of the consolidated file if there is only one.
 
     Raises:
-        CheckpointError: Ranks have a tensor with different shapes or dtypes, or no rank has some part of it.
+        CheckpointError: A tensor has different shapes or dtypes on different ranks, or no rank has some part of it.
     """
     holders: dict[Key, list[tuple[int, int, WriteItem]]] = {}
     loads = [0] * len(described)
@@ -316,7 +319,7 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
 
     Args:
         plan: The plan, with the compared items of each rank.
-        digests: By rank, the digests of its compared items, in the order of the plan.
+        digests: For each rank, the digests of its compared items, in the order of the plan.
 
     Raises:
         ReplicasDivergedError: Digests differ; the message names the ranks and the tensors.
@@ -341,7 +344,7 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
 
 
 def _check_coverage(described: Sequence[Described]) -> None:
-    """Check that some rank has each element of each tensor. DCP would load missing elements as arbitrary data."""
+    """Check that each element of each tensor is on some rank. DCP would load arbitrary data for a missing element."""
     found: dict[str, dict[tuple[int, ...], WriteItem]] = {}
     for item in itertools.chain.from_iterable(each.items for each in described):
         if item.names:

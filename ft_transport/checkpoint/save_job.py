@@ -64,7 +64,7 @@ class StagedState:
 
     Attributes:
         local_keys: Top-level keys of the rank-local part.
-        parts: The copy of each part. For a leased shared part, the function that returns the lease.
+        parts: The copy of each part. If the shared part is leased instead, the function that returns the lease.
         failure: The error that prevented the copy. `files` raises it, so that this rank reports it to the other ranks.
     """
 
@@ -75,18 +75,18 @@ class StagedState:
         self._leases: list[SnapshotLease] = []
 
     def check(self) -> None:
-        """Raise the error of the copy if a later save of the same state would fail as well.
+        """Raise the error of the copy if every other save of this state would fail as well.
 
         Raises:
             SnapshotError: The state contains a value that cannot be saved; the path names it.
-            CheckpointError: The state is no dict.
+            CheckpointError: The state is not a dict.
         """
         error = self.failure
         if isinstance(error, CheckpointError) or (isinstance(error, SnapshotError) and error.path is not None):
             raise error
 
     def files(self) -> list[SnapshotLease]:
-        """Complete the copies at the first call, and return the snapshots by part. `release` frees the snapshots.
+        """Return the snapshot of each part, until `release` frees it. The first call completes the copies.
 
         Raises:
             Exception: Part of the state could not be copied. Every call raises the same error.
@@ -181,7 +181,7 @@ class SaveMeans:
     """The resources that all saves of a store use on one rank.
 
     Attributes:
-        agreement: The agreement of the group that only the store's thread uses.
+        agreement: The group's agreement for the store's thread.
         collective: Writes checkpoint directories together with the other ranks.
         writer: This rank's writer process.
         settings: The store's settings.
@@ -280,7 +280,7 @@ class SaveJob:
         return {"step": self._step, "local_keys": self._staged.local_keys, "overwrite": self._overwrite}
 
     def admit(self, *, is_retry: bool) -> None:
-        """Refuse to replace a checkpoint of this step unless ``overwrite`` is set or a failed attempt wrote it.
+        """Refuse to replace a checkpoint of this step unless ``overwrite`` is set, or this save itself wrote it before.
 
         Raises:
             CheckpointExistsError: A checkpoint of this step exists, and the save may not replace it.
@@ -294,7 +294,7 @@ class SaveJob:
             )
 
     def take(self) -> TakenSnapshot:
-        """Pass the descriptors of the snapshot to the writer process, which maps its memory."""
+        """Pass the descriptors of the snapshot to the writer process, which maps the snapshot's memory."""
         self._means.start_writer()
         files = self._files = self._staged.files()
         taken = self._ask(

@@ -85,7 +85,9 @@ class SaveHandle:
         except FutureTimeoutError:
             if self.future.done():
                 raise  # The save itself failed with a TimeoutError.
-            raise DeadlineExceededError(f"expected the checkpoint within {timeout}", step=self.step) from None
+            raise DeadlineExceededError(
+                f"expected the checkpoint to be complete within {timeout}", step=self.step
+            ) from None
 
     def exception(self) -> BaseException | None:
         """Wait until the save has ended, and return its error; ``None`` if the save succeeded."""
@@ -180,8 +182,8 @@ class BackgroundSaver:
     def submit(self, step: int, staged: StagedState, *, overwrite: bool) -> SaveHandle:
         """Start a save. No other save may be running.
 
-        A first save, and a save after a failed one, returns only when the ranks have planned it: a state that can never
-        be saved raises here.
+        For the first save, and for a save after a failed one, this call waits until the ranks have planned the save,
+        so that a state that can never be saved raises an error here.
 
         Args:
             step: The committed step.
@@ -212,7 +214,7 @@ class BackgroundSaver:
             self._current.exception()
 
     def check_health(self) -> StoreHealth:
-        """Return the health of all ranks, as of the last call; see ``CheckpointStore.check_health``."""
+        """Return the health of all ranks at the time of the previous call; see ``CheckpointStore.check_health``."""
         pulses: list[_Pulse] = []
         if self._under_way is not None:
             (work, gathered), self._under_way = self._under_way, None
@@ -221,7 +223,7 @@ class BackgroundSaver:
                 pulses = [_Pulse(*each.tolist()) for each in gathered]
             except RankGoneError as error:
                 # A rank was late, and gloo closed all connections. The ranks connect again, or report who is missing.
-                logger.warning("the ranks of the store have lost each other: %s", error)
+                logger.warning("the ranks of the store have lost their connections: %s", error)
                 self._reconnect()
         self._under_way = self._health.exchange.begin_all_gather(self._pulse())
         self._raise_fatal(pulses)
@@ -252,8 +254,8 @@ class BackgroundSaver:
             self.wait()
             return True
         if self._settings.busy == "error":
-            raise SaveInProgressError("expected the save before to be finished", step=step)
-        logger.warning("step %d is not saved: the save before is not finished", step)
+            raise SaveInProgressError("expected the previous save to have ended, it is still running", step=step)
+        logger.warning("step %d is not saved: the previous save is still running", step)
         return False
 
     def close(self) -> None:
@@ -275,7 +277,9 @@ class BackgroundSaver:
             self._jobs.put(None)
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
-                logger.warning("the process ends before its running save has ended; that checkpoint is incomplete")
+                logger.warning(
+                    "the process ends while a save is still running; the checkpoint of that save stays incomplete"
+                )
 
     def _pulse(self) -> torch.Tensor:
         writer, before = self._means.writer, self._seen_writer
@@ -311,8 +315,8 @@ class BackgroundSaver:
             # If the trainer continues in spite of the error, the count starts at 0.
             num_failed, self._num_failed = self._num_failed, 0
             raise CheckpointError(
-                f"{num_failed} saves in a row have failed, {self._settings.max_failed_saves} are allowed; the last "
-                f"one: {type(fatal).__name__}: {fatal}"
+                f"expected at most {self._settings.max_failed_saves} failed saves in a row, got {num_failed}; the last "
+                f"one failed with {type(fatal).__name__}: {fatal}"
             ) from fatal
 
     def _run(self) -> None:

@@ -33,8 +33,8 @@ class StoreSettings:
     """Settings of a `CheckpointStore` that few users change.
 
     Attributes:
-        timeout: How long a rank may send no heartbeat before the other ranks give up on it. Also how long the writer
-            process may take for a request; a write may take longer, depending on its bytes.
+        timeout: How long the other ranks wait for a heartbeat of a rank before they give up on it. Also how long the
+            writer process may take for a request; a write may take longer, depending on the number of bytes.
         max_failed_saves: Number of saves in a row that may fail, each with a warning. If one more fails, the store
             raises an error in the trainer.
         busy: Decides what happens to a new save while an earlier save is running: ``wait`` for the earlier save,
@@ -43,8 +43,8 @@ class StoreSettings:
             every rank reads all data that it needs, which is faster if storage is faster than the network.
         private: Whether only the owner may read files and directories (modes 0600 and 0700). Otherwise the umask
             decides.
-        token: The job token, or two tokens separated by a space; by default that of the environment. With a token, the
-            store signs its checkpoints, and loads only checkpoints with a valid signature.
+        token: The job token, or two tokens separated by a space; by default the token in the environment. With a token,
+            the store signs its checkpoints, and loads only checkpoints with a valid signature.
         accept_unsigned: Whether a store with a token also loads checkpoints without a signature.
         job: Name of the run, which becomes part of the signature: a store loads only checkpoints signed for its name.
     """
@@ -82,7 +82,7 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
     Args:
         agreement: The group's agreement.
         phase: Name of the comparison, for errors.
-        settings: Returns this rank's settings by name, whose ``repr`` are compared; or raises if they are invalid.
+        settings: Returns this rank's settings by name, or raises if one is invalid. Their ``repr`` are compared.
 
     Raises:
         ConfigurationError: The settings differ; the same error on all ranks.
@@ -103,7 +103,7 @@ def checked_root(root: object) -> Path:
     """Return the absolute path of a checkpoint root.
 
     Raises:
-        ConfigurationError: The argument is no path.
+        ConfigurationError: The argument is not a path.
     """
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise ConfigurationError(f"expected the path of a directory as root, got {root!r}")
@@ -131,7 +131,7 @@ def checked_directory_number(name: str, number: object) -> int:
         number: Value of the argument.
 
     Raises:
-        ConfigurationError: The value is no whole number from 0 to `MAX_NUMBER`.
+        ConfigurationError: The value is not a whole number from 0 to `MAX_NUMBER`.
     """
     return check_number(name, number, at_least=0, at_most=MAX_NUMBER)
 
@@ -146,19 +146,19 @@ def checked_store_arguments(
     """
     keys = tuple(rank_local) if isinstance(rank_local, Iterable) and not isinstance(rank_local, str) else None
     if keys is None or not all(isinstance(key, str) for key in keys):
-        raise ConfigurationError(f"expected a sequence of keys as rank_local, got {rank_local!r}")
+        raise ConfigurationError(f"expected rank_local to be a sequence of keys, got {rank_local!r}")
     if keep is not None:
         check_number("keep", keep, at_least=1)
     if existing not in ("keep", "clear", "refuse"):
-        raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
+        raise ConfigurationError(f"expected existing to be keep, clear or refuse, got {existing!r}")
     if consolidate is not None:
         if not isinstance(consolidate, str) or not all(consolidate.split(".")):
             raise ConfigurationError(
-                f"expected the path of a part of the state, keys joined by dots, as consolidate, got {consolidate!r}"
+                f"expected consolidate to be the path of a part of the state (keys joined by dots), got {consolidate!r}"
             )
         if consolidate.split(".")[0] in keys:
             raise ConfigurationError(
-                f"expected a part of the state that is not rank-local as consolidate, {consolidate!r} is in rank_local"
+                f"expected consolidate to name a part that is not rank-local, but {consolidate!r} is in rank_local"
             )
     return {
         "rank_local": tuple(dict.fromkeys(keys)),

@@ -46,18 +46,19 @@ class CheckpointStore:
     Args:
         root: The directory. Only one group at a time saves there.
         process_group: All ranks that have a part of the state: for HSDP or data parallelism the whole mesh, so that
-            only one rank writes each byte. By default all of ``torch.distributed``, if initialised, else this process.
+            only one rank writes each byte. By default all ranks of ``torch.distributed`` if it is initialised, else
+            only this process.
         rank_local: Top-level keys of the state whose values are rank-local, such as random generators or the position
             of a data loader. Under all other keys, the ranks have equal values, or shards of one DTensor.
         existing: How to treat existing checkpoints: ``keep`` them, ``clear`` them, or ``refuse`` to start. A
             ``step-N`` that another program wrote is never cleared or replaced.
         keep: Number of checkpoints that remain after a save: the new one and the newest of earlier steps. ``None``
-            deletes none. Checkpoints of later steps, left by a run that was set back, are not counted and not deleted.
+            keeps all. Checkpoints of later steps, left by a run that was set back, are not counted and not deleted.
         consolidate: Path of a part of the state, keys joined by dots, such as ``model``. The tensors of this part are
             also written whole, to safetensors files with the index that ``transformers`` reads.
         read_only: Whether the store only loads. Then it neither claims the root nor starts writer processes.
         start_writers: Whether to start the writer processes now, so that their errors appear before training.
-        settings: Timeouts, policies, file modes and the job token; by default those of `StoreSettings`.
+        settings: Timeouts, policies, file modes and the job token; by default, the defaults of `StoreSettings`.
         recorder: Records saves and loads (``ft_transport.telemetry``); a new one by default.
 
     Attributes:
@@ -66,7 +67,8 @@ class CheckpointStore:
 
     Raises:
         CheckpointInUseError: Another group saves to this root.
-        CheckpointExistsError: Checkpoints exist that ``existing`` refuses to keep, or may not clear.
+        CheckpointExistsError: The root has checkpoints, and ``existing`` is ``refuse``; or it is ``clear``, and another
+            program wrote some of them.
         TransportError: A rank failed; the same error on all ranks.
     """
 
@@ -149,14 +151,14 @@ class CheckpointStore:
         Args:
             step: The committed step.
             state: Nested dicts, as for ``torch.distributed.checkpoint``, of tensors, DTensors and plain values; or a
-                function that returns them, which is called at once. The state must not change before this returns.
+                function that returns such dicts, called at once. The state must not change before this returns.
             local: Further rank-local values, by top-level key, in addition to those that ``rank_local`` names.
             wait: Whether to return only when the checkpoint is complete.
             overwrite: Whether the save may replace a checkpoint of this step.
 
         Raises:
             UnsupportedLeafError: The state of a rank contains a value that cannot be saved; ``path`` names the value.
-            CheckpointError: The state of a rank is no dict.
+            CheckpointError: The state of a rank is not a dict.
             CheckpointExistsError: The directory of this step exists, and another program wrote it.
             SaveInProgressError: An earlier save is still running, and ``StoreSettings.busy`` is ``error``.
             TransportError: Too many saves in a row have failed; or, with ``wait``, this save failed.
@@ -195,7 +197,7 @@ class CheckpointStore:
     def check_health(self) -> StoreHealth:
         """Return the health of the writer processes and saves of all ranks. Cheap enough for every step.
 
-        Each call returns what the ranks have sent at the call before, so that no rank waits for the others.
+        Each call returns what the ranks sent at the previous call, so that no rank waits for the others.
 
         Raises:
             TransportError: More saves in a row have failed than ``StoreSettings.max_failed_saves`` allows.
@@ -222,8 +224,8 @@ class CheckpointStore:
         Args:
             step: The step to load, or ``latest`` for the newest complete checkpoint.
             into: This rank's own state, whose tensors are loaded in place. The load skips top-level keys that ``into``
-                lacks. For missing keys below them it returns new tensors. Without ``into`` and without ``like``, it
-                returns all tensors whole.
+                lacks. For keys that ``into`` lacks at deeper levels, it returns new tensors. Without ``into`` and
+                without ``like``, it returns all tensors whole.
             like: Decides how new tensors are sharded; see ``HTTPTransport.fetch_sharded``.
             check: Called with a description of the checkpoint before any data is read; its error ends the load on all
                 ranks. If ``check`` is omitted, the checkpoint must have all tensors of ``into``, with the same shapes
@@ -274,7 +276,7 @@ class CheckpointStore:
         """Return the newest checkpoint if another program wrote it through ``torch.distributed.checkpoint``.
 
         Raises:
-            CheckpointUntrustedError: A job token is set, and ``StoreSettings.accept_unsigned`` is not.
+            CheckpointUntrustedError: A job token is set, and ``StoreSettings.accept_unsigned`` is ``False``.
             CheckpointError: The checkpoint cannot be read.
         """
         self._await_saves()
@@ -286,7 +288,7 @@ class CheckpointStore:
         return self._inventory.steps()
 
     def latest(self) -> int | None:
-        """Return the step of the newest complete checkpoint, ``None`` if none exists."""
+        """Return the step of the newest complete checkpoint; ``None`` if no checkpoint exists."""
         return max(self.steps(), default=None)
 
     def verify(self, step: CheckpointSelector = "latest") -> None:
@@ -310,7 +312,7 @@ class CheckpointStore:
             The steps of the deleted checkpoints.
 
         Raises:
-            ConfigurationError: Ranks call with different numbers.
+            ConfigurationError: ``keep`` differs between ranks.
         """
         self._check_saving()
         self.wait()

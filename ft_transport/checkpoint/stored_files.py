@@ -177,7 +177,7 @@ class StoredFile:
             return self._descriptor
 
     def _give_up(self, descriptor: int) -> None:
-        """Let the next read reopen the file. `close` closes the old descriptor, which other threads may still use."""
+        """Let the next read reopen the file. The old descriptor stays open until `close`: other threads may use it."""
         with self._mutex:
             if self._descriptor == descriptor:
                 self._descriptor = None

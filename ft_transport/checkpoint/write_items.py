@@ -58,7 +58,7 @@ class WriteItem(NamedTuple):
         part: `SHARED` or `LOCAL`.
         entry: Number of the tensor in the manifest of the part.
         piece: Position of the bytes in the data of the part; ``None`` if the item has no bytes.
-        is_entry: Whether the item is the whole tensor of the manifest.
+        is_entry: Whether the item is a whole tensor of the manifest, not a part of one.
         names: Names of the tensor in DCP; empty if DCP does not list the item.
         dtype: Name of the torch dtype.
         global_shape: Shape of the whole tensor.
@@ -84,7 +84,7 @@ class WriteItem(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A leaf of the state that is no tensor. DCP stores the output of ``torch.save`` for it."""
+    """A leaf of the state that is not a tensor. DCP stores the output of ``torch.save`` for it."""
 
     name: str
     part: int
@@ -186,16 +186,16 @@ class _Walk:
         self._entries: set[int] = set()
 
     def find_leaves(self) -> None:
-        """Add the path of every leaf and all values to the description; collect the tensors."""
+        """Add the path of every leaf, and all values, to the description; add the tensors to `tensors`."""
         tree = self._manifest.tree
         if not isinstance(tree, (MappingNode, DefaultDictNode)):
-            raise CheckpointError("expected a state that is a dict, as torch.distributed.checkpoint does")
+            raise CheckpointError("expected a dict as state, which torch.distributed.checkpoint requires")
         paths, values = self._described.paths, self._described.values
         for path, node in self._leaves(tree, self._base):
             name = ".".join(map(str, path))
             if name in paths:
                 raise CheckpointError(
-                    "expected paths that differ when they are joined by dots, got the same one twice", path=name
+                    "expected each path to be unique when its keys are joined by dots, got this path twice", path=name
                 )
             paths[name] = path
             tensor = _tensor_of(node)
@@ -205,7 +205,7 @@ class _Walk:
                 self.tensors.setdefault(tensor, []).append(name)
 
     def add_items(self) -> None:
-        """Add the items of the tensors, and those of leaves that have bytes but are no tensors."""
+        """Add the items of the tensors, and those of other leaves that have bytes."""
         for tensor, names in self.tensors.items():
             self._add_tensor(tensor, tuple(names))
         for index, entry in enumerate(self._manifest.tensors):
@@ -258,7 +258,7 @@ class _Walk:
             region = held
             if shape_of(region) != shape:
                 raise CheckpointError(
-                    f"expected a shard of {list(shape_of(region))}, as torch divides the tensor, got {list(shape)}",
+                    f"expected a shard of shape {list(shape_of(region))}, as torch divides tensors, got {list(shape)}",
                     path=names[0],
                 )
         boxes = list(_boxes(region))
@@ -278,7 +278,7 @@ class _Walk:
 
 
 def _label(key: Node, manifest: Manifest) -> str:
-    """Return the text by which DCP names a dict key that is no str."""
+    """Return the text by which DCP names a dict key that is not a str."""
     return str(value_of(key, manifest, memoryview(b"")))
 
 
@@ -293,7 +293,7 @@ def _is_list(node: Node) -> bool:
 
 
 def _is_terminal(node: Node) -> bool:
-    """Return whether DCP stores the container as one value; the same as DCP's function ``_is_terminal``."""
+    """Return whether DCP stores the container as one value. DCP's function ``_is_terminal`` has the same rule."""
     if isinstance(node, (MappingNode, DefaultDictNode)):
         return False
     if not isinstance(node, SequenceNode) or not _is_list(node):
@@ -319,7 +319,7 @@ def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], t
 
 
 def value_of(node: Node, manifest: Manifest, data: memoryview) -> object:
-    """Decode the value of a node, without user-defined types, which other programs may lack.
+    """Decode the value of a node. Replace user-defined types, which other programs may lack.
 
     A named tuple becomes a tuple, a value with a registered encoding becomes its encoded form, and the shard of a
     DTensor becomes a plain tensor.

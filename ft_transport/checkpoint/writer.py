@@ -282,7 +282,7 @@ class Writer:
 
 
 class _IgnoringTensors:
-    """Lets `merge_trees` compare all leaves except tensors, whose digests `Writer` compares later."""
+    """Lets `merge_trees` compare all leaves without stored bytes. `Writer` later compares digests of stored bytes."""
 
     def tensor(self, path: TreePath, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
         """Accept tensors without a comparison."""
@@ -290,7 +290,7 @@ class _IgnoringTensors:
         return nodes[0]
 
     def stored(self, path: TreePath, source: int, node: StoredLeaf) -> Node:
-        """Accept the bytes of a leaf without a comparison."""
+        """Accept a leaf with stored bytes without a comparison."""
         del path, source
         return node
 

@@ -29,7 +29,7 @@ _LENGTH_BYTES: Final = 8
 
 
 class Take(Struct, tag=True):
-    """Map the snapshots of a new state, and unmap those of the last one. The message has a descriptor for each part.
+    """Map the snapshots of a new state, and unmap the previous ones. The message has a descriptor for each part.
 
     Attributes:
         rank: Number of the rank.
@@ -98,8 +98,8 @@ class Describe(Struct, tag=True):
         directory: Path of the directory.
         step: The step of the checkpoint.
         local_keys: Top-level keys of the state whose values are rank-local.
-        written: The encoded `Written` about each rank's own files.
-        reread: The encoded `Written` of each rank about consolidated files.
+        written: For each rank, the encoded `Written` about its own files.
+        reread: For each rank, the encoded `Written` about the consolidated files that it has digested.
         job: Name of the run that will sign the list; empty without a signature.
     """
 
@@ -177,7 +177,7 @@ def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descr
 
 
 def receive_request(connection: socket.socket) -> tuple[WriterRequest, list[int]] | None:
-    """Receive a request and its descriptors, which the caller must close. Return ``None`` if the trainer closed.
+    """Receive a request and its descriptors, which the caller must close. ``None`` if the connection was closed.
 
     Raises:
         OSError: The connection broke.
@@ -282,7 +282,7 @@ class WriterProcess:
                 )
         except OSError as error:
             self.close()
-            raise WriterFailedError(f"expected to start the writer process {self._command}: {error}") from error
+            raise WriterFailedError(f"expected the writer process {self._command} to start: {error}") from error
         self.number += 1
         self._answer(time.monotonic() + timeout_s, "to be ready", lambda: None)
 
@@ -332,7 +332,7 @@ class WriterProcess:
 
     def _send(self, request: WriterRequest, descriptors: Sequence[int], what: str, deadline_s: float) -> None:
         if self._connection is None:
-            raise WriterFailedError(f"expected a writer process {what}, none is running")
+            raise WriterFailedError(f"expected a writer process {what}, but none is running")
         try:
             self._connection.settimeout(max(deadline_s - time.monotonic(), _TICK_S))
             send(self._connection, request, descriptors)

@@ -50,7 +50,7 @@ class Arena:
         pin: Page-locks the memory for device copies, and returns a function that unlocks it; ``None`` for no pinning.
         is_wanted: Called repeatedly while the memory becomes resident (about a second for one or two gigabytes). If it
             returns ``False``, the construction fails.
-        rest: Called repeatedly during the same time, with the seconds of work since the last call. May pause.
+        rest: Called repeatedly during the same time, with the seconds of work since the last call. May sleep.
 
     Attributes:
         capacity_bytes: Largest number of data bytes.
@@ -133,8 +133,8 @@ class ArenaPool:
     def prefault(self, data_bytes: int) -> None:
         """Start to make ``max_arenas`` arenas for ``data_bytes`` each, on a background thread. Returns at once.
 
-        Does nothing if an earlier call is still at work. Makes an arena only if twice its memory is free. A failure is
-        logged, and ``take`` tries again.
+        Does nothing while the thread of an earlier call is running. Makes an arena only if twice its size is free.
+        A failure is logged, and `take` tries again.
 
         Raises:
             SnapshotError: The system refuses another thread.
@@ -150,7 +150,9 @@ class ArenaPool:
                 # If a signal handler raised during `start`, the thread may never run, and nobody must wait for it.
                 self._preparing = None
                 if isinstance(error, ThreadRefusedError):
-                    raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
+                    raise SnapshotError(
+                        f"expected to start a thread that prepares memory for snapshots: {error}"
+                    ) from error
                 raise
 
     def num_taken(self) -> int:

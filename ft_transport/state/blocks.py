@@ -79,7 +79,7 @@ class OffLaneError(Exception):
 
 
 class FastLane:
-    """Fills the other columns for tensors that the walk has added only to ``blocks.names`` and ``blocks.sources``.
+    """Fills the remaining columns for tensors that the walk added only to ``blocks.names`` and ``blocks.sources``.
 
     Args:
         blocks: The columns of the state.
@@ -152,10 +152,10 @@ class FastLane:
             path: Its path, which becomes its name unless another tensor has that name.
             dtype: Its safetensors dtype.
             shape: Its shape in the file.
-            address: Its address if it is row-major and on the CPU, else 0; ``None`` to find out here.
+            address: Its address if it is row-major and on the CPU, else 0; ``None`` lets this method find out.
 
         Raises:
-            OffLaneError: A tensor listed before is unusual (see `settle`).
+            OffLaneError: A tensor that was listed earlier is unusual (see `settle`).
         """
         self.settle()
         blocks = self._blocks
@@ -234,7 +234,7 @@ CASTABLE: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def cast_floating(flat: FlatState, dtype: torch.dtype) -> FlatState:
-    """Return the state so that its copy casts floating-point tensors to ``dtype``. Changes the blocks of ``flat``.
+    """Return a state whose floating-point tensors are cast to ``dtype`` when they are copied. Changes ``flat.blocks``.
 
     Args:
         flat: The flattened state.

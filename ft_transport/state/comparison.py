@@ -55,7 +55,7 @@ class TensorDigests:
 
     Args:
         state: Any nesting of supported kinds, which is flattened on the calling thread.
-        chosen: Returns whether to digest a tensor. These tensors must not change until `compute` has returned.
+        chosen: Returns whether to digest a tensor. The chosen tensors must not change until `compute` has returned.
 
     Raises:
         SnapshotError: The state cannot be flattened.
@@ -76,7 +76,7 @@ class TensorDigests:
         ]
 
     def compute(self) -> dict[str, int]:
-        """Return the xxh3-64 digest of each selected tensor, by its path, dtype and shape. Called once."""
+        """Return the xxh3-64 digest of each selected tensor, under a text of path, dtype and shape. Called once."""
         for event in self._events:
             event.synchronize()
         chosen, self._chosen = self._chosen, []
@@ -210,7 +210,7 @@ def _meaning(node: TensorNode | LayoutNode, dtype: str, shape: Sequence[int]) ->
 
 
 def _part(layout: Layout) -> list[object]:
-    """Return what must be equal for two ranks to have the same shard; their mesh coordinates may differ."""
+    """Return the fields of a layout that are equal on ranks with the same shard. Mesh coordinates may differ."""
     return [layout.placements, layout.global_shape, layout.local_offset]
 
 
@@ -220,7 +220,7 @@ def _kind(node: MappingNode | DefaultDictNode) -> str:
 
 
 def _by_key(node: MappingNode | DefaultDictNode) -> dict[str, tuple[str, object]]:
-    """Return the label and value of each item of a mapping, by the ``repr`` of its key: 1, True and "1" differ."""
+    """Return label and value of each item of a mapping, by the ``repr`` of its key, so that 1, True and "1" differ."""
     pairs = zip(node.items[::2], node.items[1::2], strict=True)
     return {repr(key): (key if isinstance(key, str) else repr(key), value) for key, value in pairs}
 

@@ -70,7 +70,7 @@ class LastingDigests:
         """Return the cached digests of the chunks of a snapshot. Discards the digests of all other chunks.
 
         Args:
-            keys: The cache key of each chunk; ``None`` for a chunk that is not only lasting memory.
+            keys: The cache key of each chunk; ``None`` for a chunk with any memory that is not lasting.
             digest: Returns the digest of a chunk, by its number.
 
         Returns:
@@ -94,7 +94,7 @@ class LastingDigests:
         return generation, found
 
     def keep(self, generation: int, key: ChunkKey | None, digest: int) -> None:
-        """Cache the digest of a chunk, unless `forget` was called since ``generation``."""
+        """Cache the digest of a chunk, unless `forget` was called since `known` returned ``generation``."""
         if key is None:
             return
         with self._mutex:
@@ -145,7 +145,7 @@ class CopyOnWriteMemory:
             before the digests are sent: no receiver uses bytes without their digests.
 
     Attributes:
-        storages: Addresses of the shared storages. Only a change in one of these requires `materialize`.
+        storages: Addresses of the storages with the live memory. Only a change in one of these requires `materialize`.
     """
 
     def __init__(
@@ -219,7 +219,9 @@ class CopyOnWriteMemory:
     def _pinned(self) -> Iterator[None]:
         with self._changed:
             if self._is_lost or self._is_closed:
-                raise SnapshotError("expected a snapshot that can still be read, it was closed or its memory changed")
+                raise SnapshotError(
+                    "expected a snapshot that can still be read, but it was closed or its memory changed"
+                )
             # `materialize` waits only for pins of live memory.
             is_of_shared = self._is_shared
             self._num_pins += 1
@@ -315,7 +317,7 @@ class CopyOnWriteMemory:
                         self._is_lost, self._is_shared = True, False
                     raise
             if self._is_lost:
-                raise SnapshotError("expected a snapshot that can still be read, its memory changed")
+                raise SnapshotError("expected a snapshot that can still be read, but its memory changed")
 
     def _copy(self) -> None:
         """Copy the live memory into the arena, from which all later pins read."""
@@ -335,7 +337,9 @@ class CopyOnWriteMemory:
                     self._blocks = _views_of(addresses, self._num_bytes)
                     self._arena, taken, self._is_shared = arena, None, False
         except SnapshotError as error:
-            logger.warning("a snapshot that receivers read is lost, because its memory changes: %s", error)
+            logger.warning(
+                "a snapshot that receivers read is lost, because its live memory changes and was not copied: %s", error
+            )
             with self._changed:
                 self._is_lost, self._is_shared = True, False
         finally:

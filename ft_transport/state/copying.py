@@ -39,9 +39,10 @@ _MIN_SHARE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopies:
-    """Copies of ``num_bytes[i]`` bytes from address ``sources[i]`` to ``targets[i]``. The caller keeps both alive.
+    """Copies of ``num_bytes[i]`` bytes from address ``sources[i]`` to ``targets[i]``.
 
-    Arrays rather than objects: a state may have tens of thousands of tensors, and the caller holds the lock.
+    The caller keeps the memory of sources and targets alive. Arrays rather than objects: a state may have tens of
+    thousands of tensors, and the caller holds the lock.
     """
 
     targets: Column
@@ -92,7 +93,7 @@ class HostCopier:
         except ExecutorClosedError as error:
             raise SnapshotError("expected an open transport, got one that was shut down") from error
         except ThreadRefusedError as error:
-            raise SnapshotError(f"expected another thread ({self._pool.name}): {error}") from error
+            raise SnapshotError(f"expected to start another thread ({self._pool.name}): {error}") from error
 
     def close(self) -> None:
         """Finish running copies, and end the threads."""

@@ -182,7 +182,7 @@ def encode_numpy_scalar(value: np.generic[Any]) -> Node:
 
 
 def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
-    """Return the bytes ``data`` as a one-dimensional array of dtype ``text``, which shares their memory.
+    """Return a one-dimensional numpy array on the memory of ``data``; ``text`` is the type string of its dtype.
 
     Raises:
         ManifestError: The dtype is unknown or has pointers or records, or the bytes are not values of this dtype.
@@ -194,12 +194,12 @@ def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
     except (TypeError, ValueError, OverflowError) as error:
         raise ManifestError(f"expected a numpy type string, got {text[:64]!r}") from error
     if len(data) % dtype.itemsize:
-        raise ManifestError(f"expected bytes of a numpy {dtype}, got {len(data)}")
+        raise ManifestError(f"expected a multiple of {dtype.itemsize} bytes for numpy {dtype}, got {len(data)} bytes")
     if dtype.kind == "U" and data:
         # numpy does not check code points, and Python crashes on invalid ones.
         code_points = np.frombuffer(data, dtype=np.dtype(f"{text[0]}u4"))
         if int(code_points.max()) > sys.maxunicode:
-            raise ManifestError(f"expected the characters of a numpy {dtype}, got {int(code_points.max()):#x}")
+            raise ManifestError(f"expected valid characters in a numpy {dtype}, got {int(code_points.max()):#x}")
     return np.frombuffer(data, dtype=dtype)
 
 
@@ -212,7 +212,7 @@ def default_factory_name(value: defaultdict[Any, object], path: str) -> str:
     name = next((name for name, factory in DEFAULT_FACTORIES.items() if factory is value.default_factory), None)
     if name is None:
         raise UnsupportedLeafError(
-            f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
+            f"expected a defaultdict with a builtin type as factory, got {value.default_factory!r}", path=path
         )
     return name
 
@@ -221,7 +221,7 @@ def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
     """Return a copy of an array's bytes in C order.
 
     Raises:
-        UnsupportedLeafError: The values are no plain bytes, such as objects or records.
+        UnsupportedLeafError: The values are not plain bytes, but objects or records, for example.
     """
     if not _is_plain(value.dtype):
         raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
@@ -229,13 +229,13 @@ def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Return whether the values are plain bytes of a dtype that its type string describes: no objects or records."""
+    """Return whether values of the dtype are plain bytes, and its type string describes them: no objects or records."""
     has_parts = dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None
     return not has_parts and dtype.isbuiltin != 2 and dtype.itemsize > 0
 
 
 def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
-    """Return whether a scalar can be restored from its dtype and bytes. numpy drops zeros at the end of a string."""
+    """Return whether dtype and bytes suffice to restore a scalar: not if it is a string that ends with a zero."""
     if not _is_plain(value.dtype):
         return False
     match value:
@@ -268,7 +268,7 @@ def decode_constant(node: ConstantNode) -> object:
         with suppress(RuntimeError, Warning):
             value = found if str(found := torch.device(node.name)) == node.name else None
     if value is None:
-        raise ManifestError(f"expected a {node.kind} of this torch {torch.__version__}, got {node.name[:64]!r}")
+        raise ManifestError(f"expected a {node.kind} that torch {torch.__version__} has, got {node.name[:64]!r}")
     return value
 
 
@@ -277,7 +277,9 @@ def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | Byte
     match node:
         case BigIntNode():
             if len(node.digits) > MAX_BIG_INT_DIGITS + 1:
-                raise ManifestError(f"expected an int of at most {MAX_BIG_INT_DIGITS} digits, got {len(node.digits)}")
+                raise ManifestError(
+                    f"expected an int of at most {MAX_BIG_INT_DIGITS} hex digits, got {len(node.digits)}"
+                )
             return int(node.digits, 16)
         case FloatNode():
             return float_from_bits(node.bits)
@@ -293,7 +295,7 @@ def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | Byte
         case NumpyScalarNode():
             values = numpy_values(node.dtype, node.data)
             if len(values) != 1:
-                raise ManifestError(f"expected the bytes of one numpy {values.dtype}, got {len(values)}")
+                raise ManifestError(f"expected one numpy {values.dtype}, got {len(values)} values")
             return values[0]
 
 
@@ -363,7 +365,7 @@ class HashWatch:
         count = self._counts[hashed] = self._counts.get(hashed, 0) + 1
         if count > MAX_EQUAL_HASHES:
             raise ManifestError(
-                f"expected keys with different hashes, got more than {MAX_EQUAL_HASHES} keys with the same one",
+                f"expected keys with different hashes, got more than {MAX_EQUAL_HASHES} keys with the same hash",
                 path=path,
             )
 
@@ -389,7 +391,7 @@ def distinct(container: T, num_expected: int, path: str) -> T:
     """Return ``container`` if it has the expected number of keys or members.
 
     Raises:
-        ManifestError: The container has fewer, because some were equal.
+        ManifestError: Some keys or members are equal, so the container has fewer.
     """
     if len(container) != num_expected:
         raise ManifestError(f"expected {num_expected} distinct keys or members, got {len(container)}", path=path)

@@ -193,8 +193,9 @@ class _Flattener:
         node = nodes.NamedTupleNode(type_.__module__, type_.__qualname__, fields, self._items(value, value, path))
         if encodings.find_named_tuple_type(node) is not type_ or getattr(value, "__dict__", None):
             raise UnsupportedLeafError(
-                f"expected a named tuple whose class a receiver finds as {type_.__module__}.{type_.__qualname__}, with "
-                "nothing but its fields; define it at the top of a module, or register an encoding for it",
+                f"expected a named tuple whose class a receiver finds as {type_.__module__}.{type_.__qualname__}, "
+                "and without other attributes than its fields; define it at the top of a module, or register an "
+                "encoding for it",
                 path=path,
             )
         return node
@@ -379,7 +380,9 @@ class _Flattener:
 
     def _quantized(self, value: torch.Tensor, path: str) -> Node:
         if value.dtype not in tensors.QUANTIZED:
-            raise UnsupportedLeafError(f"expected a tensor of whole bytes, got dtype {value.dtype}", path=path)
+            raise UnsupportedLeafError(
+                f"expected a tensor with elements of whole bytes, got dtype {value.dtype}", path=path
+            )
         if value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             raise UnsupportedLeafError(
                 f"expected a tensor quantized per tensor, got {value.qscheme()}; store its integers and scales instead",

@@ -89,7 +89,7 @@ class Incoming:
         return len(node.items) if isinstance(node, SequenceNode) else None
 
     def texts(self, *path: str | int) -> tuple[str, ...]:
-        """Return the str items of the list or tuple at ``path``. An item that is no str becomes an empty text."""
+        """Return the str items of the list or tuple at ``path``. Any other item becomes an empty text."""
         node = self._node(path)
         items = node.items if isinstance(node, SequenceNode) else []
         return tuple(item if isinstance(item, str) else "" for item in items)
@@ -129,10 +129,10 @@ class Matcher:
         check_time: Called repeatedly; an error that it raises ends the search.
 
     Attributes:
-        direct: By index in the snapshot's table, the receiver's tensor into which the bytes are received directly.
-        indirect: Tensors of the receiver into which the data is copied after it was received.
-        destinations: All tensors of ``indirect``, and those of ``direct`` that were not found on the fast way, by index
-            in the table and `view_key`.
+        direct: The receiver's tensors into which bytes are received directly, by index in the snapshot's tensor table.
+        indirect: The receiver's tensors into which data is copied after it was received, each with its node.
+        destinations: All matched tensors except those that `_take_plain` matched, by index in the tensor table and
+            `view_key`.
         mismatches: Tensors of the receiver that differ from the snapshot in dtype, shape or division.
     """
 
@@ -259,7 +259,7 @@ class Matcher:
                 self._collect(value, counterpart)
 
     def _take_plain(self, index: int, into: torch.Tensor) -> bool:
-        """Match a usual tensor in a fast way; return ``False`` for an unusual one.
+        """Match a tensor without an `Offer`, which is faster. Return ``False`` if it is not a usual tensor.
 
         A usual tensor is row-major and on the CPU, has its own memory, and is the first match of the snapshot's tensor.
         """
@@ -336,7 +336,7 @@ class Matcher:
             self.destinations.setdefault((node.index, key), Offer(node, tensor, is_direct, key[0], key[0] + num_bytes))
 
     def _memory(self) -> tuple[Column, Column]:
-        """Return addresses and sizes of all matched tensors: those found on the fast way, then the other ones."""
+        """Return addresses and sizes of matched tensors: first those that `_take_plain` matched, then the others."""
         table = self._manifest.tensors
         starts = [*self._plain_starts, *(offer.start for offer in self.destinations.values())]
         num_bytes = [

@@ -52,7 +52,7 @@ def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
 
 
 def decode_placements(placements: Sequence[Placement]) -> tuple[TorchPlacement, ...]:
-    """Return placements of the wire format as torch's placements."""
+    """Convert placements from the wire format to torch's classes."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
@@ -131,7 +131,7 @@ def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
 
 
 def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: Sequence[Placement]) -> bool:
-    """Return whether two coordinates have the same shard: they may differ in dimensions that replicate."""
+    """Return whether two mesh coordinates have the same shard: they may differ in mesh dimensions that replicate."""
     if here is None or there is None:
         return here is there
     return all(
@@ -214,7 +214,7 @@ def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMe
     here = mesh.get_coordinate()
     if not _is_same_place(here, described.coordinate, layout.placements):
         raise RestoreError(
-            f"expected the shard of mesh coordinate {tuple(here or ())}, that of this process, got the shard of "
+            f"expected the shard of this process's mesh coordinate {tuple(here or ())}, got the shard of coordinate "
             f"{described.coordinate}",
             path=path,
         )
@@ -254,7 +254,7 @@ def _check(local: torch.Tensor, layout: Layout, mesh: Mesh, path: str) -> None:
     for dim, (whole, part, start) in enumerate(zip(layout.global_shape, local.shape, layout.local_offset, strict=True)):
         if part > whole or (part != whole and dim not in sharded) or start > whole:
             raise ManifestError(
-                f"expected a part of {list(layout.global_shape)}, got {list(local.shape)} from "
+                f"expected a shard inside shape {list(layout.global_shape)}, got shape {list(local.shape)} at offset "
                 f"{list(layout.local_offset)}",
                 path=path,
             )
@@ -273,7 +273,7 @@ def _dtensors(state: object) -> Iterator[DTensor]:
 
 
 def dtensor_type() -> type[DTensor] | None:
-    """Return the class ``DTensor``; ``None`` if no module has imported it, so that no value can be a DTensor."""
+    """Return the class ``DTensor``; ``None`` if no module has imported it; then no value can be a DTensor."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 

@@ -111,7 +111,7 @@ def huge_page_bytes() -> int:
 
 
 def _collapse(address: int, num_bytes: int, huge: int) -> bool:
-    """Move the aligned part of the memory to huge pages. Return whether to try that for the next part.
+    """Move the aligned part of the memory to huge pages. Return whether to try the same with the next part.
 
     This works even if ``shmem_enabled`` is ``never``, as on most systems.
     """
@@ -161,9 +161,9 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     """Return the number of bytes that this process can still allocate; ``None`` if unknown.
 
     That is the smallest free memory of the machine and of the control groups of this process. Cached files count as
-    free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max``
-    and ``memory.current`` (Linux, Documentation/admin-guide/cgroup-v2.rst), ``memory.limit_in_bytes`` and
-    ``memory.usage_in_bytes`` (cgroup-v1/memory.rst).
+    free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max`` and ``memory.current`` (Linux,
+    Documentation/admin-guide/cgroup-v2.rst), ``memory.limit_in_bytes`` and ``memory.usage_in_bytes``
+    (cgroup-v1/memory.rst).
 
     Args:
         proc: Mount point of procfs.
@@ -253,7 +253,7 @@ class PrefaultedMemory:
             self._block = block
 
     def take(self, num_bytes: int) -> mmap.mmap | None:
-        """Return the prepared block, once, resized to ``num_bytes``; ``None`` without a block.
+        """Hand over the prepared block, resized to ``num_bytes``. Return ``None`` if no block is ready.
 
         Bytes that the resize adds are not resident.
         """
@@ -295,7 +295,7 @@ class FreshMemory:
     Args:
         manifest: The manifest of the snapshot.
         direct: Indices of the tensors that are received in place.
-        prefaulted: May have a prepared block of resident memory.
+        prefaulted: Provides a prepared block of resident memory, if it has one.
 
     Raises:
         RestoreError: Not enough memory is free.
@@ -325,7 +325,7 @@ class FreshMemory:
         return self._view[at : at + num_bytes]
 
     def tensor(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a one-dimensional tensor on the memory of a tensor with bytes. It keeps the whole block alive."""
+        """Return the memory of a non-empty tensor as a one-dimensional tensor, which keeps the whole block alive."""
         assert self._block is not None, "a tensor with bytes has memory"
         num_items = self._num_bytes[index] // dtype.itemsize
         return torch.frombuffer(self._block, dtype=dtype, count=num_items, offset=self._offsets[index])

@@ -60,10 +60,10 @@ class Resharding:
 
 
 class _Described(NamedTuple):
-    """A tensor at its first source.
+    """A tensor, as its first source describes it.
 
-    ``name``, ``start`` and ``dtype`` are those in the table of that source. ``torch_dtype`` is the dtype that the node
-    has, if it has one.
+    ``name``, ``start`` and ``dtype`` are from the tensor table of that source. ``torch_dtype`` is from the node of the
+    tensor; ``None`` if the node has no dtype.
     """
 
     name: str
@@ -100,8 +100,8 @@ def reshard(
             source that has it.
         into: The receiver's own state, whose DTensors determine the layout. A tensor that is plain in ``into`` or at
             the sources is received whole. With ``None``, everything is received whole.
-        like: Decides how tensors are sharded that ``into`` lacks, such as those of an optimizer before its first step.
-            By default they are sharded like tensors in ``into`` of the same shape and the same layout at the sources.
+        like: Decides how to shard tensors that ``into`` lacks, such as those of an optimizer before its first step. By
+            default, they are sharded like tensors in ``into`` with the same shape and the same layout at the sources.
         names: Names of the sources, for errors.
         check_time: Called repeatedly; an error that it raises ends the call.
 
@@ -141,8 +141,9 @@ class _Builder:
     Args:
         manifests: The manifest of each source.
         into: The receiver's own state.
-        like: Decides how tensors are sharded that ``into`` lacks.
-        learned: How the receiver shards the tensors of each kind; ``None`` in the first pass, which fills `learned`.
+        like: Decides how to shard tensors that ``into`` lacks.
+        learned: How the receiver shards tensors of each kind. ``None`` in the first pass, which collects this in
+            the attribute `learned`.
         names: Names of the sources, for errors.
         check_time: Called repeatedly; an error that it raises ends the merge.
     """
@@ -208,7 +209,7 @@ class _Builder:
         return node
 
     def stored(self, path: Path, source: int, node: StoredLeaf) -> Node:
-        """Add the bytes of a leaf that is no tensor, and return its node."""
+        """Add the bytes of a leaf that is not a tensor, and return its node."""
         where = TensorNode(node.index)
         described = self._describe(source, where, path)
         held = _HeldPart(described, described.shape, (source,), (where,), (None,))
@@ -219,7 +220,7 @@ class _Builder:
         """Add the whole base of a view, and return a view of it, so that the receiver's tensors also share memory."""
         bases: Any = tuple([TensorNode(node.index) if type(node) is ViewNode else node for node in nodes])
         if any(type(base) is not TensorNode for base in bases):
-            raise ManifestError("expected a view at every source or at none", path=path_name(path))
+            raise ManifestError("expected this tensor to be a view at every source or at none", path=path_name(path))
         described = self._describe(sources[0], bases[0], path)
         key = (0, bases[0], None, sources, described.shape, (None,) * len(sources))
         base = self._nodes.get(key)
@@ -232,7 +233,7 @@ class _Builder:
     def _describe(self, source: int, node: object, path: Path) -> _Described:
         tensors = self._manifests[source].tensors
         if not isinstance(node, (TensorNode, LayoutNode, ViewNode)) or node.index >= len(tensors):
-            raise ManifestError(f"expected a tensor of the table, got {node}", path=path_name(path))
+            raise ManifestError(f"expected the index of a tensor in the tensor table, got {node}", path=path_name(path))
         entry = tensors[node.index]
         item_bytes = ITEM_BITS[entry.dtype] // 8
         if not isinstance(node, LayoutNode):
@@ -240,11 +241,13 @@ class _Builder:
             return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, shape, None)
         dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
         if dtype is None:
-            raise ManifestError(f"expected a dtype of this torch, got {node.dtype[:64]!r}", path=path_name(path))
+            raise ManifestError(
+                f"expected a dtype that this version of torch has, got {node.dtype[:64]!r}", path=path_name(path)
+            )
         is_carried = dtype.itemsize != item_bytes
         if math.prod(node.shape) * dtype.itemsize != entry.end - entry.start or (is_carried and item_bytes != 1):
             raise ManifestError(
-                f"expected bytes for {node.dtype}{list(node.shape)}, got {entry.dtype}{list(entry.shape)}",
+                f"expected data of the size of {node.dtype}{list(node.shape)}, got {entry.dtype}{list(entry.shape)}",
                 path=path_name(path),
             )
         return _Described(entry.name, entry.start, entry.dtype, node.dtype, dtype.itemsize, node.shape, node.stride)
@@ -260,7 +263,9 @@ class _Builder:
     def _layout(self, source: int, index: int, path: Path) -> Layout:
         layouts = self._manifests[source].layouts
         if index >= len(layouts):
-            raise ManifestError(f"expected a layout of the table, got index {index}", path=path_name(path))
+            raise ManifestError(
+                f"expected the index of a layout in the layout table, got {index}", path=path_name(path)
+            )
         return layouts[index]
 
     def _where(self, path: Path, kind: _Kind) -> _Where | None:
@@ -295,7 +300,7 @@ class _Builder:
             found = f"{len(ways)} different ways" if ways else "none"
             raise RestoreError(
                 f"expected this tensor in the receiver's state, or one with the same shape {list(kind[0])} and layout "
-                f"at the sources, to decide how it is sharded; found {found}: create an optimizer's states before "
+                f"at the sources, to decide how it is sharded; found {found}: create an optimizer's states first "
                 "(get_optimizer_state_dict of torch.distributed.checkpoint.state_dict does), or pass like= to a store "
                 "or a transport",
                 path=path_name(path),

@@ -43,7 +43,7 @@ Piece: TypeAlias = tuple[int, int, int]
 
 
 class DestinationPlan:
-    """Divides byte ranges of the data among destinations that follow each other in the data.
+    """Divides byte ranges of the data among destinations, of which each begins where the previous one ends.
 
     Args:
         starts: Position of each destination in the data, strictly ascending from 0. No destination is empty.
@@ -75,7 +75,7 @@ class Restore:
             and is row-major, the bytes are received directly into it. If such a tensor is on a device, or has another
             layout, `finish` copies the data into it, unless it already has that data. Other values are ignored.
         meshes: Meshes for DTensors that ``into`` lacks.
-        prefaulted: May have a prepared block of resident memory.
+        prefaulted: Provides a prepared block of resident memory, if it has one.
         check_time: Called repeatedly, here and in `finish`; an error that it raises ends the call.
 
     Attributes:
@@ -140,7 +140,7 @@ class Restore:
 
     @property
     def is_all_here(self) -> bool:
-        """Whether `present` returns the receiver's data also for tensors that are not received in place."""
+        """Whether `present` returns the receiver's data for all its tensors, even if they are not received in place."""
         return all(index in self._direct or self._is_here(index) for index in self._indirect_of)
 
     def read_own(self, ranges: Iterable[Range]) -> None:
@@ -207,7 +207,7 @@ class Restore:
         return self._views(start, end, is_receiving=True)
 
     def present(self, start: int, end: int) -> list[memoryview]:
-        """Return views of the same memory for reading: received bytes, or the content before (see `read_own`).
+        """Return the same views as `buffers`, for reading: of received bytes, or of earlier content (see `read_own`).
 
         Raises:
             RestoreError: The memory of a tensor of the receiver was freed.
@@ -343,7 +343,7 @@ class Restore:
         entry = self._manifest.tensors[index]
         dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
         if dtype is None:
-            raise ManifestError(f"expected a dtype of this torch, got {entry.dtype}", path=entry.name)
+            raise ManifestError(f"expected a dtype that this version of torch has, got {entry.dtype}", path=entry.name)
         if entry.end == entry.start:
             return torch.empty(entry.shape, dtype=dtype)
         return self._fresh.tensor(index, dtype).view(entry.shape)

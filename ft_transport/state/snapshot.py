@@ -34,7 +34,7 @@ _CACHE_LINE_BYTES: Final = 64
 
 
 def nothing_moved() -> None:
-    """Do nothing: the check of a state whose changes are not detected."""
+    """Do nothing. This is the default check of a `Taking`: it detects no changes of the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,10 @@ class Taking:
         lasting: Returns whether the owner of a live tensor seldom changes it, and calls ``StateServer.materialize``
             before each change. If such a tensor is row-major in host memory, it is not copied but served from live
             memory. Later snapshots reuse its digests, until ``Stager.forget_lasting``.
-        check_deferred: Raises a `SnapshotError` if a deferred tensor has changed. Called after its copy; the snapshot
-            fails then.
-        check_shared: Raises a `SnapshotError` if a tensor in live memory has changed without ``materialize``. Called
-            before a receiver may use the bytes that were sent; the snapshot is lost then.
+        check_deferred: Called after the deferred tensors were copied. Raises a `SnapshotError` if one of them has
+            changed; the snapshot fails then.
+        check_shared: Called before a receiver may use bytes from live memory. Raises a `SnapshotError` if a tensor has
+            changed without ``materialize``; the snapshot is lost then.
         max_held_bytes: Maximum number of bytes that ``Stager.hold`` copies.
         float_dtype: Dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
@@ -75,8 +75,8 @@ class HeldState:
 
     Attributes:
         taking: The request for the snapshot.
-        flat: The flattened state. Unless the snapshot begins at once, it has copies of all tensors not deferrable.
-        marks: For each device, an event after the work that was queued before; copies wait for it.
+        flat: The flattened state. If `Stager.hold` made it, tensors that are not deferrable are copies.
+        marks: For each device, an event after all work that was queued on it; copies from the device wait for it.
     """
 
     taking: Taking
@@ -322,8 +322,8 @@ def _lay_out(flat: FlatState) -> Column:
     """Return the position of each tensor in the data: aligned, and without holes between tensors.
 
     Tensors of whole cache lines come first. If Adam's step counters came between them, each weight would be shifted by
-    4 bytes against the tensor that it is copied from. The other tensors follow, by descending item size, so that each
-    one is aligned to its item size.
+    4 bytes relative to the tensor that it is copied from. The other tensors follow, by descending item size, so that
+    each one is aligned to its item size.
     """
     blocks = flat.blocks
     num_bytes = np.asarray(blocks.num_bytes)

@@ -71,8 +71,8 @@ class Stager:
         """Begin a snapshot.
 
         Args:
-            wanted: A state, for which the owning thread calls this under the read lock. Or a `HeldState`, once: any
-                thread may call this, and ``copy_deferred`` then copies everything.
+            wanted: With a `Taking`, call this on the thread that owns the state, under the read lock. With a
+                `HeldState`, any thread may call this, once; ``copy_deferred`` then copies everything.
             share: Serve a held state that ``is_shareable`` from live memory, without a copy or an arena. The owner
                 must call ``CopyOnWriteMemory.materialize`` before it changes the state.
 

@@ -133,7 +133,7 @@ def bytes_at(address: int, num_bytes: int) -> memoryview:
     at = address - _FIRST_ADDRESS
     view = _all_memory[at : at + num_bytes]
     if at < 0 or len(view) != num_bytes:
-        raise ValueError(f"expected an address of {num_bytes} bytes, got {address:#x}")
+        raise ValueError(f"expected the address of a memory block of {num_bytes} bytes, got {address:#x}")
     return view
 
 
@@ -168,12 +168,12 @@ Base: TypeAlias = tuple[torch.Tensor, str]
 
 
 def view_key(tensor: torch.Tensor) -> ViewKey:
-    """Return a key that two tensors share exactly if they have the same elements in the same memory."""
+    """Return a key that is equal for two tensors exactly if they have the same elements in the same memory."""
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether the value is a strided tensor or parameter with memory, and not of another tensor subclass."""
+    """Return whether the value is a strided tensor or parameter with memory; ``False`` for other tensor subclasses."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided  # type: ignore[attr-defined]
@@ -215,7 +215,8 @@ def find_views(
         num_bytes: Number of bytes of each tensor's elements.
 
     Returns:
-        For each tensor inside another contiguous tensor of the same dtype and storage, that other tensor (the base).
+        The base of each view, by the `view_key` of the view. The base is a contiguous tensor of the same dtype and
+        storage, in which the view lies.
     """
     starts = np.array(addresses, dtype=np.int64)
     ends = starts + np.asarray(num_bytes, dtype=np.int64)

@@ -40,8 +40,8 @@ class Unflattener:
     Args:
         tensor_of: Returns the tensor with an index of the tensor table, with dtype and shape as in the table. Called at
             most once for each index. Raises ``IndexError`` for an index outside the table.
-        direct: By index, the receiver's tensor into which the bytes were received; a plain tensor, no Parameter.
-        is_destination: Returns whether a tensor of the receiver receives the data of an index.
+        direct: The receiver's tensors into which bytes were received, by index; plain tensors, not Parameters.
+        is_destination: Returns whether a tensor of the receiver receives the data at an index of the table.
         manifest: The manifest, with the layouts of the DTensors.
         meshes: Finds meshes for DTensors that the receiver's state lacks.
         check_time: Called repeatedly; an error that it raises ends the work.
@@ -122,7 +122,9 @@ class Unflattener:
             case nodes.NamedTupleNode():
                 type_ = encodings.named_tuple_type(node)
                 if len(node.items) != len(node.fields):
-                    raise ManifestError(f"expected {len(node.fields)} values, got {len(node.items)}", path=path)
+                    raise ManifestError(
+                        f"expected {len(node.fields)} values of a named tuple, got {len(node.items)}", path=path
+                    )
                 # Call tuple.__new__, not the class: a forged name must not choose a constructor to run.
                 return tuple.__new__(type_, self._items(node.items, into, path))
             case nodes.DequeNode():
@@ -153,9 +155,9 @@ class Unflattener:
         """
         dtype = tensors.WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
         if dtype is None:
-            raise ManifestError(f"expected a dtype of torch {torch.__version__}, got {node.dtype[:64]!r}")
+            raise ManifestError(f"expected a dtype that torch {torch.__version__} has, got {node.dtype[:64]!r}")
         if math.prod(node.shape) * dtype.itemsize != stored.nbytes:
-            raise ManifestError(f"expected bytes for {node.dtype}{list(node.shape)}, got {stored.nbytes}")
+            raise ManifestError(f"expected as many bytes as {node.dtype}{list(node.shape)} needs, got {stored.nbytes}")
         try:
             return tensors.as_bytes(stored.detach()).view(dtype).view(node.shape)
         except RuntimeError as error:  # an empty tensor whose other sizes exceed torch's limits
@@ -166,7 +168,9 @@ class Unflattener:
             try:
                 self._tensors[index] = self._tensor_of(index)
             except IndexError:
-                raise ManifestError(f"expected a tensor of the table, got index {index}", path=path) from None
+                raise ManifestError(
+                    f"expected the index of a tensor in the tensor table, got {index}", path=path
+                ) from None
         return self._tensors[index]
 
     def _tensor(self, node: TensorNode | LayoutNode | ViewNode, into: object, path: str) -> torch.Tensor:
@@ -202,7 +206,7 @@ class Unflattener:
         if tensor.stride() == node.stride:
             return tensor
         if len(node.stride) != len(node.shape) or not tensors.is_dense(node.shape, node.stride):
-            raise ManifestError(f"expected strides of a dense layout, got {node.stride} for {node.shape}", path=path)
+            raise ManifestError(f"expected dense strides for shape {node.shape}, got {node.stride}", path=path)
         # The elements of an expanded dimension are stored repeatedly. Copy each element once, and expand again.
         compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in node.stride)]
         self._spend(compact.nbytes, path)
@@ -285,18 +289,20 @@ class Unflattener:
         except ManifestError:
             raise
         except (TypeError, ValueError, OverflowError) as error:
-            raise ManifestError(f"expected the items of a {node.kind}: {error}", path=path) from error
+            raise ManifestError(f"expected valid items of a {node.kind}: {error}", path=path) from error
 
     def _spend(self, num_bytes: int, path: str) -> None:
-        """Count copied bytes, and raise if more are copied than the table has."""
+        """Count copied bytes, and raise if more bytes are copied than the tensors of the table have."""
         self._copy_bytes_left -= num_bytes
         if self._copy_bytes_left < 0:
-            raise ManifestError("expected each tensor of the table to be copied once, got more copies", path=path)
+            raise ManifestError(
+                "expected each tensor of the tensor table to be copied at most once, got more copies", path=path
+            )
 
     def _bytes_of(self, index: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         stored = self._stored(index, path)
         if stored.dtype is not torch.uint8:
-            raise ManifestError(f"expected stored bytes, got {stored.dtype}", path=path)
+            raise ManifestError(f"expected a uint8 tensor with stored bytes, got {stored.dtype}", path=path)
         return stored.reshape(-1).numpy()
 
     def _numpy_array(self, node: nodes.NumpyArrayNode, path: str) -> np.ndarray[Any, Any]:
@@ -304,7 +310,9 @@ class Unflattener:
         self._spend(data.nbytes, path)
         values = encodings.numpy_values(node.dtype, bytearray(data))
         if math.prod(node.shape) != len(values):
-            raise ManifestError(f"expected values for {list(node.shape)}, got {len(values)}", path=path)
+            raise ManifestError(
+                f"expected one value for each element of shape {list(node.shape)}, got {len(values)} values", path=path
+            )
         try:
             return values.reshape(node.shape)
         except ValueError as error:  # too many dimensions, or an empty array whose other sizes exceed numpy's limits
@@ -333,7 +341,9 @@ class Unflattener:
         values = self.build(node.values, None, path) if isinstance(node.values, (TensorNode, LayoutNode)) else None
         integers = tensors.QUANTIZED.get(dtype) if dtype is not None else None
         if integers is None or not isinstance(values, torch.Tensor) or values.dtype != integers:
-            raise ManifestError(f"expected the integers of a quantized tensor, got {node.dtype[:64]!r}", path=path)
+            raise ManifestError(
+                f"expected a quantized dtype and a tensor of its integers, got {node.dtype[:64]!r}", path=path
+            )
         if abs(node.zero_point) >= 2**31:
             raise ManifestError(f"expected a zero point of 32 bits, got {node.zero_point}", path=path)
         self._spend(values.nbytes, path)
@@ -342,7 +352,9 @@ class Unflattener:
                 values, encodings.float_from_bits(node.scale_bits), node.zero_point
             )
         except (RuntimeError, ValueError, TypeError) as error:
-            raise ManifestError(f"expected a scale and zero point for {node.dtype}: {error}", path=path) from error
+            raise ManifestError(
+                f"expected a valid scale and zero point for {node.dtype}: {error}", path=path
+            ) from error
 
     def _leaf(self, node: nodes.LeafNode, into: object, path: str) -> torch.Tensor:
         receiver = into.detach() if isinstance(into, torch.Tensor) else None
@@ -374,7 +386,7 @@ class Unflattener:
 
     def _dtensor(self, node: nodes.DTensorNode, into: object, path: str) -> torch.Tensor:
         if node.layout >= len(self._manifest.layouts):
-            raise ManifestError(f"expected a layout of the table, got index {node.layout}", path=path)
+            raise ManifestError(f"expected the index of a layout in the layout table, got {node.layout}", path=path)
         layout = self._manifest.layouts[node.layout]
         described = self._manifest.meshes[layout.mesh]
         receiver = into.to_local().detach() if is_dtensor(into) and matches(into, layout, described) else None
@@ -392,7 +404,7 @@ def _key_of(node: TensorNode | LayoutNode | ViewNode) -> int | bytes:
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor with the same memory for a Parameter or a tensor that requires grad, else the tensor."""
+    """Return the tensor; for a Parameter or a tensor that requires grad, a plain tensor with the same memory."""
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor

@@ -128,13 +128,13 @@ def bounded(num_bytes: int) -> Iterator[None]:
     ids=["set", "frozenset", "tuples", "frozensets", "dict", "ordered", "default"],
 )
 def test_keys_of_one_hash_are_refused(tree: str) -> None:
-    with pytest.raises(ManifestError, match=f"more than {MAX_EQUAL_HASHES} keys with the same one"):
+    with pytest.raises(ManifestError, match=f"more than {MAX_EQUAL_HASHES} keys with the same hash"):
         built(tree)
 
 
 def test_a_fetch_of_such_keys_ends_at_once() -> None:
     header = with_tree(list_of("set", alike(40_000)))
-    with scripted(serving(header)) as port, pytest.raises(ManifestError, match="keys with the same one"):
+    with scripted(serving(header)) as port, pytest.raises(ManifestError, match="keys with the same hash"):
         fetch(port, timeout_s=5)
 
 
@@ -182,7 +182,7 @@ def test_a_number_that_json_readers_do_not_have_is_refused(number: str) -> None:
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_an_int_of_too_many_digits_is_refused_on_both_sides(sign: str) -> None:
     digits = "f" * (MAX_BIG_INT_DIGITS + (0 if sign else 1) + 1)
-    with pytest.raises(ManifestError, match=f"at most {MAX_BIG_INT_DIGITS} digits"):
+    with pytest.raises(ManifestError, match=f"at most {MAX_BIG_INT_DIGITS} hex digits"):
         built(list_of("list", [f'["i","{sign}{digits}"]']))
     value = int(f"{sign}{digits}", 16)
     for state, path in (({"a": [value]}, "a.0"), ({"a": value}, "a"), ({value: 1}, "0x" if not sign else "-0x")):

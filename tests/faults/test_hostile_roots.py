@@ -66,7 +66,7 @@ class TestTheClaim:
     @pytest.mark.parametrize("put", [put_fifo, put_socket, put_directory])
     def test_what_is_no_file_is_refused_at_once(self, tmp_path: Path, put: Callable[[Path], None]) -> None:
         put(tmp_path / _OWNER)
-        with pytest.raises(CheckpointError, match=r"\.owner is a link or something else"):
+        with pytest.raises(CheckpointError, match=r"\.owner is a link, directory or device"):
             RootClaim(tmp_path).take("this one", 0)
 
     @as_root

@@ -324,7 +324,7 @@ def test_a_name_of_anything_else_is_refused(module: str, qualname: str, fields: 
 
 
 def test_fields_and_values_must_be_as_many() -> None:
-    with pytest.raises(ManifestError, match="expected 2 values, got 1"):
+    with pytest.raises(ManifestError, match="expected 2 values of a named tuple, got 1"):
         _receive(NamedTupleNode(__name__, "Recorder", ["x", "y"], [1]))
 
 

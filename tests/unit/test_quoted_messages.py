@@ -24,7 +24,7 @@ _PUT_TOGETHER = {
     "this side does not accept the server",
     "s certificate (FT_TRANSPORT_TLS_CERT)",
     "expected manifest.json to be signed with the job token,",
-    ".owner is a link or something else",
+    ".owner is a link, directory or device",
     "has no manifest.json and is ignored",
     "expected r, lora_alpha, target_modules in the adapter",
     "cannot import name",  # Python's own

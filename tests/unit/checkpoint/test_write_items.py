@@ -114,7 +114,7 @@ def test_two_leaves_of_one_name_are_refused_by_it() -> None:
 
 
 def test_what_is_no_dict_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="expected a state that is a dict"):
+    with pytest.raises(CheckpointError, match="expected a dict as state"):
         describe_state([_T])  # type: ignore[arg-type]
 
 

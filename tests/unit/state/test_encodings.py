@@ -166,5 +166,5 @@ def test_a_quantized_tensor_keeps_its_scale(dtype: torch.dtype) -> None:
 def test_an_unknown_device_is_refused(name: str) -> None:
     from ft_transport.wire.nodes import ConstantNode
 
-    with pytest.raises(ManifestError, match="expected a device of this torch"):
+    with pytest.raises(ManifestError, match=r"expected a device that torch .* has"):
         encodings.decode_constant(ConstantNode("device", name))

@@ -234,13 +234,13 @@ def test_where_that_is_not_clear_the_caller_says_it() -> None:
     own = {"a": _own(Shard(0)), "b": _own(Shard(1)), "state": {}}
     with pytest.raises(RestoreError, match=r"found 2 different ways.*at state.0") as caught:
         _receive(sources, own)
-    assert "create an optimizer's states before" in str(caught.value)
+    assert "create an optimizer's states first" in str(caught.value)
     received = _receive(sources, own, like=lambda path: own["b"] if path == ("state", 0) else None)
     assert torch.equal(received["state"][0].to_local(), WHOLE[:, 3:])
 
 
 def test_without_anything_to_go_by_it_is_refused() -> None:
-    with pytest.raises(RestoreError, match=r"found none: create an optimizer's states before.*at w"):
+    with pytest.raises(RestoreError, match=r"found none: create an optimizer's states first.*at w"):
         _receive([{"w": part} for part in _ranks(WHOLE, (4,), Shard(0))], {})
 
 

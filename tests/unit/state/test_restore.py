@@ -270,7 +270,7 @@ def test_a_contradiction_is_found_before_any_copy() -> None:
     restore = Restore(manifest_with(tree), into=own)
     for view in restore.buffers(0, 32):
         view[:] = b"\1" * len(view)
-    with pytest.raises(ManifestError, match="expected bytes for float32"):
+    with pytest.raises(ManifestError, match="expected as many bytes as float32"):
         restore.finish()
     assert own[0].sum() == 0
     assert own[1].sum() == 0

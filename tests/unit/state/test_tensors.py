@@ -36,7 +36,7 @@ def test_no_length_leaves_anything_behind() -> None:
 
 @pytest.mark.parametrize("address", [0, -1, -4096, sys.maxsize - 4, sys.maxsize, 2**64 - 8])
 def test_where_no_memory_can_be_is_an_error(address: int) -> None:
-    with pytest.raises(ValueError, match="expected an address of 8 bytes"):
+    with pytest.raises(ValueError, match="expected the address of a memory block of 8 bytes"):
         bytes_at(address, 8)
 
 
