@@ -54,7 +54,7 @@ class TakenSnapshot(Struct, frozen=True, array_like=True):
 
 
 class WriteJob(Protocol):
-    """One rank's part in one collective write. Its methods raise errors of this rank; the caller reports them."""
+    """One rank's part in one collective write. Methods raise this rank's errors; the caller sends them to all ranks."""
 
     def settings(self) -> Mapping[str, object]:
         """Completes the snapshot, and returns the settings that must be equal on all ranks."""

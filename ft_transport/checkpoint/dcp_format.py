@@ -288,7 +288,7 @@ def _check_memo(encoded: bytes) -> None:
 
 
 class _MetadataReader(pickle.Unpickler):
-    """An unpickler that resolves only the classes and functions of which DCP's metadata consists.
+    """An unpickler that resolves only the classes and functions that DCP's metadata uses.
 
     Each reader makes its own subclasses of DCP's classes, because a pickle can change attributes of a class.
     """
@@ -317,7 +317,7 @@ def _joined(*parts: str) -> str:
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value as DCP's planner does, but with ``weights_only``, so that it cannot run code."""
+        """Load a value as DCP's planner does, but with ``weights_only``, so that the value cannot run code."""
         name = read_item.dest_index.fqn
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)  # noqa: TID251 # a closed set of types

@@ -287,7 +287,8 @@ class Inventory:
         path = self.directory.find(step)
         if path is None:
             raise CheckpointNotFoundError(
-                f"expected a checkpoint in {self.directory.root}, there are {self.directory.numbers() or 'none'}",
+                f"expected a checkpoint of this step in {self.directory.root}, there are "
+                f"{self.directory.numbers() or 'none'}",
                 step=step,
             )
         identity = _identity(path)

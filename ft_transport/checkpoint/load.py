@@ -313,7 +313,7 @@ def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
 
 
 def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node, torch.Tensor]]:
-    """Yield path, node and value of each tensor in ``into``. The node is ``None`` if the checkpoint lacks one."""
+    """Yield path, node and tensor for each tensor of ``into``. If the checkpoint lacks it, the node is ``None``."""
     if isinstance(into, torch.Tensor):
         is_tensor = isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode))
         yield path or "(root)", node if is_tensor else None, into

@@ -123,7 +123,7 @@ def consolidate(
 
 
 def names_below(item: WriteItem, root: str) -> list[str]:
-    """Return the names of an item's tensor that are in the part of the state below ``root``."""
+    """Return those names of an item's tensor that lie below the path ``root``."""
     return [name for name in item.names if name.startswith(f"{root}.")] if item.part == SHARED else []
 
 

@@ -334,7 +334,7 @@ class SaveJob:
         """Write this rank's own files and, together with the other ranks, the consolidated files.
 
         Returns:
-            A function that writes the list of files, which the commit calls on the first rank.
+            A function that writes the list of files. `CollectiveWrite.commit` calls it on the first rank.
         """
         agreement, trust, path = self._means.agreement, self._means.trust, str(directory)
         if plan.files:
@@ -374,7 +374,7 @@ class SaveJob:
     def _ask(
         self, request: WriterRequest, expected: type[A], descriptors: Sequence[int] = (), *, more_s: float = 0.0
     ) -> A:
-        """Return the writer's answer, which must arrive within the store's timeout plus ``more_s`` seconds."""
+        """Send a request to the writer process. The answer must arrive within the store's timeout plus ``more_s``."""
         check, timeout_s = self._means.agreement.check_others, self._timeout_s + more_s
         answer = self._means.writer.call(request, descriptors, timeout_s=timeout_s, check=check)
         assert isinstance(answer, expected), "each request has its own type of answer"

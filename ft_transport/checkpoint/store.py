@@ -54,7 +54,7 @@ class CheckpointStore:
             ``step-N`` that another program wrote is never cleared or replaced.
         keep: Number of checkpoints that remain after a save: the new one and the newest of earlier steps. ``None``
             keeps all. Checkpoints of later steps, left by a run that was set back, are not counted and not deleted.
-        consolidate: Path of a part of the state, keys joined by dots, such as ``model``. The tensors of this part are
+        consolidate: Path of a part of the state (keys joined by dots), such as ``model``. The tensors of this part are
             also written whole, to safetensors files with the index that ``transformers`` reads.
         read_only: Whether the store only loads. Then it neither claims the root nor starts writer processes.
         start_writers: Whether to start the writer processes now, so that their errors appear before training.

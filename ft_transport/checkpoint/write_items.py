@@ -131,7 +131,7 @@ def describe(manifests: Sequence[Manifest], rank: int) -> Described:
 
 
 class Describer:
-    """Describes successive states of one rank. Reuses the items of the last state if the structure is the same."""
+    """Describes successive states of one rank. Reuses the items of the previous state if the structure is the same."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()

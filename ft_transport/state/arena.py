@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 class Arena:
     """One memory file for the header and ``capacity_bytes`` of tensor data, mapped and resident.
 
-    Not thread-safe. The holder writes an arena once; then the content stays unchanged until the pool gets the arena
-    back.
+    Not thread-safe. The code that takes an arena writes it once; then the content stays unchanged until the arena is
+    given back.
 
     Args:
         capacity_bytes: Largest number of data bytes.
@@ -225,7 +225,7 @@ class ArenaPool:
             arena.close()
 
     def close(self) -> None:
-        """Close all free arenas now, and each other arena when it is given back."""
+        """Close all free arenas now, and each arena in use when it is given back."""
         with self._changed:
             self._closed = True
             preparing = self._preparing

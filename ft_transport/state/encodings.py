@@ -347,7 +347,7 @@ _SPREAD: Final = frozenset({str, bytes, bool, float, type(None)})
 
 
 class HashWatch:
-    """Limits hash collisions among the keys of one container. Called before each insertion."""
+    """Limits hash collisions among the keys of one container. `admit` is called before each insertion."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}

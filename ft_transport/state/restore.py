@@ -133,7 +133,7 @@ class Restore:
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
     def tensors_for(self, index: int) -> list[torch.Tensor]:
-        """Return the receiver's tensors that receive the tensor ``index`` of the snapshot, which must have bytes."""
+        """Return the receiver's tensors that receive tensor ``index`` of the snapshot, a tensor that has bytes."""
         direct = self._direct.get(index)
         others = [target for _, target in self._indirect_of.get(index, ())]
         return others if direct is None else [direct, *others]
@@ -167,7 +167,7 @@ class Restore:
             self._read_from |= found
 
     def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
-        """Reuse the memory of an earlier `Restore` of the same tensors, with the bytes that it has received.
+        """Reuse the memory of an earlier `Restore` of the same tensors, and the bytes in it.
 
         Called before this object receives bytes, and after all work of the earlier object, which must not be used
         afterwards.
@@ -285,9 +285,9 @@ class Restore:
             copy_bits([(target, bits.view(target.dtype).view(target.shape))])
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
-        """Return whether the receiver's tensor ``into``, at the path of ``node``, receives all its data.
+        """Return whether the receiver's tensor ``into``, at the path of ``node``, receives all of its data.
 
-        Also true for a tensor without its own memory: on ``meta``, or of another class.
+        Return ``True`` also for a tensor without its own memory: on ``meta``, or of another class.
         """
         match node:
             case LeafNode():
