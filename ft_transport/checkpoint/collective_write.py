@@ -45,7 +45,8 @@ class TakenSnapshot(Struct, frozen=True, array_like=True):
     Attributes:
         structure: Digest of names, shapes and positions, but not of bytes and values.
         values: Digest of the values in the shared part.
-        holder: Number of the writer process that has the snapshot. A process that was started later lacks the plan.
+        holder: Which writer process has the snapshot, as an ordinal. Another ordinal than at the last write means that
+            the process was restarted, and no longer has the plan.
     """
 
     structure: int
@@ -105,7 +106,7 @@ class CollectiveWrite:
 
     Args:
         agreement: The group's agreement. No other thread may use it.
-        directory: The numbered directories, under this rank's own path of the root.
+        directory: The numbered directories, under the root as this rank sees it: the path may differ between ranks.
         all_write: Whether all ranks write to the directory, and so must see it. Otherwise only the first rank writes.
 
     Attributes:

@@ -199,7 +199,7 @@ class Inventory:
         return checked_selector(step)
 
     def find(self, step: CheckpointSelector) -> FoundCheckpoint:
-        """Find a checkpoint by its step. Later errors of the agreement name this step.
+        """Find a checkpoint by its step. If the ranks fail to agree later, the error names this step.
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists.

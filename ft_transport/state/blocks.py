@@ -145,7 +145,9 @@ class FastLane:
     def store(
         self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int | None = None
     ) -> int:
-        """Add an unusual tensor to all columns, under a free name. Return its index.
+        """Append a tensor that the fast path cannot describe to every column of the table, under an unused name.
+
+        Returns the tensor's index.
 
         Args:
             source: The tensor.

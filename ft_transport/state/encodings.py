@@ -101,7 +101,7 @@ def register_encoding(
 
 
 def encoding_for_type(type_: type[Any]) -> Encoding | None:
-    """Return the encoding that is registered for this type, but not for a base class; ``None`` if there is none."""
+    """Return the encoding registered for exactly this type, not for a base class; ``None`` if there is none."""
     return _by_type.get(type_)
 
 

@@ -144,7 +144,7 @@ class Restore:
         return all(index in self._direct or self._is_here(index) for index in self._indirect_of)
 
     def read_own(self, ranges: Iterable[Range]) -> None:
-        """Copy the receiver's tensors that are not received in place to fresh memory, before their first bytes arrive.
+        """Copy to fresh memory those tensors of the receiver that are not received in place, before their bytes arrive.
 
         Afterwards `present` can return their content, and the fetch can skip bytes that have not changed.
 

@@ -217,7 +217,7 @@ class PartialState:
         return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=missing)
 
     def plan_rest(self, plan: Plan, settings: FetchSettings) -> Plan:
-        """Return the plan with the chunks that differ at the source, after the plan's ranges were received."""
+        """Return a second plan after the ranges of the first: the remaining chunks that differ at the source."""
         assert isinstance(self._known, Received), "only such data determines ranges"
         assert plan.ranges is not None, "the caller has received the ranges"
         manifest = plan.agreed.manifest_with_digests(settings)

@@ -172,7 +172,7 @@ class StateServer:
         Args:
             wanted: The state. A `Taking` must be passed on the thread that owns the state. A `HeldState` may be passed
                 on any thread, once.
-            share: Whether to serve a held state that ``is_shareable`` from the trainer's own tensors, without a copy.
+            share: Whether to serve the trainer's own tensors without a copy, if the state is held and ``is_shareable``.
                 Then the caller may release the read lock after this call, and must call `materialize` before anything
                 changes a tensor, including the optimizer's step.
 

@@ -171,8 +171,8 @@ class SwarmWork:
     ) -> Undeliverable | None:
         """Take back the rest of a request, so that it is requested first (``Work.put_back``).
 
-        If a relay had no chunks of another receiver's block, these chunks are requested last: the relay may not know
-        yet that it is the substitute.
+        If the relay lacked chunks of a block that was assigned to another receiver, these chunks are requested last:
+        the relay may not know yet that it must receive the block in that receiver's place.
         """
         queue, state = self._by_source[source], sources[source]
         if self._is_of_ring(source):

@@ -78,8 +78,8 @@ def find_store(
         _probe(host, port, config.connect_timeout)
     except OSError as error:
         raise QuorumError(
-            f"expected peers to reach this replica's own store at {host}:{port}, on the host of its state's address: "
-            f"{error}; set hostname to a name or address of this host"
+            f"expected peers to reach this replica's own store at {host}:{port} (the host that serves its "
+            f"state): {error}; set hostname to a name or address of this host"
         ) from error
     return connections.own(host, port, store), _join(host, port), store
 

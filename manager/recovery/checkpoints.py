@@ -334,7 +334,8 @@ class Checkpoints:
     def _note_other_keys(self, loaded: LoadedCheckpoint[Any]) -> None:
         """Log the keys that were not loaded.
 
-        If keys are new in a quorum, change the lineage, so that all replicas load the state of one replica.
+        If a quorum is used and this replica has keys that the checkpoint lacks, change the lineage (the history of the
+        state that replicas compare): then all replicas receive the state of one replica.
         """
         state, registry = self._state, self._state.registry
         saved, own = dict(loaded.state[USER_KEY]), registry.registered_keys()

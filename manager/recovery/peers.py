@@ -119,7 +119,9 @@ class PeerRecovery:
                 part.discard()
         except LockTimeoutError as error:
             logger.warning(
-                "the received part of a state could not be overwritten; this replica refuses to step with it: %s", error
+                "a failed recovery left a partly received state, which could not be overwritten; this replica refuses "
+                "to step: %s",
+                error,
             )
 
     def recover(

@@ -167,7 +167,7 @@ def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether a load function is torch's own and refuses other shapes, which lazy modules accept."""
+    """Return whether a load function is torch's own and refuses other shapes, unlike that of a lazy module."""
     function = getattr(function, "hook", function)
     origin = getattr(getattr(function, "func", function), "__module__", None) or ""
     return origin.startswith(("torch.nn.", "torch.distributed.")) and origin != torch.nn.modules.lazy.__name__

@@ -358,7 +358,7 @@ def _shown(function: Callable[..., object]) -> str:
 
 
 def _swap_advice(error: Exception) -> str:
-    """Return advice on swapped functions if a call failed on its arguments; otherwise an empty str."""
+    """Return a hint that the two functions may be swapped, if the arguments made the call fail; else an empty str."""
     traceback = error.__traceback__
     is_refused_call = isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
     return f" ({_ORDER})" if is_refused_call else ""

@@ -175,7 +175,7 @@ class Question:
 
     @classmethod
     def of(cls, url: str) -> Question:
-        """Return a question with a new nonce for the receiver at a URL."""
+        """Return a status query for the receiver at a URL, with a new nonce."""
         return cls(nonce=secrets.token_hex(_NONCE_BYTES), reached=reached_by(url))
 
     def query(self, keys: Keys | None) -> dict[str, str]:
