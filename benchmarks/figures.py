@@ -40,6 +40,12 @@ _ROWS: Final = (
     ("save to disk, 2 GB", "checkpoint", "big", "durable", ""),
 )
 """README's rows: what they say, benchmark, state, quantity, and the variant where ours has several."""
+_LABELS: Final = {
+    ("warm", "the faster memory copy"): "memmove or Tensor.copy_, the faster one",
+    ("durable", "bare write and fsync, bare preadv"): "only write and fsync",
+    ("load", "bare write and fsync, bare preadv"): "only preadv",
+}
+"""What the pages say for the quantity and variant of a line, where the recorded name alone is unclear."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -70,12 +76,16 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
         return Verdict("", Figure(self.median, 0, 0), self.target, self.direction).met if self.direction else None
 
     @property
+    def label(self) -> str:
+        return _LABELS.get((self.quantity, self.variant), self.variant)
+
+    @property
     def value(self) -> str:
         return f"{_number(self.median)} {self.unit}"
 
     @property
     def cells(self) -> tuple[str, ...]:
-        name = f"{self.quantity}: {self.variant}" if self.quantity else self.variant
+        name = f"{self.quantity}: {self.label}" if self.quantity else self.label
         spread = f"{_number(self.low)}–{_number(self.high)}" if self.low and self.high and self.low < self.high else ""
         target = f"{self.direction} {_number(self.target)}" if self.target is not None else ""
         met = {True: "met", False: "**missed**", None: self.role if self.role in ("peer", "ceiling") else ""}[
@@ -180,7 +190,7 @@ def with_table(readme: str, lines: Sequence[Line]) -> str:
         best = {line.role: line for line in sorted(of, key=_badness, reverse=True)}
         ours = next((line for line in of if line.variant == variant), best["ours"])
         peer, ceiling = (
-            f"{best[role].value}, {best[role].variant}" if role in best else "" for role in ("peer", "ceiling")
+            f"{best[role].value}, {best[role].label}" if role in best else "" for role in ("peer", "ceiling")
         )
         rows.append((words, ours.value, peer, ceiling))
     return _README_TABLE.sub(lambda _match: _markdown(rows), readme)
