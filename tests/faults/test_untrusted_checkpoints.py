@@ -136,10 +136,10 @@ def test_the_list_of_another_directory_is_refused_with_these_files(root: Path, t
 
 
 def test_a_checkpoint_of_another_job_is_refused(root: Path, tmp_path: Path) -> None:
-    expect_refused(root, "of the job 'mine', it is signed for the job ''", job="mine")
+    expect_refused(root, "for the job 'mine', it is signed for ''", job="mine")
     mine = save(tmp_path / "mine", (2,), job="mine")
     expect_loaded(mine, job="mine")
-    expect_refused(mine, "of the job 'theirs', it is signed for the job 'mine'", job="theirs")
+    expect_refused(mine, "for the job 'theirs', it is signed for 'mine'", job="theirs")
 
 
 def test_another_token_is_named_by_its_id(root: Path) -> None:

@@ -353,9 +353,13 @@ def _adamw() -> torch.optim.Optimizer:
         (
             _adamw,
             lambda: torch.optim.AdamW([{"params": [_W]}, {"params": [_B]}]),
-            r"parameters are \[2\] here and \[1, 1\] there; nothing was received",
+            r"groups have \[2\] parameters here and \[1, 1\] there; nothing was received",
         ),
-        (_adamw, lambda: torch.optim.AdamW([_W]), r"parameters are \[2\] here and \[1\] there; nothing was received"),
+        (
+            _adamw,
+            lambda: torch.optim.AdamW([_W]),
+            r"groups have \[2\] parameters here and \[1\] there; nothing was received",
+        ),
         (
             lambda: torch.optim.lr_scheduler.StepLR(_adamw(), 3),
             lambda: torch.optim.lr_scheduler.StepLR(_adamw(), 2),
