@@ -45,7 +45,7 @@ _LABELS: Final = {
     ("durable", "bare write and fsync, bare preadv"): "only write and fsync",
     ("load", "bare write and fsync, bare preadv"): "only preadv",
 }
-"""What the pages say for the quantity and variant of a line, where the recorded name alone is unclear."""
+"""Labels on the pages, by quantity and variant, for recorded names that are unclear there."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -108,7 +108,7 @@ class StoreHealth:
 
     @property
     def is_good(self) -> bool:
-        """Whether all writer processes are alive, and the last save succeeded."""
+        """True if every writer process is alive and the last save succeeded."""
         return not self.dead_writers and not self.num_failed_saves
 
 

@@ -26,7 +26,7 @@ from ft_transport.telemetry.record import Record, encode_json, now_unix_s
 from manager.quorum.members import name_of
 
 Presence: TypeAlias = Literal["here", "silent", "gone", "coming"]
-"""Whether a process responds.
+"""State of a process in ``ft-transport top``.
 
 ``here``: the process responds. ``silent``: it does not respond, but it is in the quorum or sends heartbeats. ``gone``:
 it does not respond, and neither is in the quorum nor sends heartbeats. ``coming``: it sends heartbeats, but its address

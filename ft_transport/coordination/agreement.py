@@ -83,7 +83,7 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which decides for the group."""
+        """True on rank 0, which decides for the group."""
         return self.rank == 0
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], bytes | None]) -> tuple[bytes, ...]:

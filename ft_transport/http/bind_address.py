@@ -180,7 +180,7 @@ def interface_address(name: str) -> str:
 
 
 def _is_wildcard(host: str | None) -> bool:
-    """Whether ``host`` means all addresses of this host, such as 0.0.0.0, to which no peer can connect."""
+    """Return whether ``host`` is a wildcard such as 0.0.0.0: servers can listen there, peers cannot connect."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
