@@ -144,10 +144,12 @@ class PeerRecovery:
             if process_group is None:
                 recovery = self._recover_alone(source, step, options, deadline)
             else:
-                ranks = RecoveringRanks(RankGroup.of(process_group, keys=self._transport.keys), options.timeout)
+                group = RankGroup.of(process_group, keys=self._transport.keys)
+                ranks = Agreement(group, "recover", options.timeout)
                 if step == "latest":
-                    step = ranks.agree_on_step(self._transport, addresses, timeout=options.timeout)
-                recovery, failures = ranks.run(partial(self._recover, source, step, options, deadline, ranks.rank))
+                    step = agree_on_step(ranks, self._transport, addresses, timeout=options.timeout)
+                recover = partial(self._recover, source, step, options, deadline, ranks.rank)
+                recovery, failures = recover_on_all_ranks(ranks, recover, timeout=options.timeout)
                 if failures:
                     reason = f"this rank has received the state, other ranks of this replica have not: {failures}"
                     self._state.mark_partial(recovery.step, reason)
@@ -318,78 +320,69 @@ def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
     return list(addresses)
 
 
-class RecoveringRanks:
-    """Lets all ranks of one replica recover together. Each rank creates an instance, and all make the same calls.
-
-    The ranks agree through the key-value store of ``torch.distributed``. Messages are msgpack; nothing is unpickled.
+def agree_on_step(
+    ranks: Agreement, transport: HTTPTransport[Any], addresses: Sequence[str], *, timeout: timedelta
+) -> int:
+    """Request snapshots of one common step from the sources of all ranks, and return the step on every rank.
 
     Args:
-        group: The ranks.
-        timeout: Deadline of each call, and the longest time that one rank waits for another rank to make its call.
+        ranks: All ranks of this replica, which make the same call.
+        transport: The transport with which the first rank requests the snapshots.
+        addresses: The addresses from which this rank will recover. They may differ between ranks.
+        timeout: Deadline of the requests.
+
+    Raises:
+        TransportError: A request failed, with the same error on all ranks; or a rank exited.
     """
+    named = ranks.values_of_all("name the sources", lambda: list(addresses), _addresses_decoder)
 
-    def __init__(self, group: RankGroup, timeout: timedelta) -> None:
-        self.rank = group.rank
-        self._timeout_s = timeout.total_seconds()
-        self._agreement = Agreement(group, "recover", timeout)
-
-    def agree_on_step(self, transport: HTTPTransport[Any], addresses: Sequence[str], *, timeout: timedelta) -> int:
-        """Request snapshots of one common step from all sources, and return the step on every rank.
-
-        Args:
-            transport: The transport with which the first rank requests the snapshots.
-            addresses: The addresses from which this rank will recover. They may differ between ranks.
-            timeout: Deadline of the requests.
-
-        Raises:
-            TransportError: A request failed, with the same error on all ranks; or a rank exited.
-        """
-        named = self._agreement.values_of_all("name the sources", lambda: list(addresses), _addresses_decoder)
-
-        def ask() -> tuple[int, Failure | None]:
-            everywhere = [address for each in named for address in each]
-            try:
-                return transport.common_step(list(dict.fromkeys(everywhere)), timeout=timeout), None
-            except TransportError as error:
-                return 0, describe(error)
-
-        step, failure = self._agreement.value_of_first("agree on a step", ask, _step_decoder)
-        if failure is not None:
-            raise rebuild(failure)
-        return step
-
-    def run(self, action: Callable[[], T]) -> tuple[T, list[str]]:
-        """Run ``action`` on every rank. Return its result on this rank, and messages about errors of other ranks.
-
-        Args:
-            action: This rank's action. Other ranks wait while it runs, for at most twice the timeout.
-
-        Raises:
-            Exception: The error of ``action`` on this rank; the other ranks receive its message.
-            RankGoneError: The store does not respond, and ``action`` did not run.
-        """
-        outcome: list[T] = []
-        own_errors: list[Exception] = []
-
-        def act() -> bytes | None:
-            try:
-                outcome.append(self._agreement.showing_life(action, 2 * self._timeout_s))
-            except Exception as error:
-                own_errors.append(error)
-                return f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS].encode()
-            return None
-
+    def ask() -> tuple[int, Failure | None]:
+        everywhere = [address for each in named for address in each]
         try:
-            messages = self._agreement.run_on_all_ranks("recover", act)
-            failures = [
-                f"rank {rank}: {each.decode(errors='replace')}"
-                for rank, each in enumerate(messages)
-                if each and rank != self.rank
-            ]
+            return transport.common_step(list(dict.fromkeys(everywhere)), timeout=timeout), None
         except TransportError as error:
-            if not outcome and not own_errors:
-                raise
-            failures = [str(error)]
-        if own_errors:
-            raise own_errors[0]
-        return outcome[0], failures
+            return 0, describe(error)
+
+    step, failure = ranks.value_of_first("agree on a step", ask, _step_decoder)
+    if failure is not None:
+        raise rebuild(failure)
+    return step
+
+
+def recover_on_all_ranks(ranks: Agreement, recover: Callable[[], T], *, timeout: timedelta) -> tuple[T, list[str]]:
+    """Run ``recover`` on every rank. Return its result on this rank, and messages about errors of other ranks.
+
+    Args:
+        ranks: All ranks of this replica, which make the same call.
+        recover: This rank's recovery.
+        timeout: Half of the time for which other ranks wait while ``recover`` runs.
+
+    Raises:
+        Exception: The error of ``recover`` on this rank; the other ranks receive its message.
+        RankGoneError: The store does not respond, and ``recover`` did not run.
+    """
+    outcome: list[T] = []
+    own_errors: list[Exception] = []
+
+    def act() -> bytes | None:
+        try:
+            outcome.append(ranks.showing_life(recover, 2 * timeout.total_seconds()))
+        except Exception as error:
+            own_errors.append(error)
+            return f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS].encode()
+        return None
+
+    try:
+        messages = ranks.run_on_all_ranks("recover", act)
+        failures = [
+            f"rank {rank}: {each.decode(errors='replace')}"
+            for rank, each in enumerate(messages)
+            if each and rank != ranks.rank
+        ]
+    except TransportError as error:
+        if not outcome and not own_errors:
+            raise
+        failures = [str(error)]
+    if own_errors:
+        raise own_errors[0]
+    return outcome[0], failures
