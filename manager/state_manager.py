@@ -275,7 +275,7 @@ class StateManager:
         """
         self._refuse_start_step()
         self._state.steps.boundary(self._state.step, step)
-        self._replica.encodings.check()
+        self._replica.encodings.check(self._state.optimizers())
         return self._replica.begin_step(step)
 
     def snapshot(self, step: int | None = None) -> Future[None]:

@@ -78,9 +78,9 @@ class StructureWatch:
         Raises:
             RegistryError: A part of the state is not registered, or cannot be stored in a snapshot.
         """
-        self._participant.replica.encodings.check()
         state = self._participant.state
         optimizers = state.optimizers()
+        self._participant.replica.encodings.check(optimizers)
         signature = (
             state.registry.num_changes,
             *(number for each in optimizers for number in (id(each), *map(_num_parameters, each.param_groups))),

@@ -84,7 +84,7 @@ class Replica:
                 status.set_recorders([transport.recorder, store.recorder])
                 status.metrics.collect(self.checkpoints.counts.readings)
                 status.metrics.follow(store.recorder)
-        self.encodings = EncodingCheck(state.registry, state.optimizers, scopes)
+        self.encodings = EncodingCheck(state.registry, scopes)
 
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
         """Begin a step: take a requested snapshot, and save a checkpoint if due. Call ``encodings.check`` before.

@@ -43,27 +43,28 @@ class EncodingCheck:
 
     Args:
         registry: The registered states.
-        optimizers: Function that returns the attached optimizers.
         scopes: The scopes that are served to other replicas or saved.
     """
 
-    def __init__(
-        self, registry: StateRegistry, optimizers: Callable[[], Sequence[Optimizer]], scopes: Sequence[Scope]
-    ) -> None:
+    def __init__(self, registry: StateRegistry, scopes: Sequence[Scope]) -> None:
         self._registry = registry
-        self._optimizers = optimizers
         self._scopes = scopes
         self._checked: tuple[int, ...] = ()
         self._num_boundaries = 0
 
-    def check(self) -> None:
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Check the states at the first two boundaries, after a registration, and when an optimizer's state has grown.
 
         Called on the training thread at each step boundary. Tensors are checked from the second boundary on, because
-        the first step may allocate their memory. Raises a ``RegistryError`` that names the path of the value.
+        the first step may allocate their memory.
+
+        Args:
+            optimizers: The attached optimizers.
+
+        Raises:
+            RegistryError: A value has no encoding. The message names its path.
         """
         self._num_boundaries += 1
-        optimizers = self._optimizers()
         signature = (
             min(self._num_boundaries, 2),
             self._registry.num_changes,

@@ -17,12 +17,12 @@ def test_states_that_come_one_by_one_are_looked_at_whenever_their_number_doubles
     optimizer = torch.optim.SGD(parameters, momentum=0.9)
     registry, looks = StateRegistry(), []
     registry.register("optimizer", lambda _: None, lambda: looks.append(1) or optimizer.state_dict())  # type: ignore[func-returns-value]
-    check = EncodingCheck(registry, lambda: [optimizer], ("replicated",))
+    check = EncodingCheck(registry, ("replicated",))
     for parameter in parameters:
-        check.check()
+        check.check([optimizer])
         parameter.grad = torch.ones(1)
         optimizer.step()
-    check.check()
+    check.check([optimizer])
     assert 5 <= len(looks) <= 9
 
 
@@ -31,12 +31,12 @@ def test_an_optimizer_that_keeps_a_lock_in_its_first_state_is_refused() -> None:
     optimizer = torch.optim.SGD([parameter])
     registry = StateRegistry()
     registry.register_object("optimizer", optimizer)
-    check = EncodingCheck(registry, lambda: [optimizer], ("replicated",))
+    check = EncodingCheck(registry, ("replicated",))
     for _ in range(3):
-        check.check()
+        check.check([optimizer])
     optimizer.state[parameter]["lock"] = threading.Lock()
     with pytest.raises(RegistryError, match=r"optimizer\.state\.0\.lock"):
-        check.check()
+        check.check([optimizer])
 
 
 class _Unreadable(torch.nn.Parameter):
