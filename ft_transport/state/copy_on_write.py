@@ -34,7 +34,7 @@ from ft_transport.state.copying import DeviceCopier, HostCopier, HostCopies
 from ft_transport.state.tensors import Column, bytes_at
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, Digester
-from ft_transport.wire.manifest import encode_digests
+from ft_transport.wire.manifest import SnapshotId, encode_digests
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,6 @@ class SnapshotResources:
         device_copier: Copies from accelerators.
         chunk_bytes: Maximum number of bytes in a chunk, the unit of digest and fetch. Small states have smaller chunks.
         is_digested: Whether snapshots have digests.
-        digester: Returns the digest function for a new snapshot.
         lasting: Caches the digests of lasting tensors.
         costs: Counts the bytes and seconds of all copies, as metrics.
     """
@@ -122,7 +121,6 @@ class SnapshotResources:
     device_copier: DeviceCopier
     chunk_bytes: int
     is_digested: bool
-    digester: Callable[[], Digester]
     lasting: LastingDigests = field(default_factory=LastingDigests)
     costs: MetricValues = field(default_factory=lambda: MetricValues("copies", threading.RLock()))
 
@@ -146,6 +144,7 @@ class CopyOnWriteMemory:
 
     Attributes:
         storages: Addresses of the storages with the live memory. Only a change in one of these requires `materialize`.
+        snapshot_id: Id of the snapshot; ``None`` until `complete` is called.
     """
 
     def __init__(
@@ -180,6 +179,7 @@ class CopyOnWriteMemory:
         self._digester = digester
         self._check = check
         self._header = b""
+        self.snapshot_id: SnapshotId | None = None
         self._chunks = chunks
         self._keys = keys
         self._generation, self._digests = resources.lasting.known(keys, self._digest)
@@ -194,9 +194,9 @@ class CopyOnWriteMemory:
         self._is_closed = False
         self.storages = frozenset(owner.untyped_storage().data_ptr() for owner in owners)
 
-    def set_header(self, header: bytes) -> None:
-        """Set the header, with which the file begins. Called before the first pin."""
-        self._header = header
+    def complete(self, header: bytes, snapshot_id: SnapshotId) -> None:
+        """Set the header, with which the file begins, and the snapshot's id. Called before the first pin."""
+        self._header, self.snapshot_id = header, snapshot_id
 
     @contextmanager
     def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:

@@ -25,7 +25,7 @@ from ft_transport.state.blocks import FlatState
 from ft_transport.state.copy_on_write import ChunkKey, CopyOnWriteMemory, SnapshotResources
 from ft_transport.state.copying import HostCopies, Marks
 from ft_transport.state.tensors import Column, carrier_of
-from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
+from ft_transport.wire.chunks import ChunkTable, Digester, chunk_bytes_for
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.snapshot import MemoryFile, Snapshot
 
@@ -98,6 +98,7 @@ class PendingSnapshot:
     Args:
         held: The flattened state.
         resources: The resources of the `Stager`.
+        digester: Digests the data and the header.
         arena: Destination of the copies; ``None`` if nothing is copied.
 
     Attributes:
@@ -105,7 +106,9 @@ class PendingSnapshot:
         shared: The data of the snapshot if at least part of it is live memory; ``None`` if everything is copied.
     """
 
-    def __init__(self, held: HeldState, resources: SnapshotResources, *, arena: Arena | None) -> None:
+    def __init__(
+        self, held: HeldState, resources: SnapshotResources, *, digester: Digester, arena: Arena | None
+    ) -> None:
         # Keep no reference to `taking.state`: it would keep live tensors in memory after the copy.
         taking = held.taking
         self.step = taking.step
@@ -117,7 +120,7 @@ class PendingSnapshot:
         self._data_bytes = data_bytes_of(flat)
         self._arena = arena
         self._resources = resources
-        self._digester = resources.digester()
+        self._digester = digester
         chunk_bytes = chunk_bytes_for(self._data_bytes, most=resources.chunk_bytes)
         self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
@@ -183,7 +186,7 @@ class PendingSnapshot:
                 layouts=self._flat.layouts,
                 digester=self._digester,
             )
-            memory = self._put_header(header)
+            memory = self._put_header(header, snapshot_id)
         except BaseException:
             self.abandon()
             raise
@@ -256,9 +259,9 @@ class PendingSnapshot:
         assert self._arena is not None, "a snapshot without live memory has an arena"
         return self._resources.copier.digests(self._arena.view[: self._data_bytes], self._chunks, self._digester)
 
-    def _put_header(self, header: bytes) -> MemoryFile | CopyOnWriteMemory:
+    def _put_header(self, header: bytes, snapshot_id: SnapshotId) -> MemoryFile | CopyOnWriteMemory:
         if self.shared is not None:
-            self.shared.set_header(header)
+            self.shared.complete(header, snapshot_id)
             return self.shared
         assert self._arena is not None, "a snapshot without live memory has an arena"
         start = self._arena.write_header(header)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -26,7 +25,6 @@ class Stager:
         num_threads: Number of threads that copy and digest.
         chunk_bytes: Maximum number of bytes in a chunk, the unit of digest and fetch. Small states have smaller chunks.
         is_digested: Whether snapshots have digests. A checkpoint store needs none, because it digests its files.
-        digester: Returns the digest function for a new snapshot.
         accelerator: Makes streams and events; torch's own by default. Tests pass a fake.
     """
 
@@ -37,7 +35,6 @@ class Stager:
         num_threads: int,
         chunk_bytes: int,
         is_digested: bool = True,
-        digester: Callable[[], Digester] = lambda: PLAIN,
         accelerator: Accelerator | None = None,
     ) -> None:
         self._pool = ArenaPool(max_snapshots, pin=pinning())
@@ -47,7 +44,6 @@ class Stager:
             device_copier=DeviceCopier(accelerator if accelerator is not None else Accelerator()),
             chunk_bytes=chunk_bytes,
             is_digested=is_digested,
-            digester=digester,
         )
 
     @property
@@ -67,7 +63,7 @@ class Stager:
             flat = flatten(state)
         self._pool.prefault(data_bytes_of(flat))
 
-    def begin(self, wanted: Taking | HeldState, *, share: bool = False) -> PendingSnapshot:
+    def begin(self, wanted: Taking | HeldState, *, share: bool = False, digester: Digester = PLAIN) -> PendingSnapshot:
         """Begin a snapshot.
 
         Args:
@@ -75,6 +71,7 @@ class Stager:
                 `HeldState`, any thread may call this, once; ``copy_deferred`` then copies everything.
             share: Serve a held state that ``is_shareable`` from live memory, without a copy or an arena. The owner
                 must call ``CopyOnWriteMemory.materialize`` before it changes the state.
+            digester: Digests the snapshot, by the job's keys if it has any.
 
         Raises:
             SnapshotError: The state cannot be captured, or not enough memory is free. No arena stays in use.
@@ -82,7 +79,7 @@ class Stager:
         held = wanted if isinstance(wanted, HeldState) else self._flattened(wanted)
         arena = None if share else self._pool.take(data_bytes_of(held.flat))
         try:
-            pending = PendingSnapshot(held, self._resources, arena=arena)
+            pending = PendingSnapshot(held, self._resources, digester=digester, arena=arena)
             if share:
                 pending.share_all()
             elif held is wanted:

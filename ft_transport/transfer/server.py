@@ -23,23 +23,9 @@ from ft_transport.telemetry.metrics import Reading, weakly
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.tls import Certificates
 from ft_transport.wire.chunks import PLAIN, Digester
-from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.snapshot import MemoryFile
 
 _MAX_FAILURE_CHARACTERS: Final = 1000
-
-
-@dataclass(slots=True, eq=False)
-class _Sharing:
-    """A snapshot that is served from the trainer's own tensors until the trainer changes them.
-
-    Attributes:
-        memory: The memory of the tensors.
-        snapshot_id: Id of the snapshot; ``None`` before it is served.
-    """
-
-    memory: CopyOnWriteMemory
-    snapshot_id: SnapshotId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +54,11 @@ class SnapshotInProgress:
     thread may make these calls, one after the other.
     """
 
-    def __init__(self, pending: PendingSnapshot, cache: SnapshotCache, place: Place, sharing: _Sharing | None) -> None:
+    def __init__(self, pending: PendingSnapshot, cache: SnapshotCache, http: SnapshotServer, place: Place) -> None:
         self._pending = pending
         self._cache = cache
+        self._http = http
         self._place = place
-        self._sharing = sharing
 
     def copy_deferred(self) -> None:
         """Copy the deferred tensors. The caller may release the read lock afterwards."""
@@ -89,12 +75,10 @@ class SnapshotInProgress:
         except BaseException:
             self._place.give_back()
             raise
-        sharing = self._sharing
-        if sharing is not None:
-            sharing.snapshot_id = snapshot.snapshot_id
         self._cache.put(snapshot, self._place)
+        self._http.wake()
         # The trainer may have called `materialize` before the snapshot was in the cache.
-        if sharing is not None and sharing.memory.is_lost:
+        if self._pending.shared is not None and self._pending.shared.is_lost:
             self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
             raise SnapshotError(
                 "not enough memory to copy the shared tensors before the trainer changed them: the snapshot is lost"
@@ -138,11 +122,11 @@ class StateServer:
             contended_bytes_per_s=settings.contended_bytes_per_s,
             clock=time.monotonic,
         )
+        self._keys = keys
         self._stager = Stager(
             max_snapshots=settings.limits.max_snapshots,
             num_threads=default_num_threads(),
             chunk_bytes=settings.chunk_bytes,
-            digester=lambda: Digester.of(keys.current()[0]) if keys is not None else PLAIN,
         )
         try:
             self.http = SnapshotServer(
@@ -158,8 +142,8 @@ class StateServer:
             raise
         process_status.metrics.collect(self._stager.costs.readings)
         process_status.metrics.collect(weakly(self._readings))
-        self._sharings: list[_Sharing] = []
-        self._sharings_mutex = threading.Lock()
+        self._shared: list[CopyOnWriteMemory] = []
+        self._shared_mutex = threading.Lock()
         self._end = SafeEnd()
 
     def prefault(self, state: object) -> None:
@@ -183,14 +167,13 @@ class StateServer:
         try:
             place = self._cache.reserve()
             try:
-                pending = self._stager.begin(wanted, share=share)
-                sharing = None
+                digester = Digester.of(self._keys.current()[0]) if self._keys is not None else PLAIN
+                pending = self._stager.begin(wanted, share=share, digester=digester)
                 if pending.shared is not None:
-                    sharing = _Sharing(pending.shared)
-                    with self._sharings_mutex:
-                        self._sharings[:] = [earlier for earlier in self._sharings if earlier.memory.is_shared]
-                        self._sharings.append(sharing)
-                return SnapshotInProgress(pending, self._cache, place, sharing)
+                    with self._shared_mutex:
+                        self._shared[:] = [earlier for earlier in self._shared if earlier.is_shared]
+                        self._shared.append(pending.shared)
+                return SnapshotInProgress(pending, self._cache, self.http, place)
             except BaseException:
                 place.give_back()
                 raise
@@ -215,38 +198,38 @@ class StateServer:
         """
         return self._stager.hold(taking)
 
-    def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
+    def is_sharing(self) -> bool:
+        """Return whether a snapshot may be served from the trainer's own tensors."""
+        return bool(self._shared)
+
+    def materialize(self, changing: Set[int] | None = None) -> None:
         """Stop serving from the trainer's own tensors, which the caller is about to change.
 
         If receivers read or have requested a snapshot of these tensors, this method copies it; otherwise it drops the
         snapshot. Also ends relays that serve these tensors.
 
         Args:
-            changing: Returns the addresses of the storages that will change; called only if tensors are shared now.
-                ``None`` if any storage may change.
+            changing: Addresses of the storages that will change; ``None`` if any storage may change.
         """
         self.http.relays.close_all()
         if changing is None:
             self._stager.forget_lasting()
-        if not self._sharings:
+        if not self._shared:
             return
-        with self._sharings_mutex:
-            sharings = list(self._sharings)
-        changed: Set[int] | None = None
-        for sharing in sharings:
+        with self._shared_mutex:
+            shared = list(self._shared)
+        for memory in shared:
             # Memory that is not shared any more may still be read, while another thread materializes it. The call below
             # waits for that thread.
-            if changing is not None and sharing.memory.is_shared:
-                changed = changed if changed is not None else changing()
-                if changed.isdisjoint(sharing.memory.storages):
-                    continue
-            if sharing.snapshot_id is not None:
-                self._cache.retire(sharing.snapshot_id, even_if_needed=False)
-            sharing.memory.materialize()
-            if sharing.memory.is_lost and sharing.snapshot_id is not None:
-                self._cache.retire(sharing.snapshot_id, even_if_needed=True)
-            with self._sharings_mutex, contextlib.suppress(ValueError):
-                self._sharings.remove(sharing)
+            if changing is not None and memory.is_shared and changing.isdisjoint(memory.storages):
+                continue
+            if memory.snapshot_id is not None:
+                self._cache.retire(memory.snapshot_id, even_if_needed=False)
+            memory.materialize()
+            if memory.is_lost and memory.snapshot_id is not None:
+                self._cache.retire(memory.snapshot_id, even_if_needed=True)
+            with self._shared_mutex, contextlib.suppress(ValueError):
+                self._shared.remove(memory)
 
     def lease(self, step: int) -> SnapshotLease:
         """Lease the newest snapshot of a step to a reader on this host.
@@ -294,6 +277,8 @@ class StateServer:
         """
         reason = f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS]
         self._cache.note_failure(reason, is_final=is_final)
+        if is_final:
+            self.http.wake()
 
     def close(self, *, wait: bool) -> None:
         """Stop the server and free the snapshots. Idempotent.

@@ -23,8 +23,8 @@ from manager.quorum.differences import StructureWatch
 from manager.quorum.quorum_round import Participant, QuorumRound, format_error
 from manager.quorum.reports import Claim
 from manager.quorum.telemetry import span
+from manager.state.optimizer_guard import StateObserver
 from manager.state.optimizer_states import parameters_of
-from manager.state.replica_state import StateObserver
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ft_transport import CollectiveRefusedError, UnsupportedLeafError
 from ft_transport.runtime.signal_safe import SafeFuture
@@ -21,9 +21,8 @@ from manager.state.lock import Section, StateLock
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
-    from ft_transport import HTTPTransport
     from ft_transport.state.snapshot import HeldState
-    from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
+    from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ _MAX_WANTED_STEPS: Final = 16
 
 
 @dataclass(slots=True)
-class SnapshotRequests:
+class OpenRequests:
     """The requests for which no snapshot has been published. Not thread-safe: the scheduler's mutex protects this.
 
     A request without a step is stored as a number: how many published snapshots are too old for it. The request stays
@@ -139,7 +138,7 @@ class SnapshotJob:
 
     Attributes:
         step: The committed step of the state.
-        epoch: The epoch of the state (see `SnapshotRequests`).
+        epoch: The epoch of the state (see `OpenRequests`).
         num_before: Number of snapshots published before this one.
         leased: Receives a lease of the snapshot from the thread that publishes it, before another snapshot can replace
             this one. Written under the scheduler's mutex.
@@ -266,13 +265,13 @@ class FirstSteps:
 
     Args:
         state: The replica's state.
-        transport: Prefaults the memory.
+        server: Prefaults the memory.
         prefault: Whether to prefault memory.
     """
 
-    def __init__(self, state: ReplicaState, transport: HTTPTransport[Any], *, prefault: bool) -> None:
+    def __init__(self, state: ReplicaState, server: StateServer, *, prefault: bool) -> None:
         self._state = state
-        self._transport = transport
+        self._server = server
         self._is_called = False
         self._is_prefaulted = not prefault
         self._num_boundaries = 0
@@ -310,7 +309,7 @@ class FirstSteps:
             return
         try:
             with self._state.lock.read("size of snapshots", BOUNDARY_TIMEOUT):
-                self._transport.prefault(self._state.content())
+                self._server.prefault(self._state.content())
             self._is_prefaulted = True
         except Exception as error:
             if isinstance(error.__cause__, CollectiveRefusedError):

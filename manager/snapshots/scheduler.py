@@ -29,15 +29,16 @@ from manager.snapshots.requests import (
     FailureLog,
     FirstSteps,
     HeldBoundary,
+    OpenRequests,
     SnapshotJob,
-    SnapshotRequests,
     copy_and_publish,
     is_final,
     weak_request,
 )
 from manager.state.lock import Section
+from manager.state.optimizer_guard import StateObserver
 from manager.state.optimizer_states import storages_of_optimizers
-from manager.state.replica_state import ReplicaState, StateObserver
+from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
     from ft_transport import HTTPTransport
@@ -70,9 +71,9 @@ class SnapshotScheduler(StateObserver):
         self._lock = state.lock
         self._server = transport.server
         self.copier = BoundaryCopier(state)
-        self._first_steps = FirstSteps(state, transport, prefault=prefault)
+        self._first_steps = FirstSteps(state, self._server, prefault=prefault)
         self._mutex = threading.Lock()
-        self._requests = SnapshotRequests()
+        self._requests = OpenRequests()
         self._job: SnapshotJob | None = None
         self._held: HeldBoundary | None = None
         self._settled: SnapshotJob | None = None
@@ -111,7 +112,7 @@ class SnapshotScheduler(StateObserver):
         Args:
             hold: Whether to keep the state unchanged if no request is open. Optimizers then wait until `settle` is
                 called, which can still begin a snapshot.
-            is_sync: See `SnapshotRequests.take_boundary`.
+            is_sync: See `OpenRequests.take_boundary`.
 
         Returns:
             Whether a snapshot of this step is in progress or can still be taken.
@@ -318,8 +319,8 @@ class SnapshotScheduler(StateObserver):
             self._server.materialize()
             return
         self.copier.learn_changes()
-        # A function, which is called only if memory is shared: each step may have other tensors.
-        self._server.materialize(self._changing_storages)
+        # Lists the storages only if memory is shared: each step may have other tensors, and the list takes time.
+        self._server.materialize(self._changing_storages() if self._server.is_sharing() else frozenset())
 
     def replaced(self) -> None:
         """Record that the state was replaced: no snapshot shows it yet, not even one of the same step."""

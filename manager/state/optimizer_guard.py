@@ -25,8 +25,17 @@ from manager.errors import ManagerError
 from manager.state.lock import Section, StateLock
 
 
-class StepObserver:
-    """Base class for observers of attached optimizers, with empty methods. The stepping thread calls them."""
+class StateObserver:
+    """Base class for observers of a replica's state and its optimizers. The methods do nothing.
+
+    The thread that changes the state calls them.
+    """
+
+    def before_change(self, is_optimizer_step: bool) -> None:
+        """Called when a write section has opened, before the first change."""
+
+    def replaced(self) -> None:
+        """Called before a load replaces the state."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before the optimizer opens its write section. An error here prevents the step."""
@@ -80,9 +89,7 @@ class OptimizerAttachment:
         self.remove()
 
 
-def attach_optimizers(
-    lock: StateLock, optimizers: Iterable[Optimizer], observer: StepObserver | None = None
-) -> OptimizerAttachment:
+def attach_optimizers(lock: StateLock, optimizers: Iterable[Optimizer], observer: StateObserver) -> OptimizerAttachment:
     """Make every ``step()`` of the optimizers a write section of the lock.
 
     An optimizer may be attached several times: its sections nest. It may be attached before or after the construction
@@ -91,7 +98,7 @@ def attach_optimizers(
     Args:
         lock: The lock around the state. ``step()`` waits up to the lock's default deadline, and raises its errors.
         optimizers: The optimizers to attach.
-        observer: Object whose methods are called around each step, if any.
+        observer: Object whose methods about steps are called.
 
     Returns:
         The attachment. The optimizers stay attached even without a reference to the attachment.
@@ -109,7 +116,7 @@ def attach_optimizers(
                 f"expected optimizers that run step hooks, got {type(optimizer).__name__}, which runs none; attach the "
                 "optimizer inside that wrapper, before or after wrapping it: manager.attach(wrapper.optim)"
             )
-    return OptimizerAttachment(lock, [_Guard(lock, optimizer, observer or StepObserver()) for optimizer in attached])
+    return OptimizerAttachment(lock, [_Guard(lock, optimizer, observer) for optimizer in attached])
 
 
 class _PerThread(threading.local):
@@ -122,7 +129,7 @@ class _PerThread(threading.local):
 class _Guard:
     """The hooks and the wrapped ``step`` of one optimizer in one attachment."""
 
-    def __init__(self, lock: StateLock, optimizer: Optimizer, observer: StepObserver) -> None:
+    def __init__(self, lock: StateLock, optimizer: Optimizer, observer: StateObserver) -> None:
         self._lock = lock
         self.optimizer = optimizer
         self._observer = observer

@@ -18,7 +18,7 @@ from ft_transport.telemetry.process_state import HolderStatus, LockStatus, Manag
 from manager.errors import ManagerError, RegistryError, StateTornError
 from manager.state.compatibility import ConfiguredHyperparameters
 from manager.state.lock import StateLock
-from manager.state.optimizer_guard import OptimizerAttachment, StepObserver, attach_optimizers
+from manager.state.optimizer_guard import OptimizerAttachment, StateObserver, attach_optimizers
 from manager.state.optimizer_states import parameters_of
 from manager.state.parameter_order import (
     MANAGER_KEY,
@@ -36,17 +36,7 @@ from manager.state.step_log import StepLedger, StepLog
 T = TypeVar("T")
 
 
-class StateObserver(StepObserver):
-    """Base class for observers of a `ReplicaState`, with empty methods. The changing thread calls them."""
-
-    def before_change(self, is_optimizer_step: bool) -> None:
-        """Called when a write section has opened, before the first change."""
-
-    def replaced(self) -> None:
-        """Called before a load replaces the state."""
-
-
-class ReplicaState(StepObserver):
+class ReplicaState(StateObserver):
     """The state of a replica, its lock, and the committed step that the state shows.
 
     Any thread may use the lock and call `status`. Only the training thread may use the rest.

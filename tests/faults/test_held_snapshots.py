@@ -95,5 +95,6 @@ def take(served: Serving, step: int) -> tuple[MemorySnapshot, float]:
     took_s = time.monotonic() - began_s
     snapshot = MemorySnapshot(step, DATA)
     served.cache.put(snapshot, place)
+    served.server.wake()
     threading.Event().wait(LEASE_S / 2)  # A step, in which who was cut off comes back.
     return snapshot, took_s

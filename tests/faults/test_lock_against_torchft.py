@@ -14,7 +14,7 @@ import torch
 
 from manager.errors import LockTimeoutError
 from manager.state.lock import StateLock
-from manager.state.optimizer_guard import attach_optimizers
+from manager.state.optimizer_guard import StateObserver, attach_optimizers
 
 pytest.importorskip("torchft")
 from torchft.checkpointing._rwlock import RWLock
@@ -157,7 +157,7 @@ def test_optimizer_step_that_raises(kind: str) -> None:
     state = _make(kind)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     if kind == "ours":
-        attach_optimizers(state, [optimizer])
+        attach_optimizers(state, [optimizer], StateObserver())
     # What LocalSGD and DiLoCo register.
     optimizer.register_step_pre_hook(lambda *_: state.disallow())
     optimizer.register_step_post_hook(lambda *_: state.allow())

@@ -131,7 +131,7 @@ def test_steps_do_not_touch_what_is_stable_and_writing_sections_copy_it(
     assert reading.has_begun.wait(LONG_S)
     for _ in range(3):
         training.step()
-    memory = training.transport.server._sharings[0].memory
+    memory = training.transport.server._shared[0]
     assert memory.is_shared, "no optimizer's step changes it"
     with training.state.lock.write("an outer step"):
         training.frozen.neg_()
@@ -156,7 +156,7 @@ def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     assert exact(reading.result().state) == expected
     # And what is unfrozen when it would be shared, is not.
     training.replica.snapshots.take(2).result(LONG_S)
-    assert not training.transport.server._sharings
+    assert not training.transport.server.is_sharing()
 
 
 def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
@@ -167,7 +167,7 @@ def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
     manager = StateManager(checkpoint_transport=sender, prefault=False)
     manager.register_state_dict_fn("w", lambda state: None, lambda: {"w": training.frozen}, is_stable=True)
     manager.snapshot(1).result(LONG_S)
-    assert sender.server._sharings, "its digests come later"
+    assert sender.server.is_sharing(), "its digests come later"
     # The pace of a slow receiver: five chunks take longer than the connection may be idle.
     receiver = new_transport(on_progress=lambda progress: time.sleep(0.1))
     received = receiver.fetch(sender.metadata(), 1, timeout=LONG)
@@ -186,7 +186,7 @@ def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
     def refuse(_num_bytes: int) -> Any:
         raise SnapshotError("no memory")
 
-    monkeypatch.setattr(transport.server._sharings[0].memory._resources.pool, "take", refuse)
+    monkeypatch.setattr(transport.server._shared[0]._resources.pool, "take", refuse)
     transport.server.materialize()
     with pytest.raises(SnapshotError, match="the snapshot is lost"):
         in_progress.publish()
@@ -201,7 +201,7 @@ def test_attaching_an_optimizer_materializes_what_it_will_change(
     assert reading.has_begun.wait(LONG_S)
     parameter = torch.nn.Parameter(training.frozen)
     training.attach(torch.optim.SGD([parameter], lr=1.0))
-    assert not training.transport.server._sharings
+    assert not training.transport.server.is_sharing()
     assert exact(reading.result().state) == expected
 
 

@@ -207,7 +207,7 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
     def inner_step_with_reader(transport: HTTPTransport[Any], trainer: _Trainer) -> bool:
         """Whether an inner step copies the backup, which somebody may be reading."""
         trainer.manager.snapshot(trainer.manager.current_step()).result(LONG_S)
-        memory = transport.server._sharings[-1].memory
+        memory = transport.server._shared[-1]
         trainer.step()
         return not memory.is_shared
 

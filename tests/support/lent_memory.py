@@ -56,4 +56,5 @@ def lent(served: Serving, data: bytes) -> Iterator[LentMemory]:
 
     snapshot.close = close_file  # type: ignore[method-assign]
     served.cache.put(snapshot, place)
+    served.server.wake()
     yield memory

@@ -76,6 +76,9 @@ class StandInTransport:
 
     def serve_fresh(self, request: object) -> None: ...
 
+    def is_sharing(self) -> bool:
+        return False
+
     def materialize(self, changing: object = None) -> None: ...
 
     def take(self, taking: Taking) -> _StandInSnapshot:

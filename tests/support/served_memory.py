@@ -97,6 +97,7 @@ class Serving:
         until(lambda: self._reserve(places))
         snapshot = MemorySnapshot(step, data)
         self.cache.put(snapshot, places[0])
+        self.server.wake()
         return snapshot
 
     def _reserve(self, places: list[Place]) -> bool:

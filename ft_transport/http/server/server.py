@@ -162,8 +162,12 @@ class SnapshotServer:
             if self._same_host is not None:
                 self._same_host.close()
             raise
-        cache.listen(self._on_change)
         close_in_children(self)
+
+    def wake(self) -> None:
+        """Let waiting requests check the cache again, after a new snapshot or a final failure. Any thread may call."""
+        with contextlib.suppress(RuntimeError):  # A shutdown closed the loop at the same moment.
+            self._server.loop.call_soon_threadsafe(self.requests.wake)
 
     def is_mine(self, candidate: socket.socket) -> bool:
         """Whether ``candidate`` is a socket of this server; forked children close these sockets (``runtime.children``).
@@ -198,7 +202,3 @@ class SnapshotServer:
         if self._same_host is not None:
             self._same_host.stop()
         await self._guard.cancel_handlers()
-
-    def _on_change(self) -> None:
-        with contextlib.suppress(RuntimeError):  # A shutdown closed the loop at the same moment.
-            self._server.loop.call_soon_threadsafe(self.requests.wake)

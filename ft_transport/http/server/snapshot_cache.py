@@ -106,11 +106,6 @@ class SnapshotCache:
     _num_final_failures: int = 0
     _final_failure_s: float | None = None
     _closed: bool = False
-    _listeners: list[Callable[[], None]] = field(default_factory=list)
-
-    def listen(self, on_change: Callable[[], None]) -> None:
-        """Call ``on_change`` after each `put` and each final failure, on the same thread. Not thread-safe."""
-        self._listeners.append(on_change)
 
     def reserve(self) -> Place:
         """Reserve a slot for a new snapshot, and evict the oldest snapshot without readers if necessary.
@@ -158,7 +153,7 @@ class SnapshotCache:
         return place
 
     def put(self, snapshot: Snapshot, place: Place) -> None:
-        """Put a snapshot into a reserved slot, and notify the listeners. From now on the cache owns the snapshot.
+        """Put a snapshot into a reserved slot. From now on the cache owns the snapshot.
 
         After `clear`, frees the snapshot at once: a shutdown may happen while a snapshot is being copied.
         """
@@ -173,9 +168,6 @@ class SnapshotCache:
                 self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
         if closed:
             snapshot.close()
-            return
-        for listener in self._listeners:
-            listener()
 
     @contextmanager
     def waiting(self, step: int, reader: Reader) -> Iterator[None]:
@@ -197,15 +189,12 @@ class SnapshotCache:
                         lease.until_s = wait.until_s
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Record why a snapshot could not be taken, until the next `put`; notify the listeners of a final failure."""
+        """Record why a snapshot could not be taken, until the next `put`."""
         with self._lock:
             self._failure = reason
             if is_final:
                 self._num_final_failures += 1
                 self._final_failure_s = self.clock()
-        if is_final:
-            for listener in self._listeners:
-                listener()
 
     def num_final_failures(self) -> int:
         """Return the number of final failures so far."""

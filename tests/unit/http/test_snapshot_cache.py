@@ -250,14 +250,6 @@ def test_a_lease_does_not_outlive_clear(cache: SnapshotCache) -> None:
     assert snapshot.closed.is_set()
 
 
-def test_listeners_hear_of_each_arrival_after_it_can_be_read(cache: SnapshotCache) -> None:
-    heard: list[int | None] = []
-    cache.listen(lambda: heard.append(cache.newest_step()))
-    put(cache, 1)
-    put(cache, 2)
-    assert heard == [1, 2]
-
-
 def test_what_was_read_and_is_not_needed_any_more_can_be_retired(cache: SnapshotCache, clock: Clock) -> None:
     snapshot = put(cache, 1)
 

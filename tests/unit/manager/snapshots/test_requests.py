@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from ft_transport import SnapshotError, SnapshotLimitError
 from ft_transport.state.snapshot import Taking
-from manager.snapshots.requests import FailureLog, SnapshotRequests
+from manager.snapshots.requests import FailureLog, OpenRequests
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.replica_state import ReplicaState
 
 
-def _at(step: int) -> SnapshotRequests:
-    requests = SnapshotRequests()
+def _at(step: int) -> OpenRequests:
+    requests = OpenRequests()
     requests.begin_boundary(step)
     return requests
 

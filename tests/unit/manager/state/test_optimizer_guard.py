@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from manager.errors import LockOrderError, LockTimeoutError, ManagerError, StateTornError
 from manager.state.lock import StateLock
-from manager.state.optimizer_guard import StepObserver, attach_optimizers
+from manager.state.optimizer_guard import StateObserver, attach_optimizers
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def _is_free(lock: StateLock) -> bool:
     return outcome == [True]
 
 
-class _Steps(StepObserver):
+class _Steps(StateObserver):
     """Counts steps that succeeded."""
 
     num = 0
@@ -88,7 +88,7 @@ def test_step_is_a_write_section(lock: StateLock, kind: type[torch.optim.Optimiz
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_failed_step_closes_what_it_opened(lock: StateLock, error: type[BaseException]) -> None:
     optimizer = _optimizer()
-    attach_optimizers(lock, [optimizer])
+    attach_optimizers(lock, [optimizer], StateObserver())
     optimizer.register_step_pre_hook(lambda *_: lock.disallow())
 
     def fail() -> float:
@@ -106,7 +106,7 @@ def test_failed_step_closes_what_it_opened(lock: StateLock, error: type[BaseExce
 
 def test_failed_step_leaves_what_was_open_before(lock: StateLock) -> None:
     optimizer = _optimizer()
-    attach_optimizers(lock, [optimizer])
+    attach_optimizers(lock, [optimizer], StateObserver())
     lock.disallow()
     with lock.write("outer"):
         with pytest.raises(RuntimeError):
@@ -125,7 +125,7 @@ def test_failing_hook_of_somebody_else(lock: StateLock, fails_first: bool) -> No
     optimizer = _optimizer()
     if fails_first:
         optimizer.register_step_post_hook(fail)
-    attach_optimizers(lock, [optimizer])
+    attach_optimizers(lock, [optimizer], StateObserver())
     if not fails_first:
         optimizer.register_step_pre_hook(fail)
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_check_before_the_step_runs_without_the_lock_and_can_refuse(lock: StateL
     optimizer = _optimizer()
     held: list[bool] = []
 
-    class Observer(StepObserver):
+    class Observer(StateObserver):
         def before_step(self, optimizer: torch.optim.Optimizer) -> None:
             held.append(lock.write_owned())
             if len(held) == 2:
@@ -174,7 +174,7 @@ def test_end_of_the_step_is_told_while_the_section_is_open(lock: StateLock) -> N
     optimizer = _optimizer()
     seen: list[tuple[bool, float]] = []
 
-    class Observer(StepObserver):
+    class Observer(StateObserver):
         def stepped(self, optimizer: torch.optim.Optimizer) -> None:
             seen.append((lock.write_owned(), _value(optimizer)))
 
@@ -188,7 +188,7 @@ def test_end_of_the_step_is_told_while_the_section_is_open(lock: StateLock) -> N
 def test_error_at_the_end_of_the_step_releases(lock: StateLock) -> None:
     optimizer = _optimizer()
 
-    class Observer(StepObserver):
+    class Observer(StateObserver):
         def stepped(self, optimizer: torch.optim.Optimizer) -> None:
             raise RuntimeError("event")
 
@@ -227,7 +227,7 @@ def test_several_optimizers_and_one_inside_another(lock: StateLock) -> None:
 def test_closure_is_evaluated_inside_the_section(lock: StateLock) -> None:
     parameter = torch.nn.Parameter(torch.full((3,), 4.0))
     optimizer = torch.optim.LBFGS([parameter])
-    attach_optimizers(lock, [optimizer])
+    attach_optimizers(lock, [optimizer], StateObserver())
     owned: list[bool] = []
 
     def closure() -> torch.Tensor:
@@ -262,7 +262,7 @@ def test_grad_scaler_steps_or_skips(lock: StateLock, is_skipped: bool) -> None:
 def test_signature_of_step_is_kept(lock: StateLock) -> None:
     optimizer = _optimizer()
     before = inspect.signature(optimizer.step)
-    with attach_optimizers(lock, [optimizer]):
+    with attach_optimizers(lock, [optimizer], StateObserver()):
         assert inspect.signature(optimizer.step) == before
 
 
@@ -273,7 +273,7 @@ def test_scheduler_before_or_after(lock: StateLock, scheduler_comes_first: bool)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = make_scheduler() if scheduler_comes_first else None
-        attachment = attach_optimizers(lock, [optimizer])
+        attachment = attach_optimizers(lock, [optimizer], StateObserver())
         seen = _watch(lock, optimizer)
         scheduler = scheduler or make_scheduler()
         optimizer.step()
@@ -295,7 +295,7 @@ def test_scheduler_before_or_after(lock: StateLock, scheduler_comes_first: bool)
 
 def test_scheduler_after_detaching_tracks_steps(lock: StateLock) -> None:
     optimizer = _optimizer()
-    attach_optimizers(lock, [optimizer]).remove()
+    attach_optimizers(lock, [optimizer], StateObserver()).remove()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = StepLR(optimizer, 1)
@@ -333,7 +333,7 @@ def test_removal_inside_the_step_is_refused_and_holds_nothing(lock: StateLock, p
 
     if place == "earlier pre hook":
         optimizer.register_step_pre_hook(hook)
-    attachment = attach_optimizers(lock, [optimizer])
+    attachment = attach_optimizers(lock, [optimizer], StateObserver())
     if place == "pre hook":
         optimizer.register_step_pre_hook(hook)
     if place == "post hook":
@@ -351,7 +351,10 @@ def test_removal_inside_the_step_is_refused_and_holds_nothing(lock: StateLock, p
 @pytest.mark.parametrize("removed_first", [0, 1])
 def test_attached_twice_nests(lock: StateLock, removed_first: int) -> None:
     optimizer = _optimizer()
-    attachments = [attach_optimizers(lock, [optimizer]), attach_optimizers(lock, [optimizer])]
+    attachments = [
+        attach_optimizers(lock, [optimizer], StateObserver()),
+        attach_optimizers(lock, [optimizer], StateObserver()),
+    ]
     seen = _watch(lock, optimizer)
     optimizer.step()
     with pytest.raises(RuntimeError):
@@ -385,5 +388,5 @@ def test_attached_optimizer_can_be_copied_and_the_copy_is_not_attached(
 def test_what_is_no_optimizer_is_refused_before_anything_is_attached(lock: StateLock) -> None:
     optimizer = _optimizer()
     with pytest.raises(TypeError, match="got Linear"):
-        attach_optimizers(lock, [optimizer, torch.nn.Linear(1, 1)])  # type: ignore[list-item]
+        attach_optimizers(lock, [optimizer, torch.nn.Linear(1, 1)], StateObserver())  # type: ignore[list-item]
     assert "step" not in vars(optimizer)
