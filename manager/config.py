@@ -78,12 +78,12 @@ class TorchftKeywords(TypedDict, total=False):
 def named_arguments(
     positional: Sequence[Any], keywords: Mapping[str, Any], *, others: Collection[str]
 ) -> dict[str, Any]:
-    """Return all arguments of a manager by name. Positional arguments have the order of torchft's ``Manager``.
+    """Return the positional and the keyword arguments of `Manager` in one dict, by name.
 
     Args:
-        positional: The positional arguments after ``state_dict``.
+        positional: The positional arguments after ``state_dict``, in the order of torchft's ``Manager``.
         keywords: The keyword arguments.
-        others: Keywords of the manager that are neither torchft's nor fields of `ManagerConfig`.
+        others: Further keywords of `Manager`: those that are neither torchft's nor fields of `ManagerConfig`.
 
     Raises:
         ConfigurationError: A keyword is unknown, an argument is given twice, or there are too many arguments.
@@ -107,7 +107,9 @@ def named_arguments(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerConfig:
-    """The settings of a replica in a quorum. The names are torchft's; torchft's environment variables override them.
+    """The settings of a replica in a quorum, under torchft's names.
+
+    torchft's environment variables override the timeouts and retries, and provide other settings that are not given.
 
     Attributes:
         min_replica_size: Smallest number of replicas with which a step can be committed.
@@ -115,8 +117,8 @@ class ManagerConfig:
             ``start_quorum`` waits for the quorum in any case.
         timeout: Deadline of a collective, a commit, a transfer of state and a wait for the lock.
             ``TORCHFT_TIMEOUT_SEC`` overrides it.
-        quorum_timeout: Deadline of a quorum. It must be longer than the slowest step of any replica plus ``timeout``:
-            a healing replica may wait that long for a state. ``TORCHFT_QUORUM_TIMEOUT_SEC`` overrides it.
+        quorum_timeout: Deadline to form a quorum. It must be longer than the slowest step of any replica plus
+            ``timeout``: a healing replica may wait that long for a state. ``TORCHFT_QUORUM_TIMEOUT_SEC`` overrides it.
         connect_timeout: Deadline to reach the Lighthouse, the replica's store or the members of a process group.
             ``TORCHFT_CONNECT_TIMEOUT_SEC`` overrides it.
         rank: Rank of this process within the replica. Default: ``RANK``, or 0.
@@ -138,10 +140,10 @@ class ManagerConfig:
         quorum_retries: How often the replica requests a quorum again after a request timed out. While the Lighthouse
             cannot be reached, the replica requests the quorum until ``quorum_timeout``, whatever this number is.
             ``TORCHFT_QUORUM_RETRIES`` overrides it.
-        compare_every: Interval of comparisons, in steps; ``None`` for no comparisons. A comparison digests the memory
-            that attached optimizers change (about 0.1 s per GB on one core, in the background), and the next optimizer
-            step waits for the digests. A replica that differs from the majority heals. Without a majority, all
-            replicas raise `StatesDivergedError`.
+        compare_every: Interval, in steps, at which the replicas compare their states; ``None`` for never. A comparison
+            digests the memory that attached optimizers change (about 0.1 s per GB on one core, in the background), and
+            the next optimizer step waits for the digests. A replica that differs from the majority heals. Without a
+            majority, all replicas raise `StatesDivergedError`.
         verify_heal: Whether a replica compares every bit of a loaded state with the source's state after it has
             healed.
     """
@@ -198,7 +200,7 @@ class ManagerConfig:
         Timeouts and retries in the environment override those of this config.
 
         Raises:
-            ConfigurationError: A variable is no number, or the resulting settings contradict each other.
+            ConfigurationError: A variable for a number contains none, or the resulting settings contradict each other.
         """
         changes: dict[str, Any] = {}
         for name, variable in (
@@ -278,7 +280,7 @@ class ManagerConfig:
         ladder = (
             ("heartbeat_timeout", 2, "heartbeat_interval", "the Lighthouse would declare a live replica dead"),
             ("quorum_timeout", 1, "connect_timeout", "an unreachable Lighthouse would look like a slow quorum"),
-            ("quorum_timeout", 1, "timeout", "it would end while a replica waits in a failing collective"),
+            ("quorum_timeout", 1, "timeout", "the quorum would end while a replica waits in a failing collective"),
         )
         for outer, factor, inner, reason in ladder:
             inner_value, outer_value = getattr(self, inner), getattr(self, outer)

@@ -209,7 +209,7 @@ class QuorumTimeoutError(QuorumError, TimeoutError):
 
 @contextmanager
 def quorum_errors() -> Iterator[None]:
-    """Return a context that raises `QuorumError` for errors of ``ft_transport`` about ranks that do not answer."""
+    """Return a context that turns errors of ``ft_transport`` about unresponsive ranks into a `QuorumError`."""
     try:
         yield
     except DeadlineExceededError as error:
@@ -300,8 +300,8 @@ class HyperparametersDivergedError(StatesDivergedError):
         more = f"; and {len(self.tensors) - _MAX_SHOWN} more" if len(self.tensors) > _MAX_SHOWN else ""
         return (
             f"expected the same hyperparameters of optimizers after step {self.step} on {list(self.replicas)}, got "
-            f"others: {shown}{more}; give all replicas the same settings, register every learning rate scheduler "
-            "(manager.register('scheduler', scheduler)), and step it after each commit on all of them"
+            f"different ones: {shown}{more}; give all replicas the same settings, register every learning rate "
+            "scheduler (manager.register('scheduler', scheduler)), and step it after each commit on all of them"
         )
 
 
@@ -332,7 +332,7 @@ class ManagerClosedError(ManagerError):
 
 
 class ReportedError(ManagerError):
-    """The error that failed a step, as ``Manager.errored`` returns it; torchft's ``ExceptionWithTraceback``.
+    """The error that failed a step, as ``Manager.errored`` returns it. In torchft: ``ExceptionWithTraceback``.
 
     Attributes:
         original_exception: The reported exception.

@@ -35,8 +35,8 @@ _PROGRAMS: Final = ("manager.demo",)
 def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
     """Decorate a constructor: if it raises, the decorator closes its ``checkpoint_transport`` and ``checkpoint_store``.
 
-    Callers often create both inside the call, and then have no variable to close them with. A transport that serves
-    another manager's state stays open.
+    Callers often create both inside the constructor call, and then have no variable to close them with. A transport
+    that serves another manager's state stays open.
     """
 
     @functools.wraps(constructor)
@@ -136,7 +136,7 @@ class Unclosed:
 
 
 def interrupts_own_call() -> bool:
-    """Return whether the calling function runs in a signal handler that interrupted code of these packages.
+    """Return whether the calling function runs in a signal handler that interrupted ``manager`` or ``ft_transport``.
 
     A handler runs on the main thread and interrupts it anywhere. The interrupted code may hold locks until the handler
     returns. If the handler waited for another thread that needs one of these locks, both threads would deadlock.

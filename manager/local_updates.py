@@ -26,8 +26,8 @@ _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_par
 def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
     """Make ``diloco`` hold the manager's write lock whenever it changes the state.
 
-    Peers can then read its backup of the global parameters without a copy. Call this function once, after making the
-    ``DiLoCo`` and before training. Attach the inner optimizer with ``manager.attach``.
+    Peers can then read DiLoCo's backup of the global parameters without a copy. Call this function once, after making
+    the ``DiLoCo`` and before training. Attach the inner optimizer with ``manager.attach``.
 
     Args:
         manager: The manager with which ``diloco`` was made.

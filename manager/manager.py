@@ -81,8 +81,8 @@ class Manager(StateManager):
         Args:
             pg: Process group for collectives between replicas: one of torchft, or one of torch that can be
                 reconfigured. Default: gloo.
-            load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
-            state_dict: See ``load_state_dict``.
+            load_state_dict: Load function, registered with ``state_dict`` under the key ``default``, as in torchft.
+            state_dict: State function; see ``load_state_dict``.
             *positional: Further arguments of torchft's ``Manager`` in torchft's order, from ``min_replica_size`` on.
             config: Settings of the quorum.
             checkpoint_transport: Serves this replica's snapshots and receives snapshots of peers. The manager shuts it
@@ -91,9 +91,9 @@ class Manager(StateManager):
             prefault: As for `StateManager`.
             checkpoint_store: As for `StateManager`.
             save_every: As for `StateManager`.
-            **keywords: Fields of `ManagerConfig`, instead of ``config``. Without these keywords, ``config`` and ``pg``,
-                the manager joins the job in the first `start_quorum` if ``TORCHFT_LIGHTHOUSE`` is set. If that is not
-                set, the manager has no quorum.
+            **keywords: Fields of `ManagerConfig`, instead of ``config``. If no keyword, no ``config`` and no ``pg`` is
+                given, the manager joins the job in the first `start_quorum`, provided that ``TORCHFT_LIGHTHOUSE`` is
+                set. Otherwise it has no quorum.
 
         Raises:
             ConfigurationError: The settings contradict each other, a keyword is unknown, or both ``config`` and
@@ -196,8 +196,8 @@ class Manager(StateManager):
         reported, the work completes, the tensor's values are undefined, and the step is not committed.
 
         Args:
-            tensor: A dense tensor. Of a DTensor, the local part is reduced; it must be the same part of the whole
-                tensor on all replicas.
+            tensor: A dense tensor. If it is a DTensor, its local shard is reduced, which must be the same shard on all
+                replicas.
             should_quantize: Ignored: the tensor is sent unquantized, as torchft does without Triton.
             reduce_op: The reduction. ``AVG`` needs a floating-point dtype.
 
@@ -226,8 +226,8 @@ class Manager(StateManager):
 
         Small gradients are sent together. If a parameter has no gradient on this replica but on another replica, this
         replica contributes zeros and receives the average. If no replica has a gradient for the parameter, the gradient
-        stays ``None``. A sparse gradient is sent dense. It stays sparse, without rows whose average is zero, unless a
-        replica has a dense gradient.
+        stays ``None``. A sparse gradient is sent as a dense tensor. Its average is sparse, without the rows that are
+        zero, unless a replica has a dense gradient.
 
         Args:
             trained: The model, its optimizer, or the parameters; the same on all replicas.
@@ -289,7 +289,7 @@ class Manager(StateManager):
         return never_failing(fut, default, timeout, self._report_failed_collective)
 
     def compare_replicas(self) -> None:
-        """Compare the states of all replicas once, as `ManagerConfig.compare_every` does.
+        """Compare the states of all replicas once, as `ManagerConfig.compare_every` does regularly.
 
         All replicas must call this in the same step. The next `start_quorum` digests the memory that attached
         optimizers change. The `start_quorum` after that compares the digests: a replica that differs from the majority

@@ -63,8 +63,8 @@ class StateManager:
         """Create a manager.
 
         Args:
-            load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
-            state_dict: See ``load_state_dict``.
+            load_state_dict: Load function, registered with ``state_dict`` under the key ``default``, as in torchft.
+            state_dict: State function; see ``load_state_dict``.
             checkpoint_transport: Serves this replica's snapshots and receives snapshots of peers. The manager shuts it
                 down, even if this constructor raises.
             timeout: Deadline of every wait for the lock, and default timeout of `recover`.
@@ -115,7 +115,9 @@ class StateManager:
     def writing(
         self, what: str = "changing the state", timeout: timedelta | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that holds the write lock, so that this thread may change the state; may be nested.
+        """Return a context manager inside which this thread holds the write lock and may change the state.
+
+        Such contexts may be nested.
 
         Raises:
             LockTimeoutError: Other threads held the lock until the deadline.
@@ -156,7 +158,8 @@ class StateManager:
                 checkpoints only.
             on_training_thread: Whether the manager may call the functions only on the training thread.
             is_stable: Whether tensors of the part change only inside `writing` sections or in a step of an attached
-                optimizer. Receivers read tensors that no attached optimizer changes in place, without a copy.
+                optimizer. Receivers read these tensors directly, without a copy, unless an attached optimizer changes
+                them.
 
         Raises:
             RegistryError: The key is taken.
@@ -194,7 +197,8 @@ class StateManager:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Return an iterator over a registered loader, epoch after epoch. Call ``next`` after each step boundary.
 
-        After a load of its state, the iterator continues at the loaded position; ``iter(loader)`` does not.
+        After a load of the loader's state, this iterator continues at the loaded position. One from ``iter(loader)``
+        does not.
 
         Raises:
             RegistryError: The loader is not registered.
@@ -317,7 +321,7 @@ class StateManager:
         Args:
             metadata: The address that ``metadata()`` returned on a peer with the same layout. For a peer with another
                 layout, the addresses of all its ranks; this rank receives only the parts that it needs.
-            step: The step to receive, or ``latest``: the peer's last step.
+            step: The step to receive, or ``latest``: the peer's present step.
             timeout: Deadline of the whole call.
             verify: Whether to compare every bit of the loaded state with the peer's. Pass false if a load function
                 deliberately changes the values that it loads.
@@ -331,7 +335,8 @@ class StateManager:
             StateMismatchError: The peer's state does not fit the registered objects. Nothing was received.
             RegistryError: A load function failed.
             LockTimeoutError: Other threads held the lock until the deadline.
-            ManagerError: There is no transport, ``metadata`` is this replica's address, or an argument is missing.
+            ManagerError: There is no transport, or ``metadata`` is this replica's address; or this replica has several
+                ranks, and neither ``step`` nor ``process_group`` is given.
         """
         self._usability.require()
         options = PeerOptions(timeout=timeout if timeout is not None else self._state.timeout, verify=verify)
@@ -364,14 +369,15 @@ class StateManager:
 
         Args:
             keys: ``same`` requires a checkpoint with exactly the registered keys. ``shared`` loads the keys that are
-                both registered and saved, and logs a warning that lists all other keys. State under other
-                registered keys is unchanged; in a quorum all replicas then load it from one replica.
+                both registered and saved, and logs a warning that lists all other keys. State under other registered
+                keys is unchanged; in a quorum, all replicas then load that state from one of them.
 
         Returns:
             The step and source of the checkpoint; ``None`` if the store has no checkpoint.
 
         Raises:
-            ManagerError: The manager has no store, or keys are new and the replicas have no ``replica_id``.
+            ManagerError: The manager has no store; or the checkpoint lacks registered keys, and the replicas have no
+                ``replica_id``.
             RegistryError: The checkpoint does not fit the registered objects, or a load function failed.
             StateTornError: The loaded state differs from the saved state.
             TransportError: All checkpoints are damaged, or loading failed on a rank; raised on all ranks.

@@ -1,4 +1,4 @@
-"""Copies, at each step boundary (before ``forward``), the part of the state that a later snapshot could not read.
+"""Copies, at each step boundary (before ``forward``), the part of the state that a later snapshot could no longer read.
 
 With an asynchronous quorum, a replica learns during ``forward`` that a newcomer needs the state of the boundary. By
 then ``forward`` may have changed buffers. So, in a quorum, `BoundaryCopier.copy` runs at every boundary:
@@ -84,9 +84,9 @@ class BoundaryCopy:
         copies: Copies of the tensors that something besides the optimizers may change.
         values: Copied values of parameter groups, and copied results of state functions, by key of the entry.
         references: Tensors of optimizer states that steps replace instead of changing them, by key of the entry.
-        counters: The manager's own part of the state.
-        check: Function that raises ``StateMovedError`` if something besides an optimizer's step changed a tensor
-            without a copy.
+        counters: The committed step and the manager's other counters.
+        check: Function that raises ``StateMovedError`` if something besides an optimizer's step has changed a tensor
+            that was not copied.
     """
 
     copier: BoundaryCopier
@@ -383,9 +383,9 @@ class BoundaryCopier:
         return self._moving | renormalised_memory(self.registry.holders(nn.Module).values())
 
     def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
-        """Return values that are cheap to compare, and that differ if the plan is outdated for a usual reason.
+        """Return values that are cheap to compare. If they differ from those of a plan, the plan is outdated.
 
-        A snapshot detects the other reasons.
+        A plan may be outdated for rarer reasons, too. A snapshot detects these.
         """
         found: list[object] = [self.registry.num_changes]
         for optimizer in optimizers:
@@ -397,6 +397,6 @@ class BoundaryCopier:
 
 
 def _lasting(stable: Set[Memory], optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], bool]:
-    """Return a predicate: whether a tensor is large, is stable, and shares no storage with the optimizers' tensors."""
+    """Return a predicate of a tensor: whether it is large and stable, and shares no storage with the optimizers."""
     is_stable, stepped = belongs_to(stable), storages_of_optimizers(optimizers)
     return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

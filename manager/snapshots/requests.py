@@ -103,8 +103,8 @@ class OpenRequests:
         Args:
             num_published: Number of published snapshots.
             is_sync: Whether a synchronization has just changed tensors that seldom change. After the first
-                synchronization, a request without a step waits for the next one: at other boundaries, the tensors may
-                be about to change. A request for a shared snapshot does not wait.
+                synchronization, a request without a step waits for the next synchronization: at other boundaries, the
+                tensors may be about to change. A request for a shared snapshot does not wait.
         """
         assert self.step is not None, "the boundary has begun"
         self._has_syncs = self._has_syncs or is_sync
@@ -118,7 +118,7 @@ class OpenRequests:
         return is_wanted and (is_urgent or self.is_to_share)
 
     def is_open(self, num_before: int) -> bool:
-        """Return whether a request is open for the snapshot that is published after ``num_before`` others."""
+        """Return whether an open request needs the snapshot that will be published after the first ``num_before``."""
         return self._wanted_after >= num_before
 
     def forget(self, num_before: int | None = None) -> None:
@@ -140,8 +140,8 @@ class SnapshotJob:
         step: The committed step of the state.
         epoch: The epoch of the state (see `OpenRequests`).
         num_before: Number of snapshots published before this one.
-        leased: Receives a lease of the snapshot from the thread that publishes it, before another snapshot can replace
-            this one. Written under the scheduler's mutex.
+        leased: Future for a lease of the snapshot, if any. The publishing thread completes it before another snapshot
+            can replace this one. This field is written under the scheduler's mutex.
         future: Completes when the snapshot is published or has failed. It cannot be cancelled: a snapshot that holds
             the lock must be completed.
     """
@@ -245,7 +245,9 @@ class FailureLog:
     def held_not_taken(self, step: int, error: BaseException) -> None:
         """Log why no snapshot of a `HeldBoundary` was begun, although a request was open."""
         level = logging.DEBUG if self._is_postponed else logging.WARNING
-        logger.log(level, "step %d: the requested snapshot of the held state could not be taken: %s", step, error)
+        logger.log(
+            level, "step %d: the requested snapshot of the state at the boundary could not be taken: %s", step, error
+        )
         self._is_postponed = bool(getattr(error, "retryable", False))
 
     def taken(self) -> None:

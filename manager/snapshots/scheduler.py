@@ -161,8 +161,9 @@ class SnapshotScheduler(StateObserver):
 
     @contextmanager
     def serving(self, timeout: timedelta) -> Iterator[None]:
-        """Return a context in which the first request begins a snapshot at once. It raises the errors of `boundary`.
+        """Return a context in which the first request begins a snapshot at once.
 
+        The beginning of the context may raise the errors of `boundary`.
         The training thread must not change the state inside. The end of the context waits for a snapshot in progress,
         up to ``timeout``.
         """
@@ -262,7 +263,13 @@ class SnapshotScheduler(StateObserver):
                     state = self._server.hold(capture) if capture is not None else None
         except Exception as error:
             level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
-            logger.log(level, "step %d: the state could not be held: %s: %s", job.step, type(error).__name__, error)
+            logger.log(
+                level,
+                "step %d: the state could not be kept for a later snapshot: %s: %s",
+                job.step,
+                type(error).__name__,
+                error,
+            )
         finally:
             if state is None:
                 if section is not None:

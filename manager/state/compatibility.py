@@ -41,10 +41,10 @@ def check_fit(
     Args:
         incoming: Description of the state that the peer is about to send.
         registry: The objects registered here.
-        own_state: The result of ``ReplicaState.content`` here.
+        own_state: The result of ``ReplicaState.content`` on this replica.
         note: Text at the end of messages about tensors: the origin of the tensors, or advice.
         keys_note: Text at the end of messages about keys.
-        only_shared: Whether to accept keys that only one side has, as long as one key is shared.
+        only_shared: Whether to accept keys that only one side has, as long as both sides share at least one key.
 
     Raises:
         RegistryError: The state does not fit; nothing has been received.
@@ -82,7 +82,7 @@ def check_fit(
 class ModuleGlance:
     """Detects cheaply that modules have gained or lost tensors, or that shapes of buffers have changed.
 
-    Does not detect new shapes of parameters (optimizers reveal those), nor a module that replaces another module.
+    Does not detect new shapes of parameters, which show in the optimizers, nor a module that replaces another module.
 
     Args:
         holders: Registered objects; those that are no modules are ignored.
@@ -107,9 +107,9 @@ class ModuleGlance:
 
 
 def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
-    """Return a description of each registered entry, which other replicas compare with their own before a heal.
+    """Describe each registered entry. Before a heal, replicas compare their descriptions.
 
-    The description has exactly what `check_fit` always compares: the tensors of modules and the parameter groups of
+    A description contains exactly what `check_fit` always compares: the tensors of modules and the parameter groups of
     optimizers that torch's own functions load.
 
     Returns:
@@ -147,10 +147,11 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
-    """Return a predicate: whether a submodule with its own load function loads the tensor of a given name.
+    """Return a predicate of a tensor's name: whether a submodule with a load function of its own loads that tensor.
 
-    Such a submodule may accept other shapes, dtypes and names than its state has now: observers of quantization, banks
-    that grow, extra states. Torch's load function refuses other shapes, and rounds to the module's dtype.
+    Such a submodule may accept other shapes, dtypes and names than its state has now. Examples are observers of
+    quantization, memory banks that grow, and extra states. Torch's load function refuses other shapes, and rounds to
+    the module's dtype.
     """
     if not _is_of_torch(type(module).load_state_dict):
         return lambda _name: True
@@ -167,7 +168,7 @@ def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether a load function is torch's own and refuses other shapes, unlike that of a lazy module."""
+    """Return whether a load function is one of torch's that refuse other shapes; false for that of a lazy module."""
     function = getattr(function, "hook", function)
     origin = getattr(getattr(function, "func", function), "__module__", None) or ""
     return origin.startswith(("torch.nn.", "torch.distributed.")) and origin != torch.nn.modules.lazy.__name__
@@ -241,8 +242,8 @@ _MAX_VALUE: Final = 60
 class ConfiguredHyperparameters:
     """Warns if the first state that a process loads has other hyperparameters than those the process was started with.
 
-    A replica that is restarted with a new learning rate goes on with the old one, because the loaded state has it.
-    Later loads are not compared: by then the training loop may have changed the values.
+    A replica that is restarted with a new learning rate goes on with the old one, because the loaded state contains the
+    old one. Later loads are not compared: by then the training loop may have changed the values.
     """
 
     def __init__(self) -> None:
@@ -289,7 +290,7 @@ def plain(value: object) -> object:
 
 
 def leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and ``repr`` of each compared hyperparameter of a parameter group."""
+    """Yield the name and the ``repr`` of each hyperparameter of a parameter group that replicas compare."""
     for name, value in group.items():
         number = plain(value) if isinstance(value, torch.Tensor) else value
         # The ``repr`` of other objects may contain their address.
@@ -298,7 +299,7 @@ def leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def named_optimizers(registry: StateRegistry, attached: Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:
-    """Return names and optimizers: first those registered as replicated state, then those that are only attached."""
+    """Return names and optimizers: first the optimizers that are registered as replicated state, then the others."""
     registered = registry.holders(Optimizer)
     known = set(map(id, registry.holders(Optimizer, None).values()))
     others = [(f"attached optimizer {index}", each) for index, each in enumerate(dict.fromkeys(attached))]

@@ -3,7 +3,8 @@
 A loader's state has the number of batches that the loader has yielded. Two mistakes in a training loop make this number
 wrong without any error, so `LoaderOrder` refuses both:
 
-- The loop draws a batch before the step boundary, as a loop ``for batch in loader`` with the boundary in its body does.
+- The loop draws a batch before the step boundary, as in a loop ``for batch in loader`` whose body contains the
+boundary.
   Then the loader's state is one batch ahead of the model, in every checkpoint and in every replica that heals.
 - The loop uses an iterator that was made before a state was loaded. Such an iterator continues from its old position.
 """
@@ -45,7 +46,7 @@ _ADVICE: Final = (
 class Batches(Iterator[T]):
     """An iterator over a registered loader's batches, epoch after epoch.
 
-    After a load of the loader's state, it continues at the loaded position.
+    After a load of the loader's state, the iterator continues at the loaded position.
 
     Args:
         loader: The loader.
@@ -68,7 +69,7 @@ class Batches(Iterator[T]):
         raise StopIteration
 
     def is_displaced(self) -> bool:
-        """Return whether the loader has made a newer iterator, whose position the loader's state then has."""
+        """Return whether the loader has made a newer iterator. If so, its state has the position of that iterator."""
         newest = _newest_iterator(self._loader)
         return self._iterator is not None and newest is not None and newest is not self._iterator
 
@@ -92,7 +93,7 @@ class _Watched(Generic[T]):
         is_replicated: Whether a healing replica receives the loader's state.
         references: Weak references to results of `LoaderOrder.batches`. A ``WeakSet`` would cost each boundary 5 µs.
         position: The loader's position when it was registered or loaded; ``None`` after the next boundary.
-        earlier: The iterator that the training loop may have held before the last load.
+        earlier: Weak reference to an iterator from before the last load, which the training loop may still use.
         rewound: Iterators that a load in progress has replaced.
     """
 
@@ -112,7 +113,7 @@ class LoaderOrder:
     """Watches the registered data loaders. Only the training thread may use this object.
 
     Attributes:
-        may_heal: Whether a boundary may load the replicated loaders, as in a quorum.
+        may_heal: Whether a heal may load the replicated loaders at a boundary; true in a quorum.
     """
 
     def __init__(self) -> None:
@@ -239,10 +240,10 @@ class LoaderOrder:
 
 
 def _position(loader: object) -> Set[object]:
-    """Return a set to which each drawn batch adds an element; an empty set if draws cannot be detected.
+    """Return a set that is a subset of an earlier one only if no batch was drawn in between.
 
-    Of an iterable that is no iterator, the state is not compared: it may change without a draw, as that of a replay
-    buffer does when the loop fills the buffer before the first boundary.
+    It is empty if draws cannot be detected. The state of an iterable that is no iterator is not compared, because it
+    may change without a draw: a loop may fill a replay buffer before the first boundary.
     """
     if isinstance(loader, DataLoader) or _is_of_nodes(loader):
         return {int(getattr(_iterator_of(loader), "_num_yielded", 0))}
@@ -299,7 +300,7 @@ def _iterator_of(loader: object) -> object:
 
 
 def _is_handed_out(loader: object) -> bool:
-    """Return whether a training loop may hold the newest iterator: not if the loader made it for its own state dict."""
+    """Return whether a training loop may use the newest iterator; false if the loader made it for a state dict."""
     own = "_iter_for_state_dict" if _is_of_nodes(loader) else "_initial_iter_for_state_dict"
     return _iterator_of(loader) is not None and not getattr(loader, own, False)
 

@@ -6,14 +6,16 @@ nested sections, owning threads, release from any thread, preference for writers
 A Python signal handler that raises can stop the main thread between any two calls, even inside the library. The
 library's inner locks would then stay locked for ever. Four rules prevent that:
 
-1. The record (``_record``) lists every open section and is always right. It changes only under the mutex, by single
+1. The record (``_record``) lists every open section and is always correct. It changes only under the mutex, by single
    dict operations, which a handler cannot interrupt. The mutex is written in C, so no handler runs between its
    acquisition and the first line of the block.
 2. The library's lock decides which section may open. Threads use the library's lock only under the mutex, and only by
    calls that do not wait. ``_agrees`` is false while a thread changes the library's lock and the record. If a handler
-   raises then, or during the repair, the next thread under the mutex builds a new library lock from the record.
+   raises then, the next thread under the mutex builds a new library lock from the record. The same holds if a handler
+   interrupts that repair.
 3. The record has only a weak reference to a section. A handler may raise in the first instruction of a release, before
-   any ``try``. Then no reference to the section remains, and the next call, or the next slice of a wait, closes it.
+   any ``try``. Then no reference to the section remains, and the lock closes it at the next call, or in the next slice
+   of a wait.
 4. A thread waits outside the mutex in short slices. If a handler prevents a wake-up, the thread loses one slice.
 
 A handler must not wait for a lock of this class that it may have interrupted.
@@ -190,7 +192,7 @@ class StateLock:
         return Section(self, "read", what, timeout, False)
 
     def disallow(self) -> None:
-        """Open a write section of the calling thread that bars readers until `allow`, as torchft's Manager does.
+        """Open a write section of the calling thread that bars readers until `allow` is called, as in torchft.
 
         Returns at once if readers are barred already, by any thread. Otherwise waits for the lock.
         """
@@ -233,7 +235,7 @@ class StateLock:
                 self._close(entry)
 
     def _wait_to_open(self, entry: _Entry, timeout_s: float, *, disallows: bool) -> bool:
-        """Wait until the section is open. Return false if `disallow` opens it, and readers are barred meanwhile."""
+        """Wait until the section is open. Return false for a section of `disallow` if another `disallow` came first."""
         # A loop needs a function of its own, as in `_wake_waiting`: ``runtime.signal_safe`` says why.
         has_waited = False
         while not self._try_open(entry):

@@ -47,7 +47,7 @@ class StateObserver:
         """Called after an error inside the write section. The update may be incomplete."""
 
     def other_gradients(self, optimizer: Optimizer) -> None:
-        """Called after a step whose closure replaced the averaged gradients with others."""
+        """Called after a step whose closure replaced the averaged gradients with other gradients."""
 
 
 class OptimizerAttachment:
@@ -65,7 +65,7 @@ class OptimizerAttachment:
     def remove(self) -> None:
         """Detach all optimizers; a second call does nothing. After an error, they stay attached.
 
-        Waits for readers of the state, who rely on the attachment, and for a step on another thread.
+        Waits for readers of the state, which rely on the attachment, and for a step on another thread.
 
         Raises:
             ManagerError: A hook or closure called this inside a step of one of the optimizers.
@@ -98,7 +98,7 @@ def attach_optimizers(lock: StateLock, optimizers: Iterable[Optimizer], observer
     Args:
         lock: The lock around the state. ``step()`` waits up to the lock's default deadline, and raises its errors.
         optimizers: The optimizers to attach.
-        observer: Object whose methods about steps are called.
+        observer: Notified before and after each step.
 
     Returns:
         The attachment. The optimizers stay attached even without a reference to the attachment.

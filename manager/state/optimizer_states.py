@@ -36,9 +36,9 @@ _version = attrgetter("_version")
 
 
 def belongs_to(guarded: Set[Memory], at_least_bytes: int = MIN_DEFERRED_BYTES) -> Callable[[torch.Tensor], bool]:
-    """Return a predicate: whether a tensor has at least ``at_least_bytes``, and its memory is in ``guarded``.
+    """Return a predicate of a tensor: whether it has at least ``at_least_bytes``, and its memory is in ``guarded``.
 
-    An overlap is not enough: other code may change another part of the same storage.
+    An overlap with guarded memory is not enough: other code may change another part of the same storage.
     """
 
     def belongs(tensor: torch.Tensor) -> bool:
@@ -147,8 +147,8 @@ _MAX_PARTS: Final = 1000
 def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Return a context in which ``Optimizer.load_state_dict`` restores states exactly.
 
-    The context does not affect classes whose own ``load_state_dict`` does not call torch's. A user's load hooks run as
-    usual.
+    The context does not affect optimizers whose own ``load_state_dict`` does not call torch's. A user's load hooks run
+    as usual.
 
     Args:
         load_state_dict: The function that will be called inside the context. If it is a method of an

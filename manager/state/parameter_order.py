@@ -63,7 +63,7 @@ def parameter_names(registry: StateRegistry) -> dict[str, list[list[str]]]:
 def _names_of(
     modules: Iterable[tuple[str, torch.nn.Module]], optimizers: Mapping[str, Optimizer]
 ) -> dict[str, list[list[str]]]:
-    """Return the result of `parameter_names` for these optimizers and modules; a module comes with its key."""
+    """Return the names of these optimizers' parameters in these modules, as `parameter_names` does."""
     names: dict[int, str] = {}
     for key, module in modules:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -103,7 +103,7 @@ def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
 
 
 def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Groups]:
-    """Return the names of parameters in an incoming state, and the ``param_names`` of its groups as a substitute."""
+    """Return the names of parameters in an incoming state: the sender's, or else the ``param_names`` of its groups."""
     path = (MANAGER_KEY, NAMES_KEY)
     names: dict[str, Groups] = {
         key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
@@ -129,7 +129,7 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
         received: The sender's names, by key of the optimizer. A parameter with a name on only one side is not compared.
 
     Returns:
-        The keys of the optimizers that have another order now.
+        The keys of the optimizers whose parameters have another order now.
 
     Raises:
         RegistryError: An optimizer cannot take over the sender's order.
@@ -204,8 +204,8 @@ def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[
         named: Keys of the optimizers whose parameters have names in registered modules.
 
     Returns:
-        Two dicts by key: the optimizer of each function that refers to exactly one; and the names of parameters for
-        these optimizers and for registered optimizers that are not in ``named``.
+        Two dicts by key: the optimizer of each function that refers to exactly one optimizer; and the names of
+        parameters for these optimizers and for registered optimizers that are not in ``named``.
     """
     modules: list[tuple[str, torch.nn.Module]] = []
     loaded: dict[str, Optimizer] = {}

@@ -3,8 +3,9 @@
 Without these checks, replicas would train with different parameters, or fail hours later when a newcomer needs a state.
 
 A gradient scaler detects infinities while it unscales gradients, and skips the step if it finds one. If gradients are
-averaged first, all replicas' scalers find the same. If a loop unscales first, an overflow on one replica puts
-infinities into all replicas' averages, but only that replica's scaler skips the step; the others' weights become NaN.
+averaged first, the scalers of all replicas find the same infinities. If a loop unscales first, an overflow on one
+replica puts infinities into all replicas' averages, but only that replica's scaler skips the step; the weights of the
+other replicas become NaN.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def refuse_unregistered(registry: StateRegistry, missing: Sequence[str]) -> None
     )
     if all(isinstance(entry.holder, PLAIN) for entry in entries):
         raise RegistryError(message, keys=tuple(entry.key for entry in entries))
-    logger.warning("%s (ignore this if a registered function returns it as a copy)", message)
+    logger.warning("%s (ignore this if a registered function returns copies of these)", message)
 
 
 def _missing_optimizers(

@@ -90,7 +90,7 @@ class StateRegistry:
         """Register one pair of functions. The arguments are in torchft's order.
 
         Args:
-            key: A new, non-empty name.
+            key: Name of the part of the state. It must not be empty or registered already.
             load_state_dict: See `StateEntry`. The function's result is ignored.
             state_dict: See `StateEntry`.
             scope: See `StateEntry`.

@@ -151,7 +151,7 @@ class ReplicaState(StateObserver):
         return {USER_KEY: user, MANAGER_KEY: own_part(self.counters(), self.registry)}
 
     def content_like(self, received: Mapping[str, Any]) -> dict[str, object]:
-        """Return `content` in a form that equals a received state after an exact load of that state.
+        """Return this replica's state in a form that equals ``received`` if that state was loaded exactly.
 
         Parameter names, and entries with keys that are not registered here, are taken from the received state.
         """
@@ -213,8 +213,8 @@ class ReplicaState(StateObserver):
             only_shared: See ``StateRegistry.load_state_dict``.
 
         Raises:
-            RegistryError: The state does not fit the registrations; or a load function failed. After a failed load
-                function, the state is partial.
+            RegistryError: The state does not fit the registrations; or a load function failed. If a load function
+                failed, the state is partial afterwards.
         """
         parts = state if isinstance(state, Mapping) else {}
         for key in (USER_KEY, MANAGER_KEY):
