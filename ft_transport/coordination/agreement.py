@@ -105,7 +105,7 @@ class Agreement:
                 raise error
 
     def run(self, phase: str, action: Callable[[], T]) -> T:
-        """Run a phase as `run_on_all_ranks` does. Return the result of this rank's ``action``, of any type."""
+        """Run a phase as `run_on_all_ranks` does, but return the result of this rank's ``action``, of any type."""
         results: list[T] = []
         self.run_on_all_ranks(phase, lambda: results.append(action()))
         return results[0]
@@ -147,7 +147,7 @@ class Agreement:
         return decode_message(encoded[0], decoder)
 
     def values_of_all(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
-        """Run ``action`` on every rank, as `run_on_all_ranks` does, with a result that msgpack can encode."""
+        """Run ``action`` on every rank, and return all results, by rank. msgpack must be able to encode them."""
         encoded = self.run_on_all_ranks(phase, lambda: msgspec.msgpack.encode(action()))
         return [decode_message(each, decoder) for each in encoded]
 

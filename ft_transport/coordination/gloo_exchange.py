@@ -3,7 +3,8 @@
 The trainer's process group is never used: the order of its collectives and of ours could differ between ranks.
 gloo closes all connections of a group when one operation fails or times out. A rank that fails for another reason
 closes its connections as well (`GlooExchange.ending_on_failure`), so that the other ranks fail fast. All ranks learn of
-a failure through the vote after it. Then all of them call `GlooExchange.reset`, and the next use makes a new group.
+a failure through the vote that follows the exchange. Then all of them call `GlooExchange.reset`, and the next use makes
+a new group.
 """
 
 from __future__ import annotations

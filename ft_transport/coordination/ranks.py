@@ -53,7 +53,7 @@ class RankGroup:
     Attributes:
         rank: This rank within the group.
         size: Number of ranks.
-        global_ranks: The numbers of the ranks in ``torch.distributed``, by rank in the group.
+        global_ranks: The ranks of the members in ``torch.distributed``, by rank in the group.
         shared: The part of the key-value store; ``None`` for a single rank.
         keys: Keys of the job token, which sign all messages; ``None`` without a token.
     """
@@ -71,9 +71,9 @@ class RankGroup:
         All ranks must call it equally often for the same process group, because the calls are numbered.
 
         Args:
-            process_group: The process group. ``None``: all ranks of ``torch.distributed``, or only this process if
-                ``torch.distributed`` is not initialised.
-            keys: Keys of the job token; ``None``: those of the token in the environment, if it has one.
+            process_group: The process group; ``None`` for all ranks of ``torch.distributed``, or for this process alone
+                if ``torch.distributed`` is not initialised.
+            keys: Keys of the job token; ``None`` for the keys of the token in the environment, if any.
 
         Raises:
             ConfigurationError: This rank is no member of the group, or the token in the environment is invalid.
@@ -205,7 +205,7 @@ class RankMessages:
 
         Args:
             keys: The key of the awaited message, by rank.
-            deadline_s: When the wait ends, by the monotonic clock.
+            deadline_s: Time at which the wait ends, in seconds of the monotonic clock.
             backoff: The pauses between polls.
 
         Returns:

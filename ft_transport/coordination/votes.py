@@ -238,7 +238,7 @@ def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
 
 
 def rebuild(failure: Failure) -> Exception:
-    """Return the exception of another process; a ``CheckpointError`` if its class is unknown in this one."""
+    """Return the exception of another process; a ``CheckpointError`` if this process does not know its class."""
     known = getattr(errors, failure.kind, None)
     if isinstance(known, type) and issubclass(known, TransportError):
         # Without the constructor: some classes compose the message from other arguments.

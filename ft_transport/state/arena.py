@@ -50,7 +50,7 @@ class Arena:
         pin: Page-locks the memory for device copies, and returns a function that unlocks it; ``None`` for no pinning.
         is_wanted: Called repeatedly while the memory becomes resident (about a second for one or two gigabytes). If it
             returns ``False``, the construction fails.
-        rest: Called repeatedly during the same time, with the seconds of work since the last call. May sleep.
+        rest: Called repeatedly meanwhile, with the seconds of work since its previous call. It may sleep.
 
     Attributes:
         capacity_bytes: Largest number of data bytes.
@@ -58,7 +58,7 @@ class Arena:
         view: The same memory as a memoryview.
         descriptor: Descriptor of the memory file, whose data begins at ``HEADER_ROOM_BYTES``. On Linux the file is
             sealed: other processes with the descriptor cannot change its content or length.
-        place: The place in the pool that this arena occupies; ``None`` while the arena is free.
+        place: The slot of the pool that this arena occupies; ``None`` while the arena is free.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class ArenaPool:
     def prefault(self, data_bytes: int) -> None:
         """Start to make ``max_arenas`` arenas for ``data_bytes`` each, on a background thread. Returns at once.
 
-        Does nothing while the thread of an earlier call is running. Makes an arena only if twice its size is free.
-        A failure is logged, and `take` tries again.
+        Does nothing while the thread of an earlier call is running. Makes an arena only if twice as much memory is
+        free. A failure is logged, and `take` tries again.
 
         Raises:
             SnapshotError: The system refuses another thread.

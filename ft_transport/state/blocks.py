@@ -145,9 +145,7 @@ class FastLane:
     def store(
         self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int | None = None
     ) -> int:
-        """Append a tensor that the fast path cannot describe to every column of the table, under an unused name.
-
-        Returns the tensor's index.
+        """Append an unusual tensor to every column of the table, under an unused name, and return its index.
 
         Args:
             source: The tensor.

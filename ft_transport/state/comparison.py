@@ -76,7 +76,7 @@ class TensorDigests:
         ]
 
     def compute(self) -> dict[str, int]:
-        """Return the xxh3-64 digest of each selected tensor, under a text of path, dtype and shape. Called once."""
+        """Return the xxh3-64 digest of each selected tensor, by a text with its path, dtype and shape. Called once."""
         for event in self._events:
             event.synchronize()
         chosen, self._chosen = self._chosen, []

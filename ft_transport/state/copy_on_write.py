@@ -71,7 +71,7 @@ class LastingDigests:
 
         Args:
             keys: The cache key of each chunk; ``None`` for a chunk with any memory that is not lasting.
-            digest: Returns the digest of a chunk, by its number.
+            digest: Returns the digest of a chunk, by its index.
 
         Returns:
             The number of `forget` calls so far (the generation), and the digest of each chunk, ``None`` if not cached.

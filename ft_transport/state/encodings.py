@@ -78,11 +78,12 @@ def register_encoding(
 ) -> None:
     """Register an encoding, so that a state may contain values of the type ``type_``.
 
-    Both sides must register the encoding before the first snapshot or fetch: this function is not thread-safe.
+    Sender and receiver must both register the encoding, before their first snapshot or fetch: this function is not
+    thread-safe.
 
     Args:
         type_: The type. Values of its subclasses do not use this encoding.
-        name: Name of the encoding on the wire: the same on both sides, and not that of another encoding.
+        name: Name of the encoding on the wire: the same at sender and receiver, and not that of another encoding.
         encode: Turns a value into any nesting of supported kinds, including tensors. Called under the read lock.
         decode: The inverse of ``encode``. Its argument comes from the network, and may be forged.
 
@@ -235,7 +236,7 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
 
 
 def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
-    """Return whether dtype and bytes suffice to restore a scalar: not if it is a string that ends with a zero."""
+    """Return whether dtype and bytes suffice to restore a scalar; false for a string that ends with a zero character."""
     if not _is_plain(value.dtype):
         return False
     match value:

@@ -353,7 +353,7 @@ class Matcher:
             # The address of a device tensor may be in a mapping of the driver that is read-only for the process.
             if offer is None or offer.tensor.is_cpu:
                 raise RestoreError(
-                    "expected a tensor in writable memory, this one is in a read-only mapping: map the file privately "
+                    "expected a tensor in writable memory, got one in a read-only mapping: map the file privately "
                     "(MAP_PRIVATE with PROT_WRITE, mmap.ACCESS_COPY), or leave the tensor out of the state to load "
                     "into",
                     path=self._manifest.tensors[offer.node.index if offer is not None else plain[position]].name,

@@ -184,7 +184,7 @@ class MeshResolver:
         if not dist.is_initialized() or not _is_device_type(described.device_type):
             raise RestoreError(
                 f"expected a device mesh of shape {list(described.shape)} and names {names} in the receiver's state, "
-                "found none, and torch.distributed is not initialised to build one; receive into a state that has it",
+                "found none, and torch.distributed is not initialised to build one; receive into a state that has one",
                 path=path,
             )
         # Without a process group, because creating one is a collective; the caller may create one later.
@@ -273,7 +273,7 @@ def _dtensors(state: object) -> Iterator[DTensor]:
 
 
 def dtensor_type() -> type[DTensor] | None:
-    """Return the class ``DTensor``; ``None`` if no module has imported it; then no value can be a DTensor."""
+    """Return the class ``DTensor``; ``None`` if no module has imported it, so that no value can be a DTensor."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 

@@ -73,7 +73,7 @@ def make_resident(
         address: Address of the memory.
         num_bytes: Length of the memory.
         is_wanted: Called repeatedly; ``False`` ends the work.
-        rest: Called repeatedly, with the seconds of work since the last call. May pause.
+        rest: Called repeatedly, with the seconds of work since its previous call. It may pause.
 
     Raises:
         SnapshotError: ``is_wanted`` returned ``False``.

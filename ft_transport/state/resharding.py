@@ -98,8 +98,8 @@ def reshard(
     Args:
         manifests: The manifest of each source, all of the same step. A tensor that is not sharded comes from the first
             source that has it.
-        into: The receiver's own state, whose DTensors determine the layout. A tensor that is not a DTensor in
-            ``into``, or not at the sources, is received whole. With ``None``, everything is received whole.
+        into: The receiver's own state, whose DTensors determine the layout. A plain tensor in ``into`` is received
+            whole. With ``None``, everything is received whole.
         like: Decides how to shard tensors that ``into`` lacks, such as those of an optimizer before its first step. By
             default, they are sharded like tensors in ``into`` with the same shape and the same layout at the sources.
         names: Names of the sources, for errors.

@@ -133,14 +133,14 @@ class Restore:
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
     def tensors_for(self, index: int) -> list[torch.Tensor]:
-        """Return the receiver's tensors that receive tensor ``index`` of the snapshot, a tensor that has bytes."""
+        """Return the receiver's tensors that receive tensor ``index`` of the snapshot, which must not be empty."""
         direct = self._direct.get(index)
         others = [target for _, target in self._indirect_of.get(index, ())]
         return others if direct is None else [direct, *others]
 
     @property
     def is_all_here(self) -> bool:
-        """Whether `present` returns the receiver's data for all its tensors, even if they are not received in place."""
+        """Whether `present` returns the receiver's data even for the tensors that are not received in place."""
         return all(index in self._direct or self._is_here(index) for index in self._indirect_of)
 
     def read_own(self, ranges: Iterable[Range]) -> None:
@@ -222,7 +222,7 @@ class Restore:
             if tensor is not None:
                 if not _has_memory(tensor):
                     raise RestoreError(
-                        "expected the receiver's tensor to keep its memory, it was freed",
+                        "expected the receiver's tensor to keep its memory, but the memory was freed",
                         path=self._manifest.tensors[index].name,
                         step=self._manifest.step,
                     )
@@ -285,7 +285,7 @@ class Restore:
             copy_bits([(target, bits.view(target.dtype).view(target.shape))])
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
-        """Return whether the receiver's tensor ``into``, at the path of ``node``, receives all of its data.
+        """Return whether the receiver's tensor ``into`` receives all data of ``node``, the node at the same path.
 
         Return ``True`` also for a tensor without its own memory: on ``meta``, or of another class.
         """
@@ -328,7 +328,7 @@ class Restore:
         return Unflattener.reinterpret(stored, node) if isinstance(node, LayoutNode) else stored
 
     def _tensor(self, index: int) -> torch.Tensor:
-        """Return tensor ``index`` of the snapshot: the receiver's own one, or a new one in fresh memory."""
+        """Return tensor ``index`` of the snapshot: the receiver's own tensor, or a new one in fresh memory."""
         direct = self._direct.get(index)
         if direct is not None:
             return direct

@@ -39,7 +39,7 @@ def nothing_moved() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taking:
-    """A request for a snapshot of a state. It copies tensors at once unless ``deferrable`` or ``lasting`` selects them.
+    """Describes a snapshot to take. A tensor is copied at once unless ``deferrable`` or ``lasting`` selects it.
 
     Attributes:
         step: The committed step of the state.
@@ -69,14 +69,15 @@ class Taking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldState:
-    """The flattened state of a step, from which a snapshot can begin while its deferrable tensors stay unchanged.
+    """The flattened state of a step, from which a snapshot can begin as long as its deferrable tensors stay unchanged.
 
     It uses no arena.
 
     Attributes:
         taking: The request for the snapshot.
         flat: The flattened state. If `Stager.hold` made it, tensors that are not deferrable are copies.
-        marks: For each device, an event after all work that was queued on it; copies from the device wait for it.
+        marks: For each device, an event after all work that was queued on the device. Copies from the device wait for
+            it.
     """
 
     taking: Taking

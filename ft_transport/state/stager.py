@@ -1,4 +1,4 @@
-"""Takes snapshots: flattens the state of a step, and copies at once what may not be copied later."""
+"""Takes snapshots: flattens the state of a step, and copies at once the tensors that may change soon."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Stager:
                 `HeldState`, any thread may call this, once; ``copy_deferred`` then copies everything.
             share: Serve a held state that ``is_shareable`` from live memory, without a copy or an arena. The owner
                 must call ``CopyOnWriteMemory.materialize`` before it changes the state.
-            digester: Digests the snapshot, by the job's keys if it has any.
+            digester: Computes the digests of the snapshot.
 
         Raises:
             SnapshotError: The state cannot be captured, or not enough memory is free. No arena stays in use.

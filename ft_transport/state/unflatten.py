@@ -38,7 +38,7 @@ class Unflattener:
     """Builds one state. Not thread-safe.
 
     Args:
-        tensor_of: Returns the tensor with an index of the tensor table, with dtype and shape as in the table. Called at
+        tensor_of: Returns the tensor at an index of the tensor table, with the dtype and shape of that entry. Called at
             most once for each index. Raises ``IndexError`` for an index outside the table.
         direct: The receiver's tensors into which bytes were received, by index; plain tensors, not Parameters.
         is_destination: Returns whether a tensor of the receiver receives the data at an index of the table.
@@ -73,7 +73,7 @@ class Unflattener:
 
         Args:
             node: The received node.
-            into: The receiver's own value at the same path; ``None`` if it has none. If a tensor of it has received
+            into: The receiver's own value at the same path; ``None`` if it has none. If one of its tensors has received
                 the data, that tensor becomes part of the built value.
             path: The path of the node, for errors.
 

@@ -1,4 +1,4 @@
-"""Saves durable checkpoints of one replica at step boundaries, and loads them if no live peer has the state."""
+"""Saves durable checkpoints of one replica at step boundaries, and loads them at the start or without a live peer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Checkpoints:
         store: The store of checkpoints.
         counts: Metrics: the number of loaded checkpoints.
         replica_name: The configured ``replica_id``; an empty str in a quorum if none is configured, ``None`` without a
-            quorum. Local state is loaded only from a checkpoint of the same name and number of ranks.
+            quorum. Local state is loaded only if it was saved under the same name, with the same number of ranks.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Checkpoints:
     def _lease(self, snapshots: SnapshotScheduler) -> Callable[[], SnapshotLease] | None:
         """Begin a snapshot of the present step, and return a function that waits for the snapshot and leases it.
 
-        Return ``None`` if receivers are reading all snapshots that the transport's limit allows.
+        Return ``None`` if receivers are reading as many snapshots as the transport may have.
         """
         step, timeout_s = self._state.step, self._state.timeout.total_seconds()
         leased: SafeFuture[SnapshotLease] = SafeFuture()
@@ -207,7 +207,7 @@ class Checkpoints:
 
         Raises:
             TransportError: Loading failed on a rank; raised on all ranks. If the message contains `TAKEN_OVER`, a rank
-                has reordered its parameters as in the checkpoint, and the caller must call again.
+                has reordered its parameters as in the checkpoint, and the caller must call this method again.
         """
         state, store = self._state, self.store
         into: dict[str, object] = {}
@@ -228,7 +228,9 @@ class Checkpoints:
             check_fit(incoming, state.registry, into, note=note, keys_note=_OTHER_KEYS, only_shared=only_shared)
             kept = [key for key in state.registry.registered_keys() if key not in (incoming.keys(USER_KEY) or ())]
             if kept and not self._is_known:
-                raise ManagerError(f"expected a replica_id for each replica, to resume with the new keys {kept}")
+                raise ManagerError(
+                    f"expected a replica_id for each replica, because the checkpoint lacks the registered keys {kept}"
+                )
 
         store.run_on_all_ranks(
             "collect the own state", partial(_noted, own_errors, collect_own_state), timeout=state.timeout
@@ -267,7 +269,8 @@ class Checkpoints:
         if local := [entry.key for entry in state.registry.entries("local")]:
             logger.warning("step %d from %s: the local states %s are unchanged", step, checkpoint.path, local)
         logger.warning(
-            "step %d from %s: torch.distributed.checkpoint wrote it for another program; no digest covers its files",
+            "step %d from %s: another program wrote this checkpoint with torch.distributed.checkpoint, and no digest "
+            "covers its files",
             step,
             checkpoint.path,
         )
@@ -283,7 +286,7 @@ class Checkpoints:
         return {_local_key(self.replica_name): local} if local else {}
 
     def _load_local(self, state: Mapping[str, Any], step: int, only_shared: bool) -> None:
-        """Load the local state that this replica saved. If it saved none, log that the present one is unchanged."""
+        """Load the local state that this replica saved. If it saved none, log that its local state stays unchanged."""
         registry = self._state.registry
         keys = [entry.key for entry in registry.entries("local")]
         if self._is_known and _local_key(self.replica_name) in state:

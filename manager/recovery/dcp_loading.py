@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def load_dcp(
     checkpoint: DCPCheckpoint, registry: StateRegistry, before_change: Callable[[], None]
 ) -> dict[str, object]:
-    """Read the replicated state from a checkpoint, into the tensors of this replica where it has them.
+    """Read the replicated state from a checkpoint. Tensors that this replica has are overwritten in place.
 
     Args:
         checkpoint: A checkpoint of another program.

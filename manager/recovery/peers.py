@@ -70,8 +70,8 @@ class PeerOptions:
             recovery fails, the received data is not overwritten, and the next recovery requests only the rest. Until
             then the mark of a partial state (`StateTornError`) keeps this replica from stepping.
         verify: Whether the loaded state is compared with the peer's.
-        max_bytes_per_s: Limit of the rate, for a recovery before the quorum; otherwise ``None``. The recovery in the
-            quorum then receives only later changes.
+        max_bytes_per_s: Maximum rate of a recovery before the quorum, in bytes per second; ``None`` for other
+            recoveries. After a recovery with this limit, the recovery in the quorum receives only later changes.
         others: Addresses of further peers with the same state; the receiver reads from all of them.
         relays: Addresses of all replicas that receive this state now, including this one.
     """
@@ -132,7 +132,7 @@ class PeerRecovery:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
-        """Recover as `StateManager.recover`, but from live peers only, without a checkpoint."""
+        """Recover like `StateManager.recover`, but from live peers only, without a checkpoint."""
         deadline = Deadline.after(options.timeout)
         with self._transport.recorder.begin("heal", phase="rendezvous") as recording:
             if options.max_bytes_per_s is not None:
@@ -355,7 +355,7 @@ def recover_on_all_ranks(ranks: Agreement, recover: Callable[[], T], *, timeout:
     Args:
         ranks: All ranks of this replica, which make the same call.
         recover: This rank's recovery.
-        timeout: Half of the time for which other ranks wait while ``recover`` runs.
+        timeout: While ``recover`` runs, other ranks wait for at most twice this time.
 
     Raises:
         Exception: The error of ``recover`` on this rank; the other ranks receive its message.

@@ -153,8 +153,8 @@ class Replica:
             if resumed is None:
                 root = checkpoints.store.root
                 raise RecoveryFailedError(
-                    f"expected a live peer or a checkpoint in {root}, but no peer served the state, and there is no "
-                    f"checkpoint: {error}"
+                    f"expected a live peer or a checkpoint in {root}, but there is no checkpoint, and no peer "
+                    f"served the state: {error}"
                 ) from error
             return resumed
         except TransportError as error:

@@ -4,8 +4,8 @@ A loader's state has the number of batches that the loader has yielded. Two mist
 wrong without any error, so `LoaderOrder` refuses both:
 
 - The loop draws a batch before the step boundary, as in a loop ``for batch in loader`` whose body contains the
-boundary.
-  Then the loader's state is one batch ahead of the model, in every checkpoint and in every replica that heals.
+  boundary. Then the loader's state is one batch ahead of the model, in every checkpoint and in every replica that
+  heals.
 - The loop uses an iterator that was made before a state was loaded. Such an iterator continues from its old position.
 """
 
