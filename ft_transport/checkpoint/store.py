@@ -29,7 +29,7 @@ from ft_transport.checkpoint.settings import (
 )
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.errors import CheckpointError, ConfigurationError
+from ft_transport.errors import CheckpointError, ConfigurationError, TransportError
 from ft_transport.runtime.signal_safe import SafeEnd
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
@@ -180,7 +180,7 @@ class CheckpointStore:
         return self._save(step, lambda: self._stager.stage(step, None, local, lease), wait=wait, overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
-        """Run ``action`` on every rank. If it fails on one rank, all ranks raise the same error.
+        """Run ``action`` on every rank. If it fails on one rank, all ranks raise an error.
 
         Args:
             phase: Name of the action, for errors.
@@ -188,11 +188,27 @@ class CheckpointStore:
             timeout: How long the action may take. This rank sends heartbeats to the other ranks meanwhile.
 
         Raises:
-            TransportError: The action failed on a rank.
+            TransportError: The action failed on a rank. All ranks raise the same error.
+            Exception: The action failed on this rank, and its error is no ``TransportError``: this rank raises that
+                error itself, and the other ranks raise a ``TransportError``.
         """
         self._check_open()
         agreement = self._agreement
-        agreement.run_on_all_ranks(phase, lambda: agreement.showing_life(action, timeout.total_seconds()))
+        own_errors: list[Exception] = []
+
+        def act() -> None:
+            try:
+                agreement.showing_life(action, timeout.total_seconds())
+            except Exception as error:
+                own_errors.append(error)
+                raise
+
+        try:
+            agreement.run_on_all_ranks(phase, act)
+        except TransportError:
+            if own_errors and not isinstance(own_errors[0], TransportError):
+                raise own_errors[0] from None
+            raise
 
     def check_health(self) -> StoreHealth:
         """Return the health of the writer processes and saves of all ranks. Cheap enough for every step.

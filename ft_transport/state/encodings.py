@@ -236,7 +236,7 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
 
 
 def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
-    """Return whether dtype and bytes suffice to restore a scalar; false for a string that ends with a zero character."""
+    """Return whether dtype and bytes suffice to restore a scalar; false for a text that ends with a zero character."""
     if not _is_plain(value.dtype):
         return False
     match value:

@@ -165,45 +165,40 @@ class Checkpoints:
                 state.require_training_thread()
                 held.enter_context(state.lock.write("loading a checkpoint"))
 
+            store.run_on_all_ranks("prepare to load a checkpoint", prepare, timeout=state.timeout)
+            earlier = state.partial
+            state.mark_partial("latest", "the load was interrupted")
             try:
-                store.run_on_all_ranks(
-                    "prepare to load a checkpoint", partial(_noted, own_errors, prepare), timeout=state.timeout
-                )
-                earlier = state.partial
-                state.mark_partial("latest", "the load was interrupted")
                 try:
-                    try:
-                        loaded = self._load_newest(own_errors, only_shared)
-                    except TransportError as error:
-                        # A rank has reordered its parameters, so that the plans of all ranks are outdated: load again.
-                        if TAKEN_OVER not in str(error):
-                            raise
-                        own_errors.clear()
-                        loaded = self._load_newest(own_errors, only_shared)
+                    loaded = self._load_newest(own_errors, only_shared)
                 except TransportError as error:
-                    if error.destination_touched:
-                        state.mark_partial("latest", str(error))
-                    else:
-                        state.partial = earlier
-                    raise
-                if loaded is None:
+                    # A rank has reordered its parameters, so that the plans of all ranks are outdated: load again.
+                    if TAKEN_OVER not in str(error):
+                        raise
+                    own_errors.clear()
+                    loaded = self._load_newest(own_errors, only_shared)
+            except (ManagerError, TransportError) as error:
+                if getattr(error, "destination_touched", False):
+                    state.mark_partial("latest", str(error))
+                else:
                     state.partial = earlier
-                    return None
-                state.mark_partial(loaded.step, "the load was interrupted")
-                # If another rank could not load the checkpoint, this rank must not step with it.
-                store.run_on_all_ranks(
-                    "load the checkpoint",
-                    partial(_noted, own_errors, partial(self._apply, loaded, only_shared)),
-                    timeout=state.timeout,
-                )
-                state.partial = None
-            except TransportError as error:
                 # The error of this rank itself is raised with its own type.
                 raise own_errors[0] if own_errors else error from None
+            if loaded is None:
+                state.partial = earlier
+                return None
+            state.mark_partial(loaded.step, "the load was interrupted")
+            # If another rank could not load the checkpoint, this rank must not step with it.
+            store.run_on_all_ranks(
+                "load the checkpoint", partial(self._apply, loaded, only_shared), timeout=state.timeout
+            )
+            state.partial = None
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
 
     def _load_newest(self, own_errors: list[Exception], only_shared: bool) -> LoadedCheckpoint[Any] | None:
         """Load the newest intact checkpoint into this rank's own tensors. The caller must hold the write lock.
+
+        If a checkpoint does not fit this rank, the error that says so is appended to ``own_errors``.
 
         Raises:
             TransportError: Loading failed on a rank; raised on all ranks. If the message contains `TAKEN_OVER`, a rank
@@ -219,7 +214,11 @@ class Checkpoints:
                 into.update(self._local_part())
 
         def check(incoming: Incoming) -> None:
-            _noted(own_errors, partial(fit, incoming))
+            try:
+                fit(incoming)
+            except Exception as error:
+                own_errors.append(error)
+                raise
 
         def fit(incoming: Incoming) -> None:
             if state.take_over_order(incoming_names(incoming, state.registry)):
@@ -232,9 +231,7 @@ class Checkpoints:
                     f"expected a replica_id for each replica, because the checkpoint lacks the registered keys {kept}"
                 )
 
-        store.run_on_all_ranks(
-            "collect the own state", partial(_noted, own_errors, collect_own_state), timeout=state.timeout
-        )
+        store.run_on_all_ranks("collect the own state", collect_own_state, timeout=state.timeout)
         like = state.registry.parameter_finder()
         return store.load_newest_good(into=into, like=like, check=check, is_comparable=True)
 
@@ -243,7 +240,6 @@ class Checkpoints:
         from manager.recovery.dcp_loading import load_dcp  # noqa: PLC0415 # it imports DCP, which takes a second
 
         state, step = self._state, checkpoint.step
-        own_errors: list[Exception] = []
 
         def note_change() -> None:
             state.mark_partial(step, "the load was interrupted")
@@ -257,14 +253,11 @@ class Checkpoints:
                 note_change()
 
         num_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in checkpoint.tensors.values())
-        try:
-            self.store.run_on_all_ranks(
-                "load the checkpoint of DCP",
-                partial(_noted, own_errors, load),
-                timeout=state.timeout + timedelta(seconds=num_bytes / _LEAST_BYTES_PER_S),
-            )
-        except TransportError as error:
-            raise own_errors[0] if own_errors else error from None
+        self.store.run_on_all_ranks(
+            "load the checkpoint of DCP",
+            load,
+            timeout=state.timeout + timedelta(seconds=num_bytes / _LEAST_BYTES_PER_S),
+        )
         state.partial = None
         if local := [entry.key for entry in state.registry.entries("local")]:
             logger.warning("step %d from %s: the local states %s are unchanged", step, checkpoint.path, local)
@@ -395,12 +388,3 @@ def _owner(replica_name: str | None) -> str:
 
 def _raise(error: Exception) -> Mapping[str, object]:
     raise error
-
-
-def _noted(errors: list[Exception], action: Callable[[], None]) -> None:
-    """Call ``action``. If it raises, append the error to ``errors`` before raising it."""
-    try:
-        action()
-    except Exception as error:
-        errors.append(error)
-        raise

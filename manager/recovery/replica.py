@@ -124,7 +124,6 @@ class Replica:
         """Recover the state; `StateManager.recover` describes the arguments and errors."""
         checkpoints = self.checkpoints
         recoveries: list[Recovery] = []
-        own_errors: list[Exception] = []
 
         def receive() -> Recovery:
             if self.peers is None:
@@ -136,9 +135,6 @@ class Replica:
                 recoveries.append(receive())
             except TransportError as error:
                 raise PeerError(f"{type(error).__name__}: {error}") from error
-            except Exception as error:
-                own_errors.append(error)
-                raise
 
         if checkpoints is None:
             return receive()
@@ -159,8 +155,7 @@ class Replica:
             return resumed
         except TransportError as error:
             self._note_alone(recoveries, error)
-            # The store's error describes the error of another rank. This rank's own error is raised with its own type.
-            raise own_errors[0] if own_errors else error from None
+            raise
         return recoveries[0]
 
     def required_checkpoints(self) -> Checkpoints:
