@@ -81,7 +81,7 @@ class ManagerError(Exception):
         return escape_controls(super().__str__())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the fields; the default ``__reduce__`` cannot pass keyword arguments to a constructor."""
+        """Pickle the error with its fields: the default ``__reduce__`` cannot pass keyword arguments on."""
         return _remake, (type(self), self.args, dict(self.__dict__))
 
 

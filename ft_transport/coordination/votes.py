@@ -42,7 +42,7 @@ Plain: TypeAlias = bool | int | float | str | tuple[int | str, ...] | None
 """The types of an error's fields that a vote can contain."""
 
 _NOT_SENT: Final = frozenset({"message", "failures", "destination_touched"})
-"""Fields that a vote leaves out: `Failure` has others for the first two; the third is about this rank's own tensors."""
+"""Fields that a vote leaves out: `Failure` has fields for the first two; the third describes this rank's tensors."""
 
 _MAX_MESSAGE_CHARACTERS: Final = 2000
 _MAX_VOTE_BYTES: Final = 1 << 24

@@ -126,7 +126,7 @@ class SnapshotResources:
 
 
 class CopyOnWriteMemory:
-    """The data of one snapshot, of which some or all blocks are still in live memory. Thread-safe.
+    """The data of one snapshot, some or all of which is still in live memory. Thread-safe.
 
     Args:
         starts: Position of each block in the data; int64.

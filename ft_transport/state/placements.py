@@ -105,7 +105,7 @@ class LayoutEncoder:
 
 
 def describe_mesh(mesh: DeviceMesh) -> Mesh:
-    """Describe a mesh for the wire format, with the coordinate of this process."""
+    """Describe a mesh for the wire format, including the coordinate of this process."""
     coordinate = mesh.get_coordinate()
     return Mesh(
         device_type=mesh.device_type,

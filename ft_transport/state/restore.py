@@ -39,7 +39,7 @@ _POISON_BYTE: Final = 0xFF
 Range: TypeAlias = tuple[int, int]
 """Start and end of a byte range of the data, half-open."""
 Piece: TypeAlias = tuple[int, int, int]
-"""A part of a destination: number of the destination, offset in it, length in bytes."""
+"""A part of a destination: index of the destination, offset in it, length in bytes."""
 
 
 class DestinationPlan:

@@ -322,7 +322,7 @@ class BoundaryCopier:
         )
 
     def capture_in_place(self) -> Taking:
-        """Describe a snapshot of the present state that serves guarded tensors from live memory and copies the rest."""
+        """Describe a snapshot of the present state. It serves guarded tensors in place, and copies the others."""
         live, optimizers = self._state.content(), self._state.optimizers()
         stable = self.stable(live)
         guarded = self.guarded(optimizers) | stable
@@ -342,9 +342,9 @@ class BoundaryCopier:
         )
 
     def capture_stable(self) -> Taking | None:
-        """Describe a snapshot of the present state that serves stable tensors from live memory and copies the rest.
+        """Describe a snapshot of the present state. It serves stable tensors from live memory, and copies the others.
 
-        The rest is small as a rule. A copy of the whole state would need an arena of the state's size.
+        The other tensors are small as a rule. A copy of the whole state would need an arena of the state's size.
 
         Returns:
             The description; ``None`` if the state has no stable tensors.

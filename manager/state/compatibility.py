@@ -290,7 +290,7 @@ def plain(value: object) -> object:
 
 
 def leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the ``repr`` of each hyperparameter of a parameter group that replicas compare."""
+    """Yield the name and the ``repr`` of each hyperparameter that replicas compare in a parameter group."""
     for name, value in group.items():
         number = plain(value) if isinstance(value, torch.Tensor) else value
         # The ``repr`` of other objects may contain their address.

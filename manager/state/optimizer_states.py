@@ -256,7 +256,7 @@ def _as_given(given: Any, loaded: Any) -> Any:
 
 
 def trained_by(function: Callable[[Any], object]) -> Iterator[Optimizer | torch.nn.Module]:
-    """Yield the optimizers and modules to which a function refers. For a method, search its object as well."""
+    """Yield the optimizers and modules to which a function refers. The object of a method is searched, too."""
     try:
         named = inspect.getclosurevars(function)
         referred = [*named.nonlocals.values(), *named.globals.values()]

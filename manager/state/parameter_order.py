@@ -54,7 +54,7 @@ def parameter_names(registry: StateRegistry) -> dict[str, list[list[str]]]:
     """Return the names that the parameters of each registered optimizer have in registered modules.
 
     Returns:
-        The names by key of the optimizer, group and position; an empty str for a parameter that no registered module
+        The names, by key of the optimizer, group and position; an empty str for a parameter that no registered module
         has. Optimizers of which no parameter has a name are left out.
     """
     return _names_of(registry.holders(torch.nn.Module).items(), registry.holders(Optimizer))

@@ -115,7 +115,8 @@ class StepLog:
         """Record a step boundary of a manager without a quorum.
 
         Args:
-            earlier: The step that the state showed before this boundary. It ends if the state shows a later step now.
+            earlier: The step that the state showed before this boundary. That step ends if the state shows a later one
+                now.
             step: The step that the state shows now.
         """
         if self._has_begun and step > earlier:
