@@ -67,10 +67,10 @@ class Stager:
         """Begin a snapshot.
 
         Args:
-            wanted: With a `Taking`, call this on the thread that owns the state, under the read lock. With a
-                `HeldState`, any thread may call this, once; ``copy_deferred`` then copies everything.
-            share: Serve a held state that ``is_shareable`` from live memory, without a copy or an arena. The owner
-                must call ``CopyOnWriteMemory.materialize`` before it changes the state.
+            wanted: The state to capture. Pass a `Taking` on the thread that owns the state, under the read lock. Pass a
+                `HeldState` on any thread, once; ``copy_deferred`` then copies everything.
+            share: Whether to serve a held state that ``is_shareable`` from live memory, without a copy or an arena. The
+                owner must call ``CopyOnWriteMemory.materialize`` before it changes the state.
             digester: Computes the digests of the snapshot.
 
         Raises:
