@@ -112,7 +112,7 @@ class FastLane:
         self._in_lane.append(range(start, end))
 
     def _describe_from(self, start: int) -> bool:
-        """Fill the columns. If a tensor or a name is unusual, return ``False``, and leave the columns filled in part."""
+        """Fill the columns. If a tensor or a name is unusual, return ``False``; the columns are filled in part then."""
         blocks = self._blocks
         sources, names = blocks.sources[start:], blocks.names[start:]
         num_names = len(self._names)

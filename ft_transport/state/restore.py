@@ -133,8 +133,7 @@ class Restore:
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
     def tensors_for(self, index: int) -> list[torch.Tensor]:
-        """Return the receiver's tensors that receive tensor ``index`` of the snapshot. That tensor must not be empty.
-        """
+        """Return the receiver's tensors that receive tensor ``index`` of the snapshot, a non-empty tensor."""
         direct = self._direct.get(index)
         others = [target for _, target in self._indirect_of.get(index, ())]
         return others if direct is None else [direct, *others]
