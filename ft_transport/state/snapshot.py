@@ -77,7 +77,7 @@ class HeldState:
         taking: The request for the snapshot.
         flat: The flattened state. If `Stager.hold` made it, tensors that are not deferrable are copies.
         marks: For each device, an event after all work that was queued on the device. Copies from the device wait for
-            it.
+            this event.
     """
 
     taking: Taking

@@ -218,7 +218,7 @@ class BoundaryCopier:
     def watch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Return a function that raises ``StateMovedError`` if one of the tensors has changed since this call.
 
-        If a tensor has changed, the later boundaries copy that tensor.
+        If a tensor has changed, later boundaries copy that tensor.
         """
         watch = VersionWatch(tensors)
 

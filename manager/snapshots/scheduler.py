@@ -1,8 +1,8 @@
 """Takes snapshots at step boundaries (before ``forward``), if receivers have requested any.
 
 At a boundary only the training thread runs, so the state is that of one committed step. The training thread copies
-what ``forward`` or the training loop may change afterwards. A background thread copies the large tensors that only an
-attached optimizer changes, during forward and backward. It holds a read section of the state lock meanwhile, and the
+what ``forward`` or the training loop may change afterwards. During forward and backward, a background thread copies the
+large tensors that only an attached optimizer changes. It holds a read section of the state lock meanwhile, and the
 optimizer's pre-step hook waits for that section.
 """
 
