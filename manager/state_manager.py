@@ -92,7 +92,8 @@ class StateManager:
         self._end = SafeEnd()
 
     def metadata(self) -> str:
-        """Return the address from which peers recover this replica's state; ``ManagerError`` without a transport."""
+        """Return the address from which peers recover this replica's state; raise ``ManagerError`` without a transport.
+        """
         transport = self._replica.transport
         if transport is None:
             raise ManagerError("expected a checkpoint_transport to serve the state, and this manager has none")

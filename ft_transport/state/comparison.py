@@ -232,7 +232,7 @@ def _shown(value: object) -> str:
 def _differing_tensors(
     manifest: Manifest, flat: FlatState, counterparts: dict[int, int], num_threads: int
 ) -> Iterator[str]:
-    """Yield one text for each chunk whose digest, computed from the live tensors, differs from the manifest."""
+    """Yield one text for each chunk whose digest, computed from the live tensors, differs from that in the manifest."""
     order = sorted(counterparts, key=lambda index: manifest.tensors[index].start)
     filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
     plan = DestinationPlan([manifest.tensors[index].start for index in filled], manifest.data_bytes)

@@ -181,7 +181,7 @@ class BoundaryCopier:
 
     Attributes:
         registry: The replica's state functions.
-        replaced: Records which parts have tensors that steps replace.
+        replaced: Records the parts of the state in which steps replace tensors.
     """
 
     def __init__(self, state: ReplicaState) -> None:

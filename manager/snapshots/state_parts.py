@@ -99,7 +99,7 @@ Part: TypeAlias = ModulePart | OptimizerPart | CalledPart
 
 
 class ReplacedTensors:
-    """Records the parts of a state whose tensors steps replace, instead of changing the tensors in place.
+    """Records the parts of a state in which steps replace tensors, instead of changing the tensors in place.
 
     At every boundary, `references` checks one state of each optimizer. Snapshots report other replaced tensors to
     `found`.
