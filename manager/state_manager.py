@@ -92,7 +92,10 @@ class StateManager:
         self._end = SafeEnd()
 
     def metadata(self) -> str:
-        """Return the address from which peers recover this replica's state; raise ``ManagerError`` without a transport.
+        """Return the address from which peers recover this replica's state.
+
+        Raises:
+            ManagerError: The manager has no transport.
         """
         transport = self._replica.transport
         if transport is None:
