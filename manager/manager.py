@@ -154,8 +154,8 @@ class Manager(StateManager):
 
         The call is the step boundary, at which the registered state is that of `current_step`. Call it before you draw
         data and run ``forward``. With ``use_async_quorum`` the call usually returns before the quorum has formed. A
-        replica that may be behind (it has just started, or its last step was not committed) waits for the quorum and
-        heals before the call returns.
+        replica may be behind if it has just started, or if its last step was not committed. Such a replica waits for
+        the quorum, and heals, before the call returns.
 
         Args:
             allow_heal: Whether this replica heals if it is behind. If false, it takes no part in a step while behind.

@@ -7,9 +7,9 @@ A reader pins the memory while it reads. ``materialize`` waits until no live mem
 for the network while it has such a pin. Pins of the copy delay nobody.
 
 `LastingDigests` caches the digest of a chunk from one snapshot to the next. A cached digest is valid while the chunk
-has the same address, torch has counted no change of it, and its owner has announced none (`LastingDigests.forget`).
-torch does not count changes through ``Tensor.data``; owners must announce these. To detect a missing announcement, each
-snapshot digests a few cached chunks again, and discards the cache if a digest differs.
+has the same address, torch has counted no change of it, and its owner has announced no change
+(`LastingDigests.forget`). torch does not count changes through ``Tensor.data``; owners must announce these. To detect a
+missing announcement, each snapshot digests a few cached chunks again, and discards the cache if a digest differs.
 """
 
 from __future__ import annotations

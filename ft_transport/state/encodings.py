@@ -3,8 +3,8 @@
 Decoding never imports, calls or unpickles an object that the received bytes name. It takes constants from fixed tables,
 named tuples from classes that this process has already loaded, and custom types from registered functions.
 
-Hash collisions: Python randomizes the hashes of str and bytes in each process. But an int hashes to its remainder by
-2^61 - 1, and a tuple, a frozenset or a complex number to a formula of its parts (``sys.hash_info``;
+Hash collisions: Python randomizes the hashes of str and bytes in each process. But the hash of an int is its remainder
+by 2^61 - 1. The hash of a tuple, a frozenset or a complex number is a formula of its parts (``sys.hash_info``;
 Objects/tupleobject.c). So a peer could send any number of keys with the same hash. Building a dict of n such keys takes
 quadratic time, in one call that blocks all other threads. `HashWatch` limits the number of keys with the same hash.
 """

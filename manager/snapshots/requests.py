@@ -197,8 +197,8 @@ def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | No
     Do not call this on the main thread, where a signal handler may interrupt it.
 
     Args:
-        unfinished: A list with the snapshot. This function empties the list. If an error then occurs on the thread
-            that began the snapshot, the empty list shows that thread that it must not abandon the snapshot.
+        unfinished: A list with the snapshot. This function empties the list. If an error then occurs on the thread that
+            began the snapshot, that thread finds the list empty, and does not abandon the snapshot.
         section: The read section that guards the state until it is copied; ``None`` if nothing is left to copy.
     """
     in_progress = unfinished.pop()

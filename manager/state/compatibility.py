@@ -242,8 +242,8 @@ _MAX_VALUE: Final = 60
 class ConfiguredHyperparameters:
     """Warns if the first state that a process loads has other hyperparameters than those the process was started with.
 
-    A replica that is restarted with a new learning rate goes on with the old one, because the loaded state contains the
-    old one. Later loads are not compared: by then the training loop may have changed the values.
+    A replica that is restarted with a new learning rate goes on with the old one, which the loaded state contains.
+    Later loads are not compared: by then the training loop may have changed the values.
     """
 
     def __init__(self) -> None:
