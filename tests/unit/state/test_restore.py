@@ -308,7 +308,7 @@ def test_memory_that_was_freed_is_not_written_to() -> None:
     restore, file = _restore([torch.ones(100), torch.ones(100)], own)
     own[1].untyped_storage().resize_(0)
     deliver(restore, file, manifest_of(file), 0, 400)
-    with pytest.raises(RestoreError, match=r"its memory, it was freed.*\(.*1"):
+    with pytest.raises(RestoreError, match=r"its memory, but the memory was freed.*\(.*1"):
         restore.buffers(400, 800)
     assert own[0].sum() == 100
     restore.poison()
