@@ -389,7 +389,10 @@ def test_memory_that_is_freed_while_it_is_received_is_an_error_that_names_it() -
         for name in "ab":
             into[name].untyped_storage().resize_(0)
 
-    with network(1, on_progress=free) as net, pytest.raises(TransportError, match="its memory, but the memory was freed"):
+    with (
+        network(1, on_progress=free) as net,
+        pytest.raises(TransportError, match="its memory, but the memory was freed"),
+    ):
         net.fetch(into=into)
 
 
