@@ -80,7 +80,8 @@ class StateManager:
             TransportError: The transport belongs to another manager.
         """
         if (load_state_dict is None) != (state_dict is None):
-            raise ValueError("expected both load_state_dict and state_dict, or neither")
+            given = "load_state_dict" if state_dict is None else "state_dict"
+            raise ValueError(f"expected both load_state_dict and state_dict, or neither; got only {given}")
         self._replica = Replica(
             timeout, checkpoint_transport, checkpoint_store, prefault=prefault, save_every=save_every
         )

@@ -291,7 +291,7 @@ class ArenaPool:
 def _refuse_beyond_available(num_bytes: int) -> None:
     available = available_bytes()
     if available is not None and num_bytes > available:
-        raise SnapshotError(f"expected {num_bytes} bytes of free host memory for a snapshot, {available} are left")
+        raise SnapshotError(f"expected {num_bytes} bytes of free host memory for a snapshot, but {available} are left")
 
 
 def _release(unpin: list[Callable[[], None]], descriptors: list[int]) -> None:

@@ -52,8 +52,8 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = func._schema.name.rpartition("::")[2]
             if name not in _WAITS:
                 raise CollectiveRefusedError(
-                    f"expected a function that one rank can call alone, it runs the collective {name!r}, in which the "
-                    "other ranks take no part; return local shards in place of a full state dict (FSDP2's own "
+                    f"expected a function that one rank can call alone, but it runs the collective {name!r}, in which "
+                    "the other ranks take no part; return local shards in place of a full state dict (FSDP2's own "
                     "state_dict, or get_state_dict without full_state_dict): a receiver gets the parts that it needs "
                     "from all ranks"
                 )

@@ -184,7 +184,8 @@ class MeshResolver:
         if not dist.is_initialized() or not _is_device_type(described.device_type):
             raise RestoreError(
                 f"expected a device mesh of shape {list(described.shape)} and names {names} in the receiver's state, "
-                "found none, and torch.distributed is not initialised to build one; receive into a state that has one",
+                "but there is none, and torch.distributed is not initialised to build one; receive into a state that "
+                "has one",
                 path=path,
             )
         # Without a process group, because creating one is a collective; the caller may create one later.

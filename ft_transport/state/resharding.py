@@ -301,8 +301,8 @@ class _Builder:
             raise RestoreError(
                 f"expected this tensor in the receiver's state, or one with the same shape {list(kind[0])} and layout "
                 f"at the sources, to decide how it is sharded; found {found}: create an optimizer's states first "
-                "(get_optimizer_state_dict of torch.distributed.checkpoint.state_dict does), or pass like= to a store "
-                "or a transport",
+                "(get_optimizer_state_dict of torch.distributed.checkpoint.state_dict does), or pass like= to the "
+                "call that fetches or loads",
                 path=path_name(path),
             )
         return next(iter(ways))

@@ -196,7 +196,10 @@ class Unflattener:
                 return self._laid_out(self.reinterpret(stored, node), node, path)
             case ViewNode():
                 if len(node.shape) != len(node.stride):
-                    raise ManifestError("expected as many strides as dimensions", path=path)
+                    raise ManifestError(
+                        f"expected one stride for each of {len(node.shape)} dimensions, got {len(node.stride)}",
+                        path=path,
+                    )
                 last = sum((size - 1) * step for size, step in zip(node.shape, node.stride, strict=True))
                 if 0 in node.shape or math.prod(node.shape) >= 2**62 or node.offset + last >= stored.numel():
                     raise ManifestError(f"expected a view inside {stored.numel()} elements, got {node}", path=path)
@@ -217,7 +220,7 @@ class Unflattener:
 
     def _pairs(self, items: Sequence[Node], into: object, path: str) -> Iterator[tuple[Any, object]]:
         if len(items) % 2:
-            raise ManifestError("expected as many values as keys", path=path)
+            raise ManifestError(f"expected as many values as keys, got {len(items)} of both together", path=path)
         counterparts: Mapping[Any, object] = into if isinstance(into, Mapping) else {}
         watch = HashWatch()
         prefix, is_short = f"{path}." if path else "", len(path) < _MAX_PATH_CHARACTERS

@@ -126,7 +126,7 @@ class SnapshotCache:
         place: Place | None = None
         with self._lock:
             if self._closed:
-                raise SnapshotError("expected a running transport, this transport was shut down")
+                raise SnapshotError("expected a running transport, but this one was shut down")
             alive = len(self._entries) + len(self._leaving) + self._reserved.num_taken()
             if alive >= self.max_snapshots:
                 idle = [entry for entry in self._entries if not entry.is_held(self.clock())]
