@@ -31,7 +31,7 @@ def test_it_is_frozen_and_has_torchfts_defaults_but_for_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "pattern"),
     [
-        ({"timeout": 91 * S}, r"quorum_timeout of at least timeout, got 90 s and 91 s: otherwise it would end"),
+        ({"timeout": 91 * S}, r"quorum_timeout of at least timeout, got 90 s and 91 s: otherwise the quorum would"),
         ({"connect_timeout": 91 * S}, r"quorum_timeout of at least connect_timeout"),
         ({"heartbeat_interval": 3 * S}, r"heartbeat_timeout of at least twice heartbeat_interval, got 5 s and 3 s"),
         ({"timeout": 5}, r"datetime\.timedelta as timeout, got int 5"),
