@@ -28,7 +28,7 @@ from ft_transport.state.comparison import TensorDigests
 from manager.errors import HyperparametersDivergedError, LockTimeoutError, ManagerError, StatesDivergedError
 from manager.lifecycle import OwnedExecutor
 from manager.quorum.decision import Decision
-from manager.quorum.differences import DifferenceExchange
+from manager.quorum.differences import differing_tensors, differing_values
 from manager.quorum.quorum_round import Participant, QuorumRound
 from manager.quorum.reports import Claim, digest_of
 from manager.snapshots.requests import BOUNDARY_TIMEOUT
@@ -57,15 +57,13 @@ class StateComparison:
 
     Args:
         participant: This replica and its quorum.
-        differences: Finds out which tensors differ between replicas.
 
     Attributes:
         is_wanted: Whether to compare at the next step boundary, even if ``compare_every`` does not demand it.
     """
 
-    def __init__(self, participant: Participant, differences: DifferenceExchange) -> None:
+    def __init__(self, participant: Participant) -> None:
         self._participant = participant
-        self._differences = differences
         self._pool: OwnedExecutor | None = None
         self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
         self.is_wanted = False
@@ -161,8 +159,31 @@ class StateComparison:
         All compared replicas call this method at the same time.
         """
         if not error.tensors:
-            table, timeout = self._table(self._participant.state.timeout), self._participant.config.connect_timeout
-            error.tensors = self._differences.differing_tensors(error, table or {}, timeout)
+            participant = self._participant
+            table, timeout = self._table(participant.state.timeout), participant.config.connect_timeout
+            error.tensors = differing_tensors(participant.membership, error, table or {}, timeout)
+
+    def handle_divergence(self, decision: Decision) -> None:
+        """Log which replicas have a divergent state; if this replica is one of them, make it heal.
+
+        Args:
+            decision: The decision of the quorum that compared the states.
+        """
+        divergence, participant = decision.divergence, self._participant
+        if divergence is None or divergence.compared == "hyperparameters":
+            return
+        is_own = participant.membership.replica_id in divergence.replicas
+        if is_own:
+            # Until this replica has healed, its state must not count, even if other replicas die and it becomes common.
+            self.forget()
+            participant.disown_state("the state differs from that of most replicas")
+        logger.error(
+            "%s: the state of %s at step %d differs from that of most replicas; %s",
+            participant.name,
+            sorted(divergence.replicas),
+            divergence.step,
+            "this replica heals" if is_own else "they take no part before they have healed",
+        )
 
     def forget(self) -> None:
         """Discard the last digest, after another state was loaded."""
@@ -205,15 +226,13 @@ class Hyperparameters:
 
     Args:
         participant: This replica and its quorum.
-        differences: Finds out which hyperparameters differ between replicas.
 
     Attributes:
         claim: The digest for the next quorum; an empty claim if there is no digest.
     """
 
-    def __init__(self, participant: Participant, differences: DifferenceExchange) -> None:
+    def __init__(self, participant: Participant) -> None:
         self._participant = participant
-        self._differences = differences
         self._state = participant.state
         self._num_divergences = 0
         self._signature: tuple[int, ...] = ()
@@ -297,7 +316,7 @@ class Hyperparameters:
             for index, group in enumerate(optimizer.param_groups)
             for path, text in leaves(group)
         }
-        error.tensors = self._differences.differing_values(error, table, _NAMING)
+        error.tensors = differing_values(self._participant.membership, error, table, _NAMING)
 
     def _optimizers(self) -> list[tuple[str, Optimizer]]:
         """Return names and optimizers: first those registered as replicated state, then those only attached."""

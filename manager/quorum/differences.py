@@ -1,4 +1,8 @@
-"""Compares the structures of the replicas' states in every quorum, and finds out in detail how states differ."""
+"""Compares the structures of the replicas' states in every quorum, and finds out in detail how states differ.
+
+Each rank exchanges details with the same rank of each other replica, through the replicas' key-value stores. They are
+for error messages only.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +46,15 @@ class StructureWatch:
 
     Args:
         participant: This replica and its quorum.
-        differences: Publishes the description, for error messages of other replicas.
-        executor: Runs the publication on the quorum thread.
+        executor: Runs, on the quorum thread, the publication of the description for error messages of other replicas.
 
     Attributes:
         checked: Signature of the optimizers and their parameters at the last check. It is a new object after a change,
             so an identity comparison detects the change.
     """
 
-    def __init__(self, participant: Participant, differences: DifferenceExchange, executor: SafeExecutor) -> None:
+    def __init__(self, participant: Participant, executor: SafeExecutor) -> None:
         self._participant = participant
-        self._differences = differences
         self._executor = executor
         self.checked: tuple[int, ...] = ()
         self._averaged_checked: tuple[int, ...] = ()
@@ -94,7 +96,7 @@ class StructureWatch:
         self._is_doubted = False
         if self._published != self._tables:
             self._published = self._tables
-            self._executor.submit(self._differences.publish_tables, self._tables)
+            self._executor.submit(_publish_tables, self._participant.membership, self._tables)
 
     def check_averaged(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that averaged gradients belong to registered parameters: in the first step, and after each change.
@@ -144,7 +146,8 @@ class StructureWatch:
             role: The role of this replica in it.
         """
         membership = self._participant.membership
-        differing = describe(role.parts, self._tables, self._differences.tables_of(role.holder.store_address))
+        published = _published_tables(membership, role.holder.store_address)
+        differing = describe(role.parts, self._tables, published)
         holder = f"{role.holder.replica_id} at {role.holder.addresses[membership.group_rank]}"
         reason = f"no further attempt can succeed: the state of {holder} differs from this replica's: {differing}"
         return HealFailedError(step=decision.step, reasons=(reason,))
@@ -154,91 +157,80 @@ def _num_parameters(group: dict[str, Any]) -> int:
     return len(group["params"])
 
 
-class DifferenceExchange:
-    """Exchanges details of the state with other replicas, for error messages only.
+def _publish_tables(membership: Membership, tables: Tables) -> None:
+    """Publish the structure of this replica's state in its own store, for replicas whose state does not fit."""
+    with suppress(TransportError):
+        membership.store.set(_tables_key(membership), msgspec.json.encode(tables), _PUBLISHING)
 
-    Each rank exchanges them with the same rank of each other replica, through the replicas' key-value stores.
+
+def _published_tables(membership: Membership, store_address: str) -> Tables | None:
+    """Return the structure that a replica has published in its store; ``None`` if it is not available."""
+    with suppress(TransportError):
+        found = membership.stores.at(store_address).get([_tables_key(membership)], _ASKING)
+        if found is not None:
+            return decode_message(found[0], _tables_decoder)
+    return None
+
+
+def differing_tensors(
+    membership: Membership, error: StatesDivergedError, table: dict[str, int], timeout: timedelta
+) -> tuple[str, ...]:
+    """Exchange the digest of each tensor, and return the paths of tensors that differ; empty after a timeout.
 
     Args:
         membership: The membership of this rank.
+        error: The error that names the compared replicas. All of them call this function at the same time.
+        table: This rank's digests, by path of the tensor.
+        timeout: Limit of the exchange.
     """
+    tables = _exchange(membership, error, "tensors", table, _digests_decoder, timeout=timeout)
+    paths = dict.fromkeys(path for each in tables for path in each)
+    return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
 
-    def publish_tables(self, tables: Tables) -> None:
-        """Publish the structure of this replica's state in its own store, for replicas whose state does not fit."""
-        with suppress(TransportError):
-            self._membership.store.set(self._tables_key(), msgspec.json.encode(tables), _PUBLISHING)
+def differing_values(
+    membership: Membership, error: StatesDivergedError, table: dict[str, str], timeout: timedelta
+) -> tuple[str, ...]:
+    """Exchange the hyperparameters, and describe each one that differs with its values; empty after a timeout.
 
-    def tables_of(self, store_address: str) -> Tables | None:
-        """Return the structure that another replica has published; ``None`` if it is not available.
+    Args:
+        membership: The membership of this rank.
+        error: The error that names the compared replicas. All of them call this function at the same time.
+        table: This rank's hyperparameters as text, by path.
+        timeout: Limit of the exchange.
+    """
+    tables = _exchange(membership, error, "hyperparameters", table, _values_decoder, timeout=timeout)
+    differing = []
+    for path in dict.fromkeys(path for each in tables for path in each):
+        replicas: dict[str, list[str]] = {}
+        for replica, each in zip(error.replicas, tables, strict=False):
+            replicas.setdefault(each.get(path, "missing"), []).append(replica)
+        if len(replicas) > 1:
+            values = [f"{value} on {', '.join(ids)}" for value, ids in replicas.items()]
+            differing.append(f"{path} is {' and '.join(values)}")
+    return tuple(differing)
 
-        Args:
-            store_address: Address of the other replica's store.
-        """
-        with suppress(TransportError):
-            found = self._membership.stores.at(store_address).get([self._tables_key()], _ASKING)
-            if found is not None:
-                return decode_message(found[0], _tables_decoder)
-        return None
 
-    def differing_tensors(
-        self, error: StatesDivergedError, table: dict[str, int], timeout: timedelta
-    ) -> tuple[str, ...]:
-        """Exchange the digest of each tensor, and return the paths of tensors that differ; empty after a timeout.
+def _exchange(
+    membership: Membership,
+    error: StatesDivergedError,
+    what: str,
+    table: dict[str, T],
+    decoder: msgspec.json.Decoder[dict[str, T]],
+    *,
+    timeout: timedelta,
+) -> list[dict[str, T]]:
+    """Return the tables of all compared replicas, in the order of ``error.replicas``; empty if one is missing."""
+    prefix = f"{_PREFIX}/differing/{what}/{error.step}/{membership.group_rank}"
+    try:
+        store = membership.stores.at(error.store_address)
+        store.set(f"{prefix}/{membership.replica_id}", msgspec.json.encode(table), timeout)
+        found = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout) or []
+        return [decode_message(each, decoder) for each in found]
+    except TransportError as unanswered:
+        logger.warning("replica %s: could not find out which %s differ: %s", membership.replica_id, what, unanswered)
+        return []
 
-        Args:
-            error: The error that names the compared replicas. All of them call this method at the same time.
-            table: This rank's digests, by path of the tensor.
-            timeout: Limit of the exchange.
-        """
-        tables = self._exchange(error, "tensors", table, _digests_decoder, timeout)
-        paths = dict.fromkeys(path for each in tables for path in each)
-        return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
 
-    def differing_values(
-        self, error: StatesDivergedError, table: dict[str, str], timeout: timedelta
-    ) -> tuple[str, ...]:
-        """Exchange the hyperparameters, and describe each one that differs with its values; empty after a timeout.
-
-        Args:
-            error: The error that names the compared replicas. All of them call this method at the same time.
-            table: This rank's hyperparameters as text, by path.
-            timeout: Limit of the exchange.
-        """
-        tables = self._exchange(error, "hyperparameters", table, _values_decoder, timeout)
-        differing = []
-        for path in dict.fromkeys(path for each in tables for path in each):
-            replicas: dict[str, list[str]] = {}
-            for replica, each in zip(error.replicas, tables, strict=False):
-                replicas.setdefault(each.get(path, "missing"), []).append(replica)
-            if len(replicas) > 1:
-                values = [f"{value} on {', '.join(ids)}" for value, ids in replicas.items()]
-                differing.append(f"{path} is {' and '.join(values)}")
-        return tuple(differing)
-
-    def _exchange(
-        self,
-        error: StatesDivergedError,
-        what: str,
-        table: dict[str, T],
-        decoder: msgspec.json.Decoder[dict[str, T]],
-        timeout: timedelta,
-    ) -> list[dict[str, T]]:
-        """Return the tables of all compared replicas, in the order of ``error.replicas``; empty if one is missing."""
-        membership = self._membership
-        prefix = f"{_PREFIX}/differing/{what}/{error.step}/{membership.group_rank}"
-        try:
-            store = membership.stores.at(error.store_address)
-            store.set(f"{prefix}/{membership.replica_id}", msgspec.json.encode(table), timeout)
-            found = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout) or []
-            return [decode_message(each, decoder) for each in found]
-        except TransportError as unanswered:
-            logger.warning(
-                "replica %s: could not find out which %s differ: %s", membership.replica_id, what, unanswered
-            )
-            return []
-
-    def _tables_key(self) -> str:
-        return f"{_PREFIX}/structure/{self._membership.group_rank}"
+def _tables_key(membership: Membership) -> str:
+    return f"{_PREFIX}/structure/{membership.group_rank}"

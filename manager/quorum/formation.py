@@ -14,7 +14,7 @@ from ft_transport.telemetry.recorder import phase
 from manager.errors import HealFailedError, HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum.comparison import Hyperparameters, StateComparison
 from manager.quorum.decision import Decision, DoesNotFit, Heals, StandsBy, UpToDate
-from manager.quorum.differences import DifferenceExchange, StructureWatch
+from manager.quorum.differences import StructureWatch
 from manager.quorum.healing import Healer, WarmJoin
 from manager.quorum.membership import QuorumRequest
 from manager.quorum.quorum_round import Participant, QuorumRound, is_own_shortage
@@ -47,10 +47,9 @@ class QuorumFormation:
         self._participant = participant
         self._state = participant.state
         self._executor = executor
-        differences = DifferenceExchange(participant.membership)
-        self.structures = StructureWatch(participant, differences, executor)
-        self.comparison = StateComparison(participant, differences)
-        self.hyperparameters = Hyperparameters(participant, differences)
+        self.structures = StructureWatch(participant, executor)
+        self.comparison = StateComparison(participant)
+        self.hyperparameters = Hyperparameters(participant)
         self.changes = MembershipLog(participant)
         self._healer = Healer(participant)
         self._warm_join = WarmJoin(participant)
@@ -221,7 +220,7 @@ class QuorumFormation:
         self._participant.metrics.set("participants", to=decision.num_participants)
         self.changes.log_changes(decision)
         participant.log_irregular_steps()
-        self._handle_divergence(decision)
+        self.comparison.handle_divergence(decision)
         self.hyperparameters.handle_divergence(decision)
         self.structures.log_unfit(decision)
         logger.debug(
@@ -246,24 +245,6 @@ class QuorumFormation:
                 (self.hyperparameters if is_of_hyperparameters else self.comparison).name(error)
                 logger.error("%s: %s", self._participant.name, error)
             raise
-
-    def _handle_divergence(self, decision: Decision) -> None:
-        """Log which replicas have a divergent state; if this replica is one of them, make it heal."""
-        divergence = decision.divergence
-        if divergence is None or divergence.compared == "hyperparameters":
-            return
-        is_own = self._participant.membership.replica_id in divergence.replicas
-        if is_own:
-            # Until this replica has healed, its state must not count, even if other replicas die and it becomes common.
-            self.comparison.forget()
-            self._participant.disown_state("the state differs from that of most replicas")
-        logger.error(
-            "%s: the state of %s at step %d differs from that of most replicas; %s",
-            self._participant.name,
-            sorted(divergence.replicas),
-            divergence.step,
-            "this replica heals" if is_own else "they take no part before they have healed",
-        )
 
     def _configure(self, decision: Decision, deadline: Deadline) -> None:
         participant = self._participant

@@ -24,7 +24,7 @@ class Boundaries:
         self.group.update(values)
         state = ReplicaState(timedelta(seconds=5))
         state.attach((self.optimizer,), every_commit=True)
-        self._hyperparameters = Hyperparameters(cast("Participant", SimpleNamespace(state=state)), cast("Any", None))
+        self._hyperparameters = Hyperparameters(cast("Participant", SimpleNamespace(state=state)))
 
     def digest(self) -> str:
         self._hyperparameters.digest(is_after_commit=True)
