@@ -46,30 +46,6 @@ _NUM_READS: Final = 3
 _starting = threading.Lock()
 
 
-class NativeThreads:
-    """Starts native threads, and counts how often they run.
-
-    Args:
-        start: Starts the threads, and returns an object that owns them.
-
-    Attributes:
-        owner: The object that ``start`` returned.
-    """
-
-    def __init__(self, start: Callable[[], Any]) -> None:
-        with _starting:
-            before = _tasks()
-            self.owner: Any = start()
-            # The threads are not found by name: under load, a thread may get its name much later.
-            self._tasks = _tasks() - before
-
-    def num_runs(self) -> int | None:
-        """Return how often the threads have given up the processor; ``None`` if the kernel does not count that."""
-        # Skip threads that another library started at the same moment: they have other names, or have ended.
-        counts = [count for task in self._tasks if (count := _num_runs(task)) is not None]
-        return sum(counts) if counts else None
-
-
 def _tasks() -> frozenset[str]:
     with suppress(OSError):
         return frozenset(os.listdir(_TASKS))
@@ -95,7 +71,7 @@ class Sign:
 
     Attributes:
         sent_s: The moment, by the monotonic clock.
-        num_runs: Result of `NativeThreads.num_runs` at that moment.
+        num_runs: Result of `Heartbeat.num_runs` at that moment.
     """
 
     sent_s: float
@@ -108,7 +84,7 @@ class MissedHeartbeats:
     Args:
         timeout_s: The Lighthouse declares a replica dead after this many seconds without a heartbeat.
         interval_s: Seconds between two heartbeats of the native threads.
-        num_runs: Returns how often the native threads have run; see `NativeThreads.num_runs`.
+        num_runs: Returns how often the native threads have run; see `Heartbeat.num_runs`.
         clock: Returns monotonic seconds.
     """
 
@@ -198,7 +174,7 @@ class Heartbeat:
     """Sends heartbeats until `close`.
 
     Args:
-        start: Starts the native threads; returns an object with a method ``shutdown``.
+        start: Starts the native threads; returns their owner, an object with a method ``shutdown``.
         beat: Sends one heartbeat, and waits for the answer for at most the given time.
         name: Name of the replica and of the Lighthouse, for messages.
         interval: Time between two heartbeats of the native threads.
@@ -224,20 +200,28 @@ class Heartbeat:
         self._pause_s = max(interval.total_seconds(), timeout.total_seconds() * _SHARE_OF_TIMEOUT)
         self._closed = SafeEvent()
         self.was_unreachable = False
-        self._native = NativeThreads(start)
-        self.missed_heartbeats = MissedHeartbeats(
-            timeout.total_seconds(), interval.total_seconds(), self._native.num_runs
-        )
+        with _starting:
+            before = _tasks()
+            self._native: Any = start()
+            # The threads are not found by name: under load, a thread may get its name much later.
+            self._native_tasks = _tasks() - before
+        self.missed_heartbeats = MissedHeartbeats(timeout.total_seconds(), interval.total_seconds(), self.num_runs)
         self._thread = SafeThread(target=self._run, name="ft-transport-heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the heartbeats."""
         self._closed.set()
-        native, self._native.owner = self._native.owner, None
+        native, self._native = self._native, None
         if native is not None:
             native.shutdown()
         self._thread.join()
+
+    def num_runs(self) -> int | None:
+        """Return how often the native threads have given up the processor; ``None`` if the kernel does not count that."""
+        # Skip threads that another library started at the same moment: they have other names, or have ended.
+        counts = [count for task in self._native_tasks if (count := _num_runs(task)) is not None]
+        return sum(counts) if counts else None
 
     def _run(self) -> None:
         is_silenced = False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from datetime import timedelta
 
 import pytest
 
-from manager.quorum.heartbeat import MissedHeartbeats, NativeThreads, Sign
+from manager.quorum.heartbeat import Heartbeat, MissedHeartbeats, Sign
 
 TIMEOUT_S = 5.0
 RUNS_PER_S = 40
@@ -131,15 +132,27 @@ class LateName:
         self._asked.set()
         assert self._named.wait(60)
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         self._ended.set()
         self._thread.join()
 
 
 def test_threads_that_name_themselves_late_are_counted() -> None:
-    threads = NativeThreads(LateName)
+    started: list[LateName] = []
+
+    def start() -> LateName:
+        started.append(LateName())
+        return started[0]
+
+    heartbeat = Heartbeat(
+        start=start,
+        beat=lambda timeout: None,
+        name="replica a",
+        interval=timedelta(seconds=0.1),
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     try:
-        threads.owner.name()
-        assert threads.num_runs() is not None
+        started[0].name()
+        assert heartbeat.num_runs() is not None
     finally:
-        threads.owner.end()
+        heartbeat.close()
