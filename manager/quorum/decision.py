@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
@@ -163,15 +163,6 @@ class Rules:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The state that all members have before the next step, and the replicas that have it already (the holders)."""
-
-    step: int
-    lineage: str
-    holders: tuple[Member, ...] = field(default=())
-
-
 def decide(
     members: Collection[Member], own_id: str, rules: Rules, *, group_rank: int = 0, num_failed_heals: int = 0
 ) -> Decision:
@@ -192,7 +183,7 @@ def decide(
     ordered = sorted(members, key=lambda member: member.replica_id)
     _check(ordered, own_id)
     divergence = _find_divergence(ordered)
-    if divergence is not None and not divergence.has_majority:
+    if divergence is not None and not divergence.majority:
         is_of_hyperparameters = divergence.compared == "hyperparameters"
         kind = HyperparametersDivergedError if is_of_hyperparameters else StatesDivergedError
         raise kind(
@@ -202,10 +193,10 @@ def decide(
             tensors=(_AVERAGED,) if divergence.compared == "reductions" else (),
         )
     sound = [member for member in ordered if divergence is None or member.replica_id not in divergence.replicas]
-    target, unfit = _choose_fitting_target(sound, ordered, rules)
-    holding = {member.replica_id for member in target.holders}
+    lineage, holders, unfit = _choose_fitting_state(sound, ordered, rules)
+    holding = {member.replica_id for member in holders}
     sources = {
-        member.replica_id: () if member.replica_id in unfit else _sources(member, target.holders)
+        member.replica_id: () if member.replica_id in unfit else _sources(member, holders)
         for member in ordered
         if member.replica_id not in holding
     }
@@ -226,7 +217,7 @@ def decide(
         )
         role = UpToDate(serves_now=tuple(healing), serves_next=waiting)
     elif own_id in unfit:
-        role = DoesNotFit(holder=target.holders[0], parts=unfit[own_id])
+        role = DoesNotFit(holder=holders[0], parts=unfit[own_id])
     elif sources[own_id]:
         first = healing.index(own_id) + group_rank + num_failed_heals
         receivers = tuple(member for member in ordered if member.replica_id in healing)
@@ -235,13 +226,13 @@ def decide(
         own = next(member for member in ordered if member.replica_id == own_id)
         role = StandsBy(announced_to=frozenset(holding), may_heal=own.may_heal)
     return Decision(
-        step=target.step,
-        lineage=target.lineage,
+        step=holders[0].step,
+        lineage=lineage,
         group=_group_key(joined),
         group_members=names,
         group_addresses=tuple(member.addresses[group_rank] for member in joined),
         # The store of a replica with the common state, because such a replica has been running for longest.
-        store_address=target.holders[group_rank % len(target.holders)].store_address,
+        store_address=holders[group_rank % len(holders)].store_address,
         rank=rank,
         num_participants=num_participants,
         participating_rank=rank if rank is not None and rank < num_participants else None,
@@ -318,9 +309,9 @@ def _check_rules(ordered: Sequence[Member]) -> None:
         )
 
 
-def _choose_fitting_target(
+def _choose_fitting_state(
     sound: Sequence[Member], ordered: Sequence[Member], rules: Rules
-) -> tuple[_Target, dict[str, tuple[str, ...]]]:
+) -> tuple[str, list[Member], dict[str, tuple[str, ...]]]:
     """Choose the common state, and find the members that could not load it.
 
     Args:
@@ -329,23 +320,24 @@ def _choose_fitting_target(
         rules: The rules.
 
     Returns:
-        The common state; and for each member that could not load it, the names of the parts that do not fit.
+        The lineage of the common state; the holders, which have that state already; and for each member that could not
+        load it, the names of the parts that do not fit.
     """
     # Prefer the structure of members that have committed a step: newcomers with another model may outnumber them.
     trained = [member for member in sound if member.step > 0] or sound
     usual = usual_structure([member.structure for member in trained])
     if usual is None:
-        usual = _choose_target(sound, rules).holders[0].structure
+        usual = _choose_state(sound, rules)[1][0].structure
     unfit = {member.replica_id: parts for member in ordered if (parts := misfits(member.structure, usual))}
     fitting = [member for member in sound if member.replica_id not in unfit]
-    target = _choose_target(fitting, rules)
-    first = next((each for each in target.holders if not is_in_other_order(each.structure, usual)), target.holders[0])
+    lineage, holders = _choose_state(fitting, rules)
+    first = next((each for each in holders if not is_in_other_order(each.structure, usual)), holders[0])
     # Holders with another order of parameters heal, and so change to this order: states are compared by position.
-    holders = [each for each in target.holders if not is_in_other_order(each.structure, first.structure)]
-    return _Target(target.step, target.lineage, tuple(holders)), unfit
+    return lineage, [each for each in holders if not is_in_other_order(each.structure, first.structure)], unfit
 
 
-def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
+def _choose_state(ordered: Sequence[Member], rules: Rules) -> tuple[str, list[Member]]:
+    """Choose the newest state. Return its lineage, and the members that have it; they have all reported its step."""
     step = max(member.step for member in ordered)
     if step == NO_WHOLE_STATE:
         raise QuorumError(
@@ -359,13 +351,13 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
             # No initial state is chosen yet: choose that of one member.
             first = next((member for member in newest if member.can_serve), newest[0])
             # The number of groups distinguishes this state from an earlier one of a replica that reuses its id.
-            return _Target(step, next_lineage("", f"{first.replica_id}\0{first.num_groups}", 0), (first,))
+            return next_lineage("", f"{first.replica_id}\0{first.num_groups}", 0), [first]
         newest = synchronised
     numbers = Counter(member.lineage for member in newest)
     irregular = {member.lineage for member in newest if member.is_irregular}
     # The lineage of most members wins; between equal numbers, one without irregular steps.
     lineage = min(numbers, key=lambda lineage: (-numbers[lineage], lineage in irregular, lineage))
-    return _Target(step, lineage, tuple(member for member in newest if member.lineage == lineage))
+    return lineage, [member for member in newest if member.lineage == lineage]
 
 
 def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:

@@ -218,7 +218,7 @@ class Heartbeat:
         self._thread.join()
 
     def num_runs(self) -> int | None:
-        """Return how often the native threads have given up the processor; ``None`` if the kernel does not count that."""
+        """Return how often the native threads have given up the processor; ``None`` if the kernel does not count it."""
         # Skip threads that another library started at the same moment: they have other names, or have ended.
         counts = [count for task in self._native_tasks if (count := _num_runs(task)) is not None]
         return sum(counts) if counts else None

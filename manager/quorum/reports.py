@@ -188,14 +188,12 @@ class Divergence:
     Attributes:
         step: The compared step.
         replicas: The replicas that differ from the majority; without a majority, all compared replicas.
-        has_majority: Whether more than half of the compared replicas agree.
-        majority: The replicas of the majority; empty without one.
+        majority: The replicas that agree, if they are more than half of the compared ones; otherwise empty.
         compared: The kind of values that differ.
     """
 
     step: int
     replicas: frozenset[str]
-    has_majority: bool
     majority: frozenset[str] = frozenset()
     compared: Compared = "state"
 
@@ -223,12 +221,11 @@ def find_divergence(compared: Compared, claims: Mapping[str, Claim]) -> Divergen
         return None
     digest, number = numbers.most_common(1)[0]
     if 2 * number <= len(digests):
-        return Divergence(step=newest, replicas=frozenset(digests), has_majority=False, compared=compared)
+        return Divergence(step=newest, replicas=frozenset(digests), compared=compared)
     differing = frozenset(replica for replica, each in digests.items() if each != digest)
     return Divergence(
         step=newest,
         replicas=differing,
-        has_majority=True,
         majority=frozenset(digests.keys() - differing),
         compared=compared,
     )
