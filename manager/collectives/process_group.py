@@ -8,8 +8,8 @@ exchange their handles through the quorum's store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -69,16 +69,6 @@ class Reconfigurable(Protocol):
         """Releases all resources."""
 
 
-@dataclass(slots=True)
-class _Options:
-    """Replaces ``ReconfigureOptions`` in versions of torch without that class."""
-
-    uuid: int = 0
-    handles: list[str] = field(default_factory=list)
-    timeout: timedelta | None = None
-    hints: dict[str, str] = field(default_factory=dict)
-
-
 class ReconfigurableGroup:
     """Adapts a `Reconfigurable` group to the interface that the manager uses (`ReplicaProcessGroup`).
 
@@ -116,7 +106,9 @@ class ReconfigurableGroup:
         set_rank_info = getattr(self._group, "set_rank_info", None)
         if set_rank_info is not None:
             set_rank_info(replica_id, group_rank or 0, group_world_size or 1)
-        options = getattr(torch._C._distributed_c10d, "ReconfigureOptions", _Options)()
+        # torch before 2.14 does not have the class. torchft's groups then accept any object with its attributes.
+        make_options = getattr(torch._C._distributed_c10d, "ReconfigureOptions", lambda: SimpleNamespace(hints={}))
+        options = make_options()
         options.uuid = quorum_id or 0
         options.handles = self._exchange(store_addr, rank, world_size)
         options.timeout = self.connect_timeout

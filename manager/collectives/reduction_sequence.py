@@ -87,6 +87,9 @@ class ReductionSequence:
         members: The members' names, in the order of their ranks.
         timeout: Longest wait for one collective.
         executor: An executor with one thread.
+
+    Attributes:
+        is_running: Whether the job has been submitted to the executor, and has not ended.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class ReductionSequence:
         self._num_compared = 0
         self._is_ended = False
         self._is_over = False
-        self._is_started = False
+        self.is_running = False
         self._error: BaseException | None = None
         _living.add(self)
 
@@ -149,25 +152,20 @@ class ReductionSequence:
                 pending.tensor = None
             self._progress.notify_all()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the job has been submitted to the executor, and has not ended."""
-        return self._is_started
-
     def abort(self) -> None:
         """Abort the process group, so that all waits fail. Thread-safe."""
         self.fail(RuntimeError("expected a working process group, got one that has been aborted"))
         self._group.abort()
 
     def _start(self) -> None:
-        if self._is_started:
+        if self.is_running:
             return
         try:
-            self._is_started = True
+            self.is_running = True
             self._executor.submit(self._run)
         except BaseException:
             # If this job was submitted nevertheless, a second job only finds nothing to do.
-            self._is_started = False
+            self.is_running = False
             raise
 
     def _wait(self, is_done: Callable[[], bool], what: str, timeout: timedelta | None) -> None:
@@ -204,7 +202,7 @@ class ReductionSequence:
         with self._progress:
             num, is_last = len(self._log), self._is_ended
             if self._error is not None or self._is_over or (num == self._num_compared and not is_last):
-                self._is_started = False
+                self.is_running = False
                 return False
         own = Announcement(num, is_last, self._log.digest(num))
         announced = [Announcement.decode(each) for each in self._gather(own.encode())]

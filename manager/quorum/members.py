@@ -359,7 +359,7 @@ def refusing_members(
     # A replica with a token goes on: the addresses on the page may be forged, and the quorum shows the real members.
     is_stranger = not has_token and all(isinstance(answer, PeerAuthenticationError) for answer in answers)
     if is_stranger and len(asked) == len(ahead):
-        shown = ", ".join(repr(each.replica_id[:_MAX_SHOWN_CHARACTERS]) for each in asked)
+        shown = _shown([each.replica_id for each in asked])
         raise QuorumError(
             "expected replicas with the same job token and certificates; this replica has no token "
             f"({TOKEN_VARIABLE}), and the running replicas refuse it: {shown}: {answers[0]}"

@@ -128,7 +128,9 @@ class QuorumProcessGroup:
                     timeout=deadline.cap(self._connect_timeout),
                 )
         self._end_reducing(deadline)
-        self._limit_connecting(deadline)
+        if isinstance(self.wrapped, (GlooProcessGroup, ReconfigurableGroup)):
+            # Set here, because torchft's ``configure`` has no argument for it.
+            self.wrapped.connect_timeout = deadline.cap(self._connect_timeout)
         self.wrapped.configure(
             f"{decision.store_address}/{prefix}",
             replica_id,
@@ -178,11 +180,6 @@ class QuorumProcessGroup:
 
     def _prefix(self, decision: Decision) -> str:
         return f"{_PREFIX}/{decision.group}/{self._group_rank}"
-
-    def _limit_connecting(self, deadline: Deadline) -> None:
-        """Set the connect timeout of this package's groups, because torchft's ``configure`` has no argument for it."""
-        if isinstance(self.wrapped, (GlooProcessGroup, ReconfigurableGroup)):
-            self.wrapped.connect_timeout = deadline.cap(self._connect_timeout)
 
     def abort(self) -> None:
         """End the process group at once, so that other members stop waiting for this replica."""

@@ -57,7 +57,8 @@ _QUICK_S: Final = 1.0
 
 def span(name: str) -> AbstractContextManager[Any]:
     """Return a context manager that shows up as ``torchft::manager::<name>`` in a profile."""
-    return torch.profiler.record_function(_PREFIX + name) if _is_profiled() else _NOTHING
+    # A profiler may be running: torch's own compiler uses the same check.
+    return torch.profiler.record_function(_PREFIX + name) if profiler._is_profiler_enabled else _NOTHING
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -66,19 +67,12 @@ def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _is_profiled():
-                return function(*args, **kwargs)
             with span(name):
                 return function(*args, **kwargs)
 
         return call
 
     return decorate
-
-
-def _is_profiled() -> bool:
-    """Return whether a profiler may be running. torch's own compiler uses the same check."""
-    return profiler._is_profiler_enabled
 
 
 @dataclass(slots=True, kw_only=True)
