@@ -167,16 +167,15 @@ class Demo:
                 event = self._events.get(timeout=_EVENT_TIMEOUT_S)
             except queue.Empty:
                 raise SystemExit(f"expected a report of a replica, got none in {_EVENT_TIMEOUT_S:.0f} s") from None
-            # The last reports of a killed process count, too, so all processes are searched for the sender.
-            sender = next(each for each in self._all if each.process.pid == event.process_id)
-            if event.name == ENDED and sender in self._running.get(event.replica, ()):
-                raise SystemExit(f"replica {event.replica} ended unexpectedly; its errors are above")
-            self._show(event, sender)
+            name = event.sender.name
+            if event.name == ENDED and event.sender in self._running.get(name, ()):
+                raise SystemExit(f"replica {name} ended unexpectedly; its errors are above")
+            self._show(event)
 
-    def _show(self, event: Event, sender: ReplicaProcess) -> None:
-        fields = event.fields
-        style = _COLORS[event.replica]
-        who = event.replica if self._num_ranks == 1 else f"{event.replica}/{sender.group_rank}"
+    def _show(self, event: Event) -> None:
+        sender, fields = event.sender, event.fields
+        style = _COLORS[sender.name]
+        who = sender.name if self._num_ranks == 1 else f"{sender.name}/{sender.group_rank}"
         sender.record(event)
         if event.name == "serving":
             self._write_targets()

@@ -238,8 +238,7 @@ def main() -> None:
 class Event(NamedTuple):
     """One line that a replica's process has reported, and the time of arrival by the monotonic clock."""
 
-    replica: str
-    process_id: int
+    sender: ReplicaProcess
     name: str
     fields: dict[str, Any]
     received_s: float
@@ -318,8 +317,9 @@ class ReplicaProcess:
             text=True,
         )
         assert process.stdout is not None, "stdout is a pipe"
-        SafeThread(target=_read_events, args=(name, process.pid, process.stdout, events), daemon=True).start()
-        return cls(name, rank, process)
+        started = cls(name, rank, process)
+        SafeThread(target=_read_events, args=(started, process.stdout, events), daemon=True).start()
+        return started
 
     def record(self, event: Event) -> None:
         """Update the attributes from one event of this process."""
@@ -360,10 +360,10 @@ class ReplicaProcess:
             self.process.stdin.close()
 
 
-def _read_events(name: str, process_id: int, lines: IO[str], events: queue.SimpleQueue[Event]) -> None:
+def _read_events(sender: ReplicaProcess, lines: IO[str], events: queue.SimpleQueue[Event]) -> None:
     with lines:
         for line in lines:
             with suppress(json.JSONDecodeError):  # the last line of a killed process may be incomplete
                 fields = json.loads(line)
-                events.put(Event(name, process_id, fields.pop("event"), fields, time.monotonic()))
-    events.put(Event(name, process_id, ENDED, {}, time.monotonic()))
+                events.put(Event(sender, fields.pop("event"), fields, time.monotonic()))
+    events.put(Event(sender, ENDED, {}, time.monotonic()))
