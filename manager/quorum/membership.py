@@ -115,7 +115,7 @@ class Membership:
         self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
         self._incarnation: Incarnation | None = None
-        self._ranks = RankExchange(None, "", 0, 1)
+        self._ranks: RankExchange | None = None
         self._own_id: ReplicaId | None = None
         # A store that this process hosts closes with the last reference to it.
         self._hosted_store: TCPStore | None = None
@@ -134,17 +134,16 @@ class Membership:
         name = config.replica_id or NAMELESS
         lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
         self.lighthouse = lighthouse or self.lighthouse
-        prefix = ""
         if config.world_size == 1:
             self._own_id = take_id(lighthouse, name)
             self.replica_id, self.process_group.num_begun = self._own_id.replica_id, self._own_id.num_groups
         else:
             self.replica_id = f"{name}:{uuid.uuid4()}"
             self._incarnation = Incarnation(self.store, self.group_rank, self.replica_id, config.timeout)
-            self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
-        self._ranks = RankExchange(
-            self.store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size, self._keys
-        )
+            self.replica_id = self._incarnation.replica_id
+            self._ranks = RankExchange(
+                self.store, self._incarnation.prefix, self.group_rank, config.world_size, self._keys
+            )
         if self.group_rank == 0:
             if config.lighthouse_addr is None:
                 logger.warning(
@@ -197,18 +196,21 @@ class Membership:
         """
         own = msgspec.structs.asdict(report)
         own.update(group=self.process_group.group, num_groups=self.process_group.num_begun, address=self._address)
-        deadline = request.deadline
+        own_report, deadline = RankReport(**own), request.deadline
         # A rank that waits in a failed collective arrives this much later.
         gathering = self._config.timeout + self._config.connect_timeout
         # Rank 0 may need all of its requests to the Lighthouse.
         asking = (deadline.left() or self._config.quorum_timeout) * (self._config.quorum_retries + 1)
-        answer = self._ranks.exchange(
-            Exchange.QUORUM,
-            RankReport(**own),
-            lambda reports: self._ask(reports, request, announced_to),
-            gathering=deadline.cap(gathering),
-            answering=deadline.cap(gathering + asking) + _GRACE,
-        )
+        if self._ranks is None:
+            answer = self._ask((own_report,), request, announced_to)
+        else:
+            answer = self._ranks.exchange(
+                Exchange.QUORUM,
+                own_report,
+                lambda reports: self._ask(reports, request, announced_to),
+                gathering=deadline.cap(gathering),
+                answering=deadline.cap(gathering + asking) + _GRACE,
+            )
         with quorum_errors():
             members = self.members = decode_message(answer, _members_decoder)
         return decide(
@@ -279,6 +281,8 @@ class Membership:
         Raises:
             QuorumError: A rank did not vote in time.
         """
+        if self._ranks is None:
+            return refusals
         # A rank that waits in a failed collective arrives this much later.
         gathering = timeout + self._config.connect_timeout
         # Rank 0 may wait that long for a missing rank before it reports which one.
@@ -310,7 +314,8 @@ class Membership:
     def close(self) -> None:
         """Leave the job: end the heartbeats, and shut the process group down."""
         self.process_group.wait_for_readers()
-        self._ranks.close()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._session is not None:
             self._session.close()
         self.process_group.close()

@@ -94,20 +94,15 @@ class RankExchange:
     step take part in one exchange with different kinds, and learn that at once, without waiting for a timeout.
 
     Args:
-        store: The key-value store that the ranks share; ``None`` for a replica of one rank.
+        store: The key-value store that the ranks share.
         prefix: Prefix of all keys in the store; no earlier object may have used it.
         rank: This rank within the replica.
-        world_size: Number of ranks of the replica.
+        world_size: Number of ranks of the replica, at least two.
         keys: The keys of the job token, which sign the messages between ranks; ``None`` without a token.
     """
 
-    def __init__(
-        self, store: StoreChannel | None, prefix: str, rank: int, world_size: int, keys: Keys | None = None
-    ) -> None:
-        assert store is not None or world_size == 1, "ranks need a store to agree"
-        self._messages = (
-            RankMessages(store, keys, "ranks of a replica", rank=rank, timeout=_LONGEST) if store is not None else None
-        )
+    def __init__(self, store: StoreChannel, prefix: str, rank: int, world_size: int, keys: Keys | None = None) -> None:
+        self._messages = RankMessages(store, keys, "ranks of a replica", rank=rank, timeout=_LONGEST)
         self._prefix = prefix
         self.rank = rank
         self.world_size = world_size
@@ -137,15 +132,12 @@ class RankExchange:
         Raises:
             QuorumError: A rank did not take part in time, or ``answer`` failed. All ranks that wait raise it.
         """
-        messages = self._messages
-        if messages is None:
-            return answer((report,))
         deadline = Deadline.after(gathering if self.rank == 0 else answering)
         while True:
             try:
                 if self.rank == 0:
-                    return self._lead(messages, kind, report, answer, deadline=deadline, publishing=gathering)
-                return self._follow(messages, kind, report, deadline)
+                    return self._lead(kind, report, answer, deadline=deadline, publishing=gathering)
+                return self._follow(kind, report, deadline)
             except _AtOddsError:
                 if kind is not Exchange.QUORUM or deadline.is_over():
                     raise
@@ -164,8 +156,6 @@ class RankExchange:
         Raises:
             QuorumError: A rank did not vote in time.
         """
-        if self._messages is None:
-            return refusals
         try:
             agreed = self.exchange(
                 kind, RankReport(refusals=refusals), _refusals, gathering=gathering, answering=answering
@@ -177,13 +167,11 @@ class RankExchange:
 
     def close(self) -> None:
         """Mark this rank as shut down, so that other ranks stop waiting for it, if the store still answers."""
-        if self._messages is not None:
-            with contextlib.suppress(TransportError):
-                self._messages.channel.set(self._left_key(self.rank), "", _PARTING)
+        with contextlib.suppress(TransportError):
+            self._messages.channel.set(self._left_key(self.rank), "", _PARTING)
 
     def _lead(
         self,
-        messages: RankMessages,
         kind: Exchange,
         report: RankReport,
         answer: Callable[[tuple[RankReport, ...]], bytes],
@@ -195,18 +183,18 @@ class RankExchange:
         number, num_begun = self._current
         with quorum_errors():
             key = self._key(number, "answer")
-            is_answered = bool(num_begun) and not messages.channel.missing([key], deadline.cap(_LONGEST))
+            is_answered = bool(num_begun) and not self._messages.channel.missing([key], deadline.cap(_LONGEST))
         if is_answered:
             # A signal handler interrupted rank 0 after it had answered, and the other ranks use that answer.
-            published = self._answer(messages, number, deadline)
+            published = self._answer(number, deadline)
             self._current = number, num_begun = number + 1, 0
             if published.kind is kind is not Exchange.QUORUM:
                 return bytes(published.result)
-        sent = _Sent(kind, report, num_begun + 1, messages.nonce)
+        sent = _Sent(kind, report, num_begun + 1, self._messages.nonce)
         self._current = (number, sent.attempt)
         keys = {self._key(number, rank): rank for rank in range(1, self.world_size)}
         try:
-            found = self._await(messages, keys, deadline.cap(_LONGEST))
+            found = self._await(keys, deadline.cap(_LONGEST))
             with quorum_errors():
                 all_sent = (sent, *(decode_message(each, _sent_decoder) for each in found))
             if len({each.kind for each in all_sent}) > 1:
@@ -215,66 +203,65 @@ class RankExchange:
             result = answer(tuple(each.report for each in all_sent))
         except QuorumError as error:
             with contextlib.suppress(QuorumError):
-                self._publish(messages, number, _failure(error), _PARTING)
+                self._publish(number, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
         # All ranks that take part in this exchange have read the answers of the earlier ones.
         old, self._old_keys = self._old_keys, []
         nonces = tuple(each.nonce for each in all_sent)
         answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts, nonces=nonces)
-        published = self._publish(messages, number, answer_to_all, publishing, remove=old)
+        published = self._publish(number, answer_to_all, publishing, remove=old)
         if published.error:
             raise QuorumError(f"rank 0 of this replica has already answered the other ranks: {published.error}")
-        self._refuse_foreign(messages, published)
+        self._refuse_foreign(published)
         return bytes(published.result)
 
-    def _follow(self, messages: RankMessages, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
+    def _follow(self, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
         """Run one exchange on a rank other than 0."""
         number, num_begun = self._current
-        sent = _Sent(kind, report, num_begun + 1, messages.nonce)
+        sent = _Sent(kind, report, num_begun + 1, self._messages.nonce)
         self._current = (number, sent.attempt)
         with quorum_errors():
             key = self._key(number, self.rank)
-            messages.channel.set(key, messages.signed(key, msgspec.json.encode(sent)), deadline.cap(_LONGEST))
-        answer = self._answer(messages, number, deadline)
+            signed = self._messages.signed(key, msgspec.json.encode(sent))
+            self._messages.channel.set(key, signed, deadline.cap(_LONGEST))
+        answer = self._answer(number, deadline)
         self._current = (number + 1, 0)
         if answer.error:
             error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
             raise error_type(f"rank 0 of this replica: {answer.error}")
-        self._refuse_foreign(messages, answer)
+        self._refuse_foreign(answer)
         is_current = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
         # The result of a vote counts even if rank 0 has counted an earlier vote of this rank.
         if is_current or answer.kind is kind is not Exchange.QUORUM:
             return bytes(answer.result)
         raise _AtOddsError(f"rank 0 of this replica has answered an earlier message of rank {self.rank}")
 
-    def _refuse_foreign(self, messages: RankMessages, answer: _Answer) -> None:
-        if answer.nonces[self.rank : self.rank + 1] != (messages.nonce,):
+    def _refuse_foreign(self, answer: _Answer) -> None:
+        if answer.nonces[self.rank : self.rank + 1] != (self._messages.nonce,):
             raise QuorumError(
                 f"rank {self.rank}: expected an answer to this rank's message, got one to a message of another process"
             )
 
-    def _answer(self, messages: RankMessages, number: int, deadline: Deadline) -> _Answer:
-        (found,) = self._await(messages, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
+    def _answer(self, number: int, deadline: Deadline) -> _Answer:
+        (found,) = self._await({self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
         with quorum_errors():
             return decode_message(found, _answer_decoder)
 
-    def _publish(
-        self, messages: RankMessages, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
-    ) -> _Answer:
+    def _publish(self, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()) -> _Answer:
         """Publish an answer, unless this exchange has one. Return the answer that the other ranks read."""
         key = self._key(number, "answer")
         with quorum_errors():
-            signed = messages.signed(key, msgspec.json.encode(answer)).decode()
-            stored = messages.channel.set_once(key, signed, timeout, remove=remove)
+            signed = self._messages.signed(key, msgspec.json.encode(answer)).decode()
+            stored = self._messages.channel.set_once(key, signed, timeout, remove=remove)
         self._current = (number + 1, 0)
         self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
         with quorum_errors():
-            return decode_message(messages.opened(key, stored), _answer_decoder)
+            return decode_message(self._messages.opened(key, stored), _answer_decoder)
 
-    def _await(self, messages: RankMessages, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
+    def _await(self, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for messages of other ranks; return them in the order of ``keys``, which maps each key to its rank."""
-        store = messages.channel
+        messages, store = self._messages, self._messages.channel
         missing, reason = list(keys), ""
         left = {self._left_key(rank): rank for rank in keys.values()}
         try:
