@@ -1,11 +1,13 @@
 """Digests a replica's tensors and hyperparameters, which the next quorum compares between replicas.
 
-A background thread reads the tensors while ``forward`` and ``backward`` run, in a read section, so that no optimizer
-changes them meanwhile. That takes about 0.1 s for each GB; the training thread waits only if the step is shorter.
+A background thread reads the tensors while ``forward`` and ``backward`` run. It holds a read section of the state lock,
+so that no optimizer changes the tensors meanwhile. This takes about 0.1 s for each GB; the training thread waits only if
+its step is shorter.
 
-If a scheduler changes a learning rate on one replica alone, the parameters soon differ for good, and no tensor shows
-why. So the hyperparameters are compared too. After a commit they must be equal, since every replica sets them from the
-same step. After a failed step they may differ: one replica may have failed before it set them, another one after.
+If a scheduler changes a learning rate on one replica only, the replicas' parameters soon differ, and no tensor shows
+why. So the hyperparameters are compared too. After a commit they must be equal on all replicas, since every replica
+sets them for the same step. After a failed step they may differ: one replica may have failed before it set them, and
+another one afterwards.
 """
 
 from __future__ import annotations
@@ -53,13 +55,13 @@ _encoder: Final = msgspec.msgpack.Encoder(enc_hook=plain, order="deterministic")
 class StateComparison:
     """Digests a replica's state at step boundaries, for the quorum to compare. For the training thread only.
 
-    It digests only the tensors whose memory is changed by optimizers and write sections alone.
+    It digests only tensors that nothing but optimizers and write sections can change.
 
     Args:
         participant: This replica and its quorum.
 
     Attributes:
-        is_wanted: Whether to compare at the next step boundary, even if ``compare_every`` does not demand it.
+        is_wanted: Whether to compare at the next step boundary, even if ``compare_every`` does not require it.
     """
 
     def __init__(self, participant: Participant) -> None:
@@ -72,10 +74,10 @@ class StateComparison:
     def suspect(self, reason: str, current: QuorumRound) -> None:
         """Compare the replicas at the next step boundary, because the present step may make their states differ.
 
-        Logs a warning the first time.
+        The first call logs a warning. After three comparisons of this kind, further calls have no effect.
 
         Args:
-            reason: Why the states may differ: the beginning of the logged sentence.
+            reason: Why the states may differ; the warning begins with this text.
             current: The round of the present step.
         """
         decision = current.decision
@@ -90,7 +92,7 @@ class StateComparison:
         self.is_wanted = True
 
     def begin_if_due(self) -> None:
-        """Begin to digest the state if the replicas compare it at this step boundary. Log the reason if that fails."""
+        """Begin to digest the state if the replicas compare it at this step boundary. If that fails, log the reason."""
         own, copier = self._participant.state, self._participant.snapshots.copier
         step, every = own.step, self._participant.config.compare_every
         if not self.is_wanted and (every is None or step == 0 or step % every):
@@ -121,7 +123,7 @@ class StateComparison:
                 section.release()
 
     def claim(self, timeout: timedelta) -> Claim:
-        """Wait for the digest of the last compared step boundary. Return an empty claim if there is no digest.
+        """Wait for the digest of the last compared step boundary, and return it; without a digest, return ``Claim()``.
 
         Args:
             timeout: Limit of the wait.
@@ -139,7 +141,7 @@ class StateComparison:
         )
 
     def _table(self, timeout: timedelta) -> dict[str, int] | None:
-        """Return the digest of each tensor, by path; ``None`` if no step boundary was digested."""
+        """Return the digest of each tensor, by path; ``None`` if there is no digest."""
         if self._pending is None:
             return None
         step, _, future = self._pending
@@ -153,10 +155,10 @@ class StateComparison:
         self._pending = None
         return None
 
-    def name(self, error: StatesDivergedError) -> None:
-        """Find the paths of the tensors that differ, and store them in the error.
+    def find_differences(self, error: StatesDivergedError) -> None:
+        """Find the tensors that differ, and store their paths in the error.
 
-        All compared replicas call this method at the same time.
+        All compared replicas must call this method at the same time, because they exchange their digests.
         """
         if not error.tensors:
             participant = self._participant
@@ -186,11 +188,11 @@ class StateComparison:
         )
 
     def forget(self) -> None:
-        """Discard the last digest, after another state was loaded."""
+        """Discard the last digest, so that the next quorum does not compare it."""
         self._pending = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the background thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
@@ -222,7 +224,7 @@ class Hyperparameters:
     """Digests the hyperparameters of a replica's optimizers, for the quorum to compare. For the training thread only.
 
     The digest covers the optimizers that step with each commit and are attached or registered as replicated state. It
-    covers all values of their parameter groups, except those that only choose a kernel.
+    covers all values of their parameter groups, except values that only choose a kernel, such as ``foreach``.
 
     Args:
         participant: This replica and its quorum.
@@ -289,7 +291,7 @@ class Hyperparameters:
             replicas=tuple(sorted(divergence.replicas | divergence.majority)),
             store_address=decision.store_address,
         )
-        self.name(error)
+        self.find_differences(error)
         is_own = participant.membership.replica_id in divergence.replicas
         self._num_divergences = self._num_divergences + 1 if is_own else 0
         logger.error(
@@ -304,10 +306,10 @@ class Hyperparameters:
         if self._num_divergences > _MAX_DIVERGENCES:
             raise error
 
-    def name(self, error: StatesDivergedError) -> None:
+    def find_differences(self, error: StatesDivergedError) -> None:
         """Find the hyperparameters that differ, and store them with their values in the error.
 
-        All compared replicas call this method at the same time.
+        All compared replicas must call this method at the same time, because they exchange their values.
         """
         table = {
             f"{name}.param_groups.{index}.{path}": text
@@ -319,7 +321,7 @@ class Hyperparameters:
         error.tensors = differing_values(self._participant.membership, error, table, _NAMING)
 
     def _optimizers(self) -> list[tuple[str, Optimizer]]:
-        """Return names and optimizers: first those registered as replicated state, then those only attached."""
+        """Return the optimizers with their names: those registered as replicated state, then those only attached."""
         state = self._state
         attached = state.optimizers()
         signature = (state.registry.num_changes, *map(id, attached))

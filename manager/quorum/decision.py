@@ -4,9 +4,9 @@ Every member computes the decision on its own, from the same reports, which the 
 (``manager.quorum.lighthouse``). The module is pure: it does not wait, read a clock or use the network.
 
 A committed state has a step and a *lineage*: a digest of the process groups that averaged gradients since step 0.
-Replicas with the same step and lineage have the same replicated state. The step number alone does not guarantee that: a
-suspended replica may continue, and commit a step that the others have repeated without it. Then its lineage differs
-from theirs, and it heals like a replica that is behind.
+Replicas with the same step and lineage have the same replicated state. The step number alone does not guarantee that. A
+replica that was suspended may continue, and commit a step that the other replicas have repeated without it. Its lineage
+then differs from theirs, so it heals like a replica that is behind.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _AVERAGED: Final = "the tensors that were averaged in it"
 
 
 class WorldSizeMode(Enum):
-    """How many replicas contribute to a step. The names and their meaning are torchft's.
+    """How many replicas contribute to a step. Names and meanings are those of torchft.
 
     Attributes:
         DYNAMIC: All replicas of the quorum contribute.
-        FIXED_WITH_SPARES: ``min_replica_size`` replicas contribute. The spare replicas have the same state and
-            contribute zeros.
+        FIXED_WITH_SPARES: Only ``min_replica_size`` replicas contribute. The other replicas are spares: they have the
+            same state, and contribute zeros.
     """
 
     DYNAMIC = 0
@@ -51,8 +51,8 @@ class UpToDate:
     """The role of a replica that has the common state already.
 
     Attributes:
-        serves_now: The ids of replicas that heal from it at this step boundary.
-        serves_next: The ids of replicas that heal from it at the next step boundary.
+        serves_now: The ids of replicas that heal from this replica at this step boundary.
+        serves_next: The ids of replicas that heal from this replica at the next step boundary.
     """
 
     serves_now: tuple[str, ...]
@@ -64,9 +64,9 @@ class Heals:
     """The role of a replica that receives the common state before it trains.
 
     Attributes:
-        sources: The replicas that can serve the state, in the order in which this replica tries them. The order is
-            different on each healing replica, which spreads the load.
-        receivers: All replicas that heal now, including this one; they relay received bytes to each other.
+        sources: The replicas that can serve the state, in the order in which this replica tries them. Each healing
+            replica has another order, to spread the load.
+        receivers: All replicas that heal now, including this one. They relay received bytes to each other.
     """
 
     sources: tuple[Member, ...]
@@ -105,16 +105,16 @@ Role: TypeAlias = UpToDate | Heals | StandsBy | DoesNotFit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The part of one rank of one replica in a step.
+    """The result of a quorum for one rank of one replica: the common state, the process group and the replica's role.
 
     Attributes:
-        step: The committed step of the common state, which all members have after healing.
+        step: The committed step of the common state. All members have this state after healing.
         lineage: The lineage of the common state.
         group: Key of the process group for the step. A replica that has this group already does not set it up again.
         group_members: The ids of the replicas in the process group, by rank in the group.
         group_addresses: The addresses of the ranks in the process group, by rank in the group.
         store_address: Address of the key-value store through which the process group is set up.
-        rank: The replica's rank in the process group; ``None`` if it takes no part.
+        rank: The replica's rank in the process group; ``None`` if it takes no part in the step.
         num_participants: Number of replicas that contribute gradients.
         participating_rank: The replica's rank among the replicas that contribute; ``None`` if it contributes zeros or
             takes no part.
@@ -139,7 +139,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings that must be equal on all replicas: they decide which replicas train, or change a step's result.
+    """The settings that must be equal on all replicas, since they affect which replicas train, or a step's result.
 
     Attributes:
         min_replica_size: The smallest number of replicas that can commit a step.
@@ -154,7 +154,7 @@ class Rules:
     compare_every: int | None = None
 
     def as_text(self) -> tuple[str, ...]:
-        """Return each rule as text ``name=value``, for a report."""
+        """Return the rules for a report, each as text ``name=value``."""
         return (
             f"min_replica_size={self.min_replica_size}",
             f"world_size_mode={self.world_size_mode.name}",
@@ -166,18 +166,18 @@ class Rules:
 def decide(
     members: Collection[Member], own_id: str, rules: Rules, *, group_rank: int = 0, num_failed_heals: int = 0
 ) -> Decision:
-    """Decide the part of one replica in the next step.
+    """Decide what one replica does in the next step.
 
     Args:
-        members: The reports of the quorum's members, in any order; the same on all members.
+        members: The reports of the quorum's members, in any order. All members must pass the same reports.
         own_id: The id of the replica.
         rules: The replica's rules.
-        group_rank: The calling rank within the replica. Each rank tries a different source first.
+        group_rank: The caller's rank within the replica. Each rank tries a different source first.
         num_failed_heals: Number of failed heals in a row. Each attempt tries a different source first.
 
     Raises:
-        QuorumError: The replica is no member, the members' rules or numbers of ranks differ, or all members have only
-            partial states.
+        QuorumError: The replica is not a member; a replica is a member twice; the members have different rules or
+            numbers of ranks; or the states of all members are partial.
         StatesDivergedError: The members' states differ, and no majority agrees.
     """
     ordered = sorted(members, key=lambda member: member.replica_id)
@@ -274,7 +274,7 @@ def commit_refusals(
 
 
 def _find_divergence(ordered: Sequence[Member]) -> Divergence | None:
-    """Compare the members' digests. Reductions are compared first, because differing ones explain differing states."""
+    """Compare the members' digests, those of reductions first: different reductions explain different states."""
     return (
         find_divergence("reductions", {member.replica_id: member.reductions for member in ordered})
         or find_divergence("state", {member.replica_id: member.claim for member in ordered})
@@ -305,7 +305,7 @@ def _check_rules(ordered: Sequence[Member]) -> None:
     }
     if differing:
         raise QuorumError(
-            f"expected replicas with the same rules, got {differing}; pass the same arguments to Manager on each"
+            f"expected replicas with the same rules, got {differing}; pass the same arguments to every Manager"
         )
 
 
@@ -337,7 +337,7 @@ def _choose_fitting_state(
 
 
 def _choose_state(ordered: Sequence[Member], rules: Rules) -> tuple[str, list[Member]]:
-    """Choose the newest state. Return its lineage, and the members that have it; they have all reported its step."""
+    """Choose the newest state. Return its lineage, and the members that have this state, all at the same step."""
     step = max(member.step for member in ordered)
     if step == NO_WHOLE_STATE:
         raise QuorumError(
@@ -361,14 +361,14 @@ def _choose_state(ordered: Sequence[Member], rules: Rules) -> tuple[str, list[Me
 
 
 def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
-    """Return the holders that can serve ``member`` now, before they or the member begin the step."""
+    """Return the holders from which ``member`` can heal at this step boundary."""
     if not member.may_heal:
         return ()
     return tuple(holder for holder in holders if holder.can_serve or holder.replica_id in member.announced_to)
 
 
 def _group_key(joined: Sequence[Member]) -> str:
-    """Return the key of the process group that all members have already, or a new, unique key.
+    """Return the key of the process group that exactly these members have already; otherwise a new, unique key.
 
     A key starts with the number of the group's members. So if that many replicas have the key, the group is complete.
     """

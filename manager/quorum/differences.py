@@ -1,7 +1,7 @@
 """Compares the structures of the replicas' states in every quorum, and finds out in detail how states differ.
 
-Each rank exchanges details with the same rank of each other replica, through the replicas' key-value stores. They are
-for error messages only.
+The details are for error messages only. Each rank exchanges them with the same rank of each other replica, through the
+replicas' key-value stores.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StructureWatch:
 
     Args:
         participant: This replica and its quorum.
-        executor: Runs, on the quorum thread, the publication of the description for error messages of other replicas.
+        executor: Publishes the description on the quorum thread, for error messages of other replicas.
 
     Attributes:
         checked: Signature of the optimizers and their parameters at the last check. It is a new object after a change,
@@ -68,14 +68,16 @@ class StructureWatch:
 
     @property
     def structure(self) -> Structure:
-        """Digests of the structure of the present state, for the quorum to compare."""
+        """The structure of the present state, as digests that the quorum compares."""
         # A heal may have changed the order of parameters.
         if self._structure and self._num_changes != self._participant.state.registry.num_changes:
             self.refresh()
         return self._structure
 
     def check_registered(self) -> None:
-        """Check that all trained state is registered and can be served: before the first step, and after each change.
+        """Check that all trained state is registered and can be served.
+
+        The check runs before the first step, and again after a change of optimizers or registrations.
 
         Raises:
             RegistryError: A part of the state is not registered, or cannot be stored in a snapshot.
@@ -99,13 +101,15 @@ class StructureWatch:
             self._executor.submit(_publish_tables, self._participant.membership, self._tables)
 
     def check_averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that averaged gradients belong to registered parameters: in the first step, and after each change.
+        """Check that averaged gradients belong to registered parameters.
+
+        The check runs in the first step, and again after a change of optimizers or registrations.
 
         Args:
-            tensors: The averaged tensors. Tensors that are no gradients are ignored.
+            tensors: The averaged tensors. Tensors that are not gradients are ignored.
 
         Raises:
-            RegistryError: The parameter of a gradient is not registered, and no attached optimizer has it.
+            RegistryError: A gradient's parameter is not registered, and no attached optimizer has that parameter.
         """
         if self._averaged_checked != self.checked and tensors:
             self._averaged_checked = self.checked
@@ -113,7 +117,7 @@ class StructureWatch:
             check_averaged(state.registry, state.optimizers(), tensors)
 
     def refresh(self) -> None:
-        """Describe the structure of the present state again."""
+        """Update the description of the structure to the present state."""
         registry = self._participant.state.registry
         self._glance = ModuleGlance(entry.holder for entry in registry.entries("replicated"))
         self._num_changes = registry.num_changes
@@ -124,7 +128,10 @@ class StructureWatch:
         self._structure = structure_of(tables)
 
     def log_unfit(self, decision: Decision) -> None:
-        """Log the replicas whose state does not fit. If there are any, refresh the structure at the next boundary."""
+        """Log the replicas whose state does not fit.
+
+        If there are any, `check_registered` updates this replica's structure next time, because it may be outdated.
+        """
         own = self._participant.membership.replica_id
         unknown = set(decision.unfit) - self._known_unfit
         if decision.unfit and own not in decision.unfit:
@@ -139,11 +146,11 @@ class StructureWatch:
             )
 
     def error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
-        """Return the error that ends this replica, whose state does not fit. It describes the differences.
+        """Return the error with which this replica ends, because its state does not fit. It describes the differences.
 
         Args:
             decision: The decision of the quorum.
-            role: The role of this replica in it.
+            role: The role of this replica in that quorum.
         """
         membership = self._participant.membership
         published = _published_tables(membership, role.holder.store_address)
@@ -158,7 +165,7 @@ def _num_parameters(group: dict[str, Any]) -> int:
 
 
 def _publish_tables(membership: Membership, tables: Tables) -> None:
-    """Publish the structure of this replica's state in its own store, for replicas whose state does not fit."""
+    """Publish the structure of this replica's state in its store. Replicas whose state does not fit read it there."""
     with suppress(TransportError):
         membership.store.set(_tables_key(membership), msgspec.json.encode(tables), _PUBLISHING)
 
@@ -220,7 +227,10 @@ def _exchange(
     *,
     timeout: timedelta,
 ) -> list[dict[str, T]]:
-    """Return the tables of all compared replicas, in the order of ``error.replicas``; empty if one is missing."""
+    """Publish this rank's table, and return those of all compared replicas, in the order of ``error.replicas``.
+
+    If a table does not arrive in time, the result is empty.
+    """
     prefix = f"{_PREFIX}/differing/{what}/{error.step}/{membership.group_rank}"
     try:
         store = membership.stores.at(error.store_address)

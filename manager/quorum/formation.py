@@ -1,4 +1,8 @@
-"""Forms the quorum of a step. A replica with the common state forms it in the background; any other replica heals."""
+"""Forms the quorum of each step.
+
+A replica with the last committed state forms the quorum in the background, while ``forward`` runs. Any other replica
+forms it before ``forward``, and heals.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +41,9 @@ class QuorumFormation:
         executor: Runs jobs on the quorum thread.
 
     Attributes:
-        comparison: Digests the state, for comparison between replicas.
+        comparison: Digests the state, for the comparison between replicas.
         structures: Compares the structures of the replicas' states.
-        hyperparameters: Digests the hyperparameters, for comparison between replicas.
+        hyperparameters: Digests the hyperparameters, for the comparison between replicas.
         changes: Logs which replicas join and leave.
     """
 
@@ -56,7 +60,7 @@ class QuorumFormation:
         participant.state.registry.loaders.may_heal = True
 
     def begin_step(self, *, hold: bool = False) -> bool:
-        """Run the step boundary, and begin to digest the state if this step is compared.
+        """Run the step boundary, and begin to digest the state if the replicas compare it at this step.
 
         Args:
             hold: Whether optimizers wait until the quorum is formed, so that the quorum can still request a snapshot.
@@ -158,7 +162,7 @@ class QuorumFormation:
         current.end_quorum(None)
 
     def _serving(self, deadline: Deadline) -> AbstractContextManager[None]:
-        """Serve the state while this replica waits for a quorum, because another replica may still be healing from it.
+        """Serve the state while this replica waits for a quorum: another replica may still be healing from this one.
 
         This happens only after a failed step, when healing replicas may not have noticed the failure yet. A replica
         without the common state serves nothing.
@@ -169,7 +173,7 @@ class QuorumFormation:
         return self._participant.snapshots.serving(deadline.cap(state.timeout))
 
     def _may_wait_for_snapshot(self, request: QuorumRequest, decision: Decision, role: StandsBy) -> bool:
-        """Return whether this replica, which is behind, asks for another quorum. If not, report its step as failed."""
+        """Return whether this replica, which is behind, may ask for another quorum. If not, fail the step."""
         if not request.may_heal:
             self._state.refuse_partial()
             self._participant.report_error(
@@ -235,14 +239,14 @@ class QuorumFormation:
 
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:
-        """Count a failed quorum. If the replicas' states differ, add the differences to the error, and log it."""
+        """Count a failed quorum. If the replicas' states differ, add the differences to the error and log it."""
         try:
             yield
         except Exception as error:
             self._participant.metrics.add("quorum_failures_total", type(error).__name__)
             if isinstance(error, StatesDivergedError):
                 is_of_hyperparameters = isinstance(error, HyperparametersDivergedError)
-                (self.hyperparameters if is_of_hyperparameters else self.comparison).name(error)
+                (self.hyperparameters if is_of_hyperparameters else self.comparison).find_differences(error)
                 logger.error("%s: %s", self._participant.name, error)
             raise
 
@@ -290,7 +294,7 @@ class QuorumFormation:
             self._participant.snapshots.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
-        """Fail the step at once if no snapshot can be taken, so that healing replicas do not wait for it in vain."""
+        """Fail the step at once if healing replicas need a snapshot that could not be taken: they would wait in vain."""
         if role.serves_now and not self._participant.snapshots.shows_present_state():
             self._participant.report_error(
                 QuorumError(f"expected a snapshot for {role.serves_now}, which heal now, but could not take one")
@@ -303,7 +307,7 @@ class QuorumFormation:
             Whether that succeeded. If not, the replica forms another quorum and heals there.
 
         Raises:
-            HealFailedError: This was the last attempt.
+            HealFailedError: The last possible attempt has failed.
         """
         participant, membership, healer = self._participant, self._participant.membership, self._healer
         # The other replicas wait in the process group already, so this replica joins it while it receives the state.
@@ -338,7 +342,7 @@ class QuorumFormation:
         return False
 
     def _begin_record(self, began_s: float) -> None:
-        """Begin the record of a heal, unless it has begun.
+        """Begin the record of a heal, unless it has begun already.
 
         Args:
             began_s: When the replica began to wait for the quorum, by the monotonic clock.
@@ -355,7 +359,7 @@ class QuorumFormation:
             )
 
     def _leave_record(self) -> None:
-        """Enter the last phase of the record of a heal, which ends with the first commit."""
+        """Begin the last phase in the record of a heal. The phase ends with the first commit."""
         healing = self._participant.healing
         if healing is not None:
             healing.phase("first_step")
