@@ -4,10 +4,11 @@ gloo itself cannot abort a collective: ``ProcessGroupGloo.abort()`` of torch 2.1
 destructor waits for running collectives. The other members would wait for this replica until the group's timeout. So
 `GlooProcessGroup.abort` shuts gloo's sockets down, which ends every wait on both sides at once.
 
-gloo does not expose its sockets. Each rank publishes its address in the store (gloo/rendezvous/context.cc, ``Rank``:
-length and name of the host, then length and bytes of each address, which begin with a ``sockaddr``), and that address
-is one end of all the rank's connections. `GlooSockets` searches the process's descriptors for sockets with one of these
-addresses. If an address cannot be read, no socket is found, and only the group's timeout limits the waits.
+gloo does not expose its sockets. But each rank publishes its address in the store, and that address is one end of all
+the rank's connections. gloo/rendezvous/context.cc defines the format (``Rank``): length and name of the host, then
+length and bytes of each address, which begin with a ``sockaddr``. `GlooSockets` searches the process's descriptors for
+sockets with one of these addresses. If an address cannot be read, no socket is found, and only the group's timeout
+limits the waits.
 
 Child processes, forked or not, inherit gloo's sockets. If a replica is killed while its child lives, the peers would
 not see the connection end. So the sockets are closed in children.
@@ -144,7 +145,7 @@ class GlooProcessGroup:
         return _Done(tensors) if self._world_size == 1 else self._begin("allreduce", tensors, opts)
 
     def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Begin to gather a tensor from each member. Raises the errors of `allreduce`."""
+        """Begin to gather a tensor from each member. It raises the same errors as `allreduce`."""
         return self._begin("allgather", output_tensors, input_tensors, opts)
 
     def _begin(self, collective: str, *arguments: Any) -> WatchedWork:
@@ -203,7 +204,7 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
 
         Raises:
             RuntimeError: The collective failed, or was not done in time.
-            ConnectionError: A connection has ended, which gloo has not detected.
+            ConnectionError: A connection has ended, and gloo has not detected that.
         """
         deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
         had_ended = False
@@ -233,7 +234,7 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
 
 
 def _destroy_in_background(last_reference: list[Any]) -> None:
-    """Clear the list on a thread of its own, because gloo's destructors wait for running collectives.
+    """Drop the reference in the list on another thread, because gloo's destructors wait for running collectives.
 
     The thread is no daemon, so the interpreter waits for it. A destructor that needs the GIL after the interpreter's
     end would abort the process.
@@ -314,7 +315,7 @@ class GlooSockets:
         return len(self._sockets)
 
     def have_ended(self) -> bool:
-        """Return whether a connection of the group was closed, at this or the other end. Thread-safe."""
+        """Return whether a connection of the group was closed, at either end. Thread-safe."""
         return self._is_shut_down or any(not _is_established(*each) for each in self._sockets)
 
     def shut_down(self) -> None:

@@ -1,6 +1,6 @@
-"""Collectives that report errors to the manager instead of raising them. The manager does not commit such a step.
+"""Collectives that report errors to the manager instead of raising them. The manager does not commit a failed step.
 
-No objects of this module form a reference cycle: a gradient is freed with its last reference, even if the garbage
+Objects of this module form no reference cycle, so a gradient is freed with its last reference, even if the garbage
 collector is off. A `ManagedWork` and its futures refer to the collective. The collective refers to a future only
 weakly, but to the future's result strongly.
 """
@@ -27,7 +27,7 @@ _NO_DEADLINE: Final = Deadline()
 
 
 class ManagedFuture(torch.futures.Future[Any]):
-    """The future result of a `ManagedWork` or of a callback. Callbacks run on the thread that waits for the work.
+    """A future with the result of a `ManagedWork` or callback. Callbacks run on the thread that waits for the work.
 
     torchft's ``DistributedDataParallel`` waits for the work, and then passes the attribute ``_fut`` to torch's reducer.
     """
@@ -160,7 +160,7 @@ def never_failing(
     Args:
         future: Any future.
         default: The result if ``future`` fails or is not done in time.
-        timeout: Longest time until ``future`` is done.
+        timeout: Longest wait for ``future``.
         report_error: Called once with the error if ``default`` is used.
     """
     result: torch.futures.Future[T] = torch.futures.Future()
@@ -193,7 +193,7 @@ def never_failing(
 
 
 class _Promise:
-    """A callback whose result becomes the result of a `ManagedFuture`. Refers to the future only weakly."""
+    """A callback whose result becomes the result of a `ManagedFuture`. It refers to the future only weakly."""
 
     def __init__(self, future: ManagedFuture, callback: Callable[[], Any]) -> None:
         self._result = future._fut
@@ -201,7 +201,7 @@ class _Promise:
         self._callback = callback
 
     def fulfil(self) -> None:
-        """Run the callback and complete the future. Raises the error of the callback."""
+        """Run the callback and complete the future. If the callback raises, raise its error."""
         try:
             result = self._callback()
         except BaseException as error:

@@ -77,7 +77,7 @@ class ReconfigurableGroup:
         connect_timeout: Longest wait for the exchange of handles, and longest wait for ``reconfigure``.
 
     Attributes:
-        connect_timeout: The limit of these waits in the next `configure`.
+        connect_timeout: The same limit, for the next `configure`.
         stores: Connections to the stores through which members exchange handles.
     """
 

@@ -8,7 +8,7 @@ The protocol has rounds. In a round, each member announces how many reductions i
 whether its step has ended. All members gather the announcements. If the numbers differ, each member also sends a digest
 of only as many reductions as all members have begun. If the digests are equal, the members run these reductions;
 otherwise, they search for the first reduction that differs, and fail. All members have the same announcements, so all
-decide alike. A round costs one gather of a few bytes, or two, whatever the number of reductions.
+decide alike. A round costs one or two gathers of a few bytes, for any number of reductions.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ReductionSequence:
                 self._pending.append(_Pending(tensor, reduction.options, len(self._log)))
         except BaseException:
             # A signal handler may have raised between these lines, so that the log has a reduction that is not pending.
-            self.fail(RuntimeError("expected to begin a reduction, but an error interrupted that"))
+            self.fail(RuntimeError("expected to begin a reduction, but an exception interrupted the call"))
             raise
         self._start()
         return QueuedReduction(self, number)
@@ -254,7 +254,7 @@ class ReductionSequence:
         return same
 
     def _first_other_name(self, num: int) -> int | None:
-        """Return the index of the first entry whose name differs between members, if any. Missing names match all."""
+        """Return the index of the first entry whose name differs between members. A missing name matches all names."""
         if num == self._num_compared:
             return None
         own = self._log.names(self._num_compared, num)
@@ -282,7 +282,7 @@ class ReductionSequence:
 
 
 class QueuedReduction(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """torch's handle for one reduction of a `ReductionSequence`."""
+    """The ``Work`` object of one reduction in a `ReductionSequence`."""
 
     def __init__(self, sequence: ReductionSequence, number: int) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ _living: Final[weakref.WeakSet[ReductionSequence]] = weakref.WeakSet()
 
 
 def _abort_living() -> None:
-    """Abort the running sequences when the interpreter ends. Otherwise, it would wait for the executors' threads."""
+    """Abort the running sequences when the interpreter ends, which would otherwise wait for the executors' threads."""
     for sequence in list(_living):
         if sequence.is_running:
             sequence.abort()

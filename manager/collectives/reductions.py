@@ -55,7 +55,7 @@ class Reduction:
 
     @property
     def is_average(self) -> bool:
-        """Whether to divide the sum by the number of participants afterwards, because gloo cannot average."""
+        """Whether the sum has to be divided by the number of participants afterwards, because gloo cannot average."""
         return _operation(self.reduce_op).is_average
 
     @property
@@ -141,8 +141,8 @@ def _version_of(tensor: torch.Tensor) -> int:
 class ReductionLog:
     """List of the reductions that this replica has begun in a step. One thread may add while another one reads.
 
-    Each part of a bucket has an entry, before the entry of the bucket. So an error can name the first part that
-    differs.
+    Each gradient in a bucket has its own entry, before the entry of the bucket. So an error can name the first gradient
+    that differs.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Digest:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Digest:
-        """Read what `encode` returned."""
+        """Decode the result of `encode`."""
         return cls(encoded[:_HALF_BYTES], encoded[_HALF_BYTES:])
 
 
@@ -244,7 +244,7 @@ class Announcement:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Announcement:
-        """Read what `encode` returned."""
+        """Decode the result of `encode`."""
         num, is_last, digest = _ANNOUNCEMENT.unpack(encoded)
         return cls(num, is_last, Digest.decode(digest))
 
@@ -322,7 +322,7 @@ class _Gradient:
         return cls(name, parameter, _local_of(gradient).contiguous(), (1, 0))
 
     def settle(self, num_dense: float, num_sparse: float) -> None:
-        """Store the average as the parameter's gradient: sparse if all gradients were sparse, ``None`` without any."""
+        """Store the average as the parameter's gradient: sparse if all gradients were; ``None`` if there was none."""
         if num_dense == num_sparse == 0:
             self.parameter.grad = None
         elif num_dense == 0:

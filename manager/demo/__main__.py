@@ -70,7 +70,7 @@ class Demo:
         """Run the demo. Return whether the states of all replicas were equal at every step.
 
         Args:
-            at_rest: Called at the end with all processes that were started. The running ones have stopped training.
+            at_rest: Called at the end with all processes that were started. Those that still run have stopped training.
             before_kill: Called before each failure with the processes that are about to be killed.
         """
         self._lighthouse = embedded_lighthouse(

@@ -61,9 +61,9 @@ class Text:
         alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
         return cls(torch.tensor([alphabet[character] for character in text]), len(alphabet))
 
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return batch number ``step``: inputs and targets, each ``int64 [BATCH, CONTEXT]``, equal in every process."""
-        generator = torch.Generator().manual_seed(step)
+    def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs and targets of a batch, each ``int64 [BATCH, CONTEXT]``, the same in every process."""
+        generator = torch.Generator().manual_seed(index)
         starts = torch.randint(len(self.tokens) - CONTEXT - 1, (BATCH,), generator=generator)
         windows = torch.stack([self.tokens[start : start + CONTEXT + 1] for start in starts.tolist()])
         return windows[:, :-1], windows[:, 1:]
@@ -125,7 +125,7 @@ def _report_record(record: Record) -> None:
 
 
 class Parent:
-    """Reads requests from stdin: a line has the step at which to stop training, and the end of stdin means to exit."""
+    """Reads requests from stdin: each line is a step at which to stop training; the end of stdin means to exit."""
 
     def __init__(self) -> None:
         self.has_left = SafeEvent()
@@ -209,7 +209,7 @@ class Replica:
 
 
 def main() -> None:
-    """Train until stdin ends, or until the step that stdin names; then wait for the end of stdin."""
+    """Train until stdin ends, or up to a step that a line of stdin names. Then wait for the end of stdin."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--width", type=int, required=True)
@@ -354,7 +354,7 @@ class ReplicaProcess:
         self.process.wait()
 
     def leave(self) -> None:
-        """Request the process to exit after its present step. `kill` ends a process that does not."""
+        """Request the process to exit after its present step. `kill` ends a process that does not exit."""
         assert self.process.stdin is not None, "stdin is a pipe"
         with suppress(OSError):  # the process has exited already
             self.process.stdin.close()

@@ -1,8 +1,8 @@
 """Digests a replica's tensors and hyperparameters, which the next quorum compares between replicas.
 
 A background thread reads the tensors while ``forward`` and ``backward`` run. It holds a read section of the state lock,
-so that no optimizer changes the tensors meanwhile. This takes about 0.1 s for each GB; the training thread waits only if
-its step is shorter.
+so that no optimizer changes the tensors meanwhile. This takes about 0.1 s for each GB. The training thread waits only
+if its step is shorter.
 
 If a scheduler changes a learning rate on one replica only, the replicas' parameters soon differ, and no tensor shows
 why. So the hyperparameters are compared too. After a commit they must be equal on all replicas, since every replica

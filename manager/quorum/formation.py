@@ -294,7 +294,7 @@ class QuorumFormation:
             self._participant.snapshots.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
-        """Fail the step at once if healing replicas need a snapshot that could not be taken: they would wait in vain."""
+        """Fail the step at once if a snapshot for healing replicas could not be taken, for which they would wait."""
         if role.serves_now and not self._participant.snapshots.shows_present_state():
             self._participant.report_error(
                 QuorumError(f"expected a snapshot for {role.serves_now}, which heal now, but could not take one")

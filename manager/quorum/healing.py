@@ -1,16 +1,17 @@
 """Receives the state that this replica lacks: `Healer` within a quorum, `WarmJoin` before the first quorum.
 
-All replicas of a quorum wait until the slowest one has healed. No replica waits for a newcomer before its
-first quorum, so a newcomer prepares then:
+All replicas of a quorum wait until the slowest replica has healed. But no replica waits for a newcomer before the
+newcomer's first quorum, so the newcomer prepares during that time:
 
 - If most of the state seldom changes (frozen weights, or weights that DiLoCo synchronises), a newcomer receives the
-  state early from a running replica, at a rate that the sender hardly notices. In the quorum it receives only the rest.
+  state early from a running replica, at a rate that the sender hardly notices. In the quorum it receives only what is
+  missing.
 - If every step changes most of the state, an early copy would be outdated at once, and would cost the sender memory and
-  time. Then the newcomer only allocates and touches the memory for the state.
+  time. In this case the newcomer only allocates and touches the memory for the state.
 
 The addresses of running replicas come from the Lighthouse's status page, which is not authenticated. With a job token,
 the sender proves that it has the token. Without a token, the page is as trustworthy as a quorum. A newcomer always
-receives a complete, verified state of one step. So in the quorum it is like any replica that is some steps behind.
+receives a complete, verified state of one step. So in the quorum it heals like any replica that is some steps behind.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _own_random = random.Random()
 
 
 def _listening(addresses: Sequence[str]) -> list[str]:
-    """Drop the addresses with a closed port, since a request to a source that has just died may take long."""
+    """Return the addresses with an open port. A request to a source that has just died could take long."""
     with SafeExecutor(min(len(addresses), _MAX_PROBED_AT_ONCE), "ft-transport-probe") as pool:
         is_closed = list(pool.map(lambda address: nobody_listens(address, _PROBE_S), addresses))
     return [address for address, closed in zip(addresses, is_closed, strict=True) if not closed]
@@ -95,7 +96,7 @@ class Healer:
         self.num_failures = 0
 
     def receive(self, decision: Decision, role: Heals) -> tuple[str, ...]:
-        """Receive the state: if several replicas heal, from all sources at once, otherwise from one after another.
+        """Receive the state: from all sources at once if several replicas heal, otherwise from one after another.
 
         A source that died within the last ``heartbeat_timeout`` may still be a member of the quorum. So a source with a
         closed port is tried last.
@@ -170,7 +171,7 @@ class Healer:
         """Receive the state from one address.
 
         Returns:
-            ``None`` after a success; otherwise the reason of the failure, and whether a retry would fail as well.
+            ``None`` after a success; otherwise the reason for the failure, and whether a retry would fail as well.
         """
         participant, start_s = self._participant, time.monotonic()
         try:
@@ -201,7 +202,7 @@ class Healer:
         self.num_failures = 0
 
     def warn_of_damage(self, decision: Decision) -> None:
-        """Log the parameters of the received state that contain NaN or infinity; they are damaged at the source too."""
+        """Log which parameters of the received state contain NaN or infinity. The source has the same values."""
         state = self._participant.state
         damaged = nonfinite_parameters(state.registry, state.optimizers())
         if damaged:
@@ -222,10 +223,10 @@ class Healer:
         Args:
             step: The step of the state that was not received.
             reasons: Why this rank failed.
-            agreed: The reasons of all ranks. They are the same on each rank, so all ranks give up together.
+            agreed: The reasons of all ranks. All ranks receive the same ones, so they give up together.
 
         Raises:
-            HealFailedError: This was the last attempt, or no further attempt of a rank can succeed.
+            HealFailedError: This was the last attempt, or a rank knows that no further attempt can succeed.
         """
         self._reasons.extend(reasons)
         self.num_failures += 1
@@ -250,7 +251,7 @@ class WarmJoin:
     def run(self, deadline: Deadline) -> None:
         """Prepare this replica if it is behind running replicas. Only the first call does anything.
 
-        Failures are logged only, because the replica then heals in the quorum.
+        A failure is only logged, because the replica can still heal in the quorum.
 
         Args:
             deadline: The caller's deadline. The preparation uses at most half of the remaining time.
@@ -275,7 +276,7 @@ class WarmJoin:
             )
 
     def _sources(self, members: Sequence[RunningMember], group_rank: int) -> list[str]:
-        """Return addresses of replicas with the newest state, in random order, so that newcomers spread over them."""
+        """Return up to two addresses of replicas with the newest state, at random, so that newcomers spread out."""
         state = self._participant.state
         if not members:
             return []
@@ -302,8 +303,8 @@ class WarmJoin:
             num_missing_bytes = missing_bytes(state.optimizers()) + copied_bytes(content)
             participant.peers.prefault(num_missing_bytes)
             logger.info(
-                "%s: every step changes most of the state, so this replica receives it in the quorum; now it only "
-                "allocates %d bytes for it",
+                "%s: every step changes most of the state, so this replica receives the state in the quorum, and now "
+                "only allocates %d bytes for it",
                 participant.name,
                 num_missing_bytes,
             )
@@ -311,7 +312,7 @@ class WarmJoin:
         self._recover(sources, num_bytes, deadline)
 
     def _sizes(self, content: Mapping[str, object]) -> tuple[int, int]:
-        """Return the bytes of the state, and of its part that neither optimizer steps nor ``forward`` change."""
+        """Return the size of the state, and of the part that neither optimizer steps nor ``forward`` change."""
         participant = self._participant
         stepped = memory_of_optimizers(participant.state.optimizers())
         lasting = participant.snapshots.copier.stable(content) - stepped
@@ -356,7 +357,10 @@ class WarmJoin:
 
 
 def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return how many bytes torch's optimizers will allocate in their first step; those past it count as 0."""
+    """Return how many bytes the optimizers will allocate in their first step.
+
+    Only torch's own optimizers count, and only those that have not made a step yet.
+    """
     num_bytes = 0.0
     for optimizer in optimizers:
         if optimizer.state or not type(optimizer).__module__.startswith("torch.optim"):
@@ -367,7 +371,7 @@ def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def copied_bytes(content: object) -> int:
-    """Return the bytes of the tensors that cannot receive in place, because they are on a device or not row-major."""
+    """Return the size of the tensors that cannot receive in place, because they are on a device or not row-major."""
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors_in(content))
     memories = {
         memory_at(tensor)
@@ -393,6 +397,8 @@ def _state_share(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
         stand_in.grad = torch.zeros_like(stand_in)
         trial.step()
     except Exception as error:
-        logger.debug("the state of %s is not known before its first step: %s", type(optimizer).__name__, error)
+        logger.debug(
+            "the size of the state of %s is unknown before its first step: %s", type(optimizer).__name__, error
+        )
         return 0.0
     return sum(tensor.nbytes for tensor in tensors_in(list(trial.state.values()))) / stand_in.nbytes

@@ -1,13 +1,13 @@
-"""Sends heartbeats to the Lighthouse, and detects silences after which it may have declared this replica dead.
+"""Sends heartbeats to the Lighthouse, and detects when the Lighthouse may have declared this replica dead.
 
 Native threads of torchft's ``ManagerServer`` send the heartbeats, so that a replica stays a member while Python code
-holds the GIL. Nothing reports whether these heartbeats arrive. So a Python thread sends a few heartbeats too; the
-Lighthouse answers them, which shows that it is reachable.
+holds the GIL. Nothing reports whether these heartbeats arrive. So a Python thread sends a few heartbeats too, and the
+answers show that the Lighthouse is reachable.
 
-If the Python thread was silent for long, the native threads may have run (another thread held the GIL) or not (the
-process was stopped by ``SIGSTOP``, a frozen container or a paused machine). To distinguish the two, this module reads
-how often the native threads have given up the processor. The kernel counts that, and each heartbeat increases the count
-by nearly the same number.
+If the Python thread was silent for a long time, another thread may have held the GIL while the native threads ran. Or
+the whole process was stopped, by ``SIGSTOP``, a frozen container or a paused machine. To distinguish these two cases,
+this module reads how often the native threads have given up the processor. The kernel counts that, and each heartbeat
+increases the count by nearly the same number.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Sign:
 
 
 class MissedHeartbeats:
-    """Counts silences after which the Lighthouse may have declared this replica dead. Any thread may call it.
+    """Counts how often the Lighthouse may have declared this replica dead. Any thread may call it.
 
     Args:
         timeout_s: The Lighthouse declares a replica dead after this many seconds without a heartbeat.
@@ -107,7 +107,7 @@ class MissedHeartbeats:
         self._last = self._window = self.now()
 
     def now(self) -> Sign:
-        """Return a sign of life, for the message that the caller sends to the Lighthouse next."""
+        """Return a sign of life. The caller then sends a message to the Lighthouse, and passes the sign to `note`."""
         last = self._newest
         if last is not None and self._clock() - last.sent_s < self._timeout_s * _SHARE_OF_SIGN:
             return last
@@ -123,7 +123,7 @@ class MissedHeartbeats:
         """Record that the Lighthouse has answered a message.
 
         Args:
-            sign: The sign of life from before the message was sent.
+            sign: The sign of life that `now` returned before the message was sent.
         """
         with self._mutex:
             self._judge(sign)
@@ -155,7 +155,7 @@ class MissedHeartbeats:
         self._last = self._window = now
 
     def _running_s(self, now: Sign) -> float:
-        """Return how many seconds' worth of heartbeats the native threads have sent since the last sign of life."""
+        """Estimate for how many seconds the native threads have sent heartbeats since the last sign of life."""
         if now.num_runs is None or self._last.num_runs is None:
             return 0.0
         rate = median(self._rates) if self._rates else self._assumed_rate
@@ -181,7 +181,7 @@ class Heartbeat:
         timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
 
     Attributes:
-        missed_heartbeats: Counts the silences of this replica.
+        missed_heartbeats: Counts how often the Lighthouse may have declared this replica dead.
         was_unreachable: Whether the Lighthouse has been unreachable since the caller last set this attribute to false.
     """
 

@@ -66,8 +66,8 @@ def embedded_lighthouse(
         min_replicas: The smallest number of replicas that form the first quorum.
         heartbeat_timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
         join_timeout: The Lighthouse waits this long for replicas that send heartbeats but have not asked for a quorum.
-            This must be longer than a step that fails. Otherwise replicas that have just started would train without
-            the only replica that has the state.
+            This must be longer than a failed step. Otherwise replicas that have just started would train without the
+            only replica that has the state.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the server cannot start.
@@ -115,8 +115,8 @@ class LighthouseSession:
 
     A restarted Lighthouse has forgotten all replicas, and forms a quorum of the first ones that ask. So the job could
     split into two halves with different states of the same step. To prevent that, the session checks each quorum that
-    follows an outage of the Lighthouse or has a lower number than the last one. If a member of the last quorum is
-    missing, the session asks again, until the timeout of the call of `quorum`.
+    follows an outage of the Lighthouse, or that has a lower number than the last quorum. If a member of the last quorum
+    is missing in it, the session asks again, until the call of `quorum` times out.
 
     Args:
         address: ``http://host:port`` of the Lighthouse.
@@ -165,8 +165,8 @@ class LighthouseSession:
             member: This replica's report.
             timeout: Limit of one request, including retries if the Lighthouse is unreachable.
             deadline: Limit of the whole call.
-            shrink_only: Whether replicas that were not in the last quorum have to wait.
-            num_retries: Number of further requests after the first one timed out.
+            shrink_only: Whether to admit only members of the last quorum.
+            num_retries: How often to ask again after a request has timed out.
 
         Raises:
             LighthouseUnavailableError: The Lighthouse was unreachable until the timeout.
@@ -232,7 +232,7 @@ class LighthouseSession:
         return status.missing(self._replica_id) if status is not None else ""
 
     def num_missed_heartbeats(self) -> int:
-        """Return how often the Lighthouse may have declared this replica dead, because heartbeats were missed."""
+        """Return how often the Lighthouse may have declared this replica dead, because no heartbeats arrived."""
         return self._heartbeat.missed_heartbeats.count() if self._heartbeat is not None else 0
 
     def stop_heartbeats(self) -> None:
@@ -301,7 +301,7 @@ class LighthouseSession:
             raise QuorumError(f"replica {self._replica_id} has been shut down")
 
     def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
-        """Return the members of the last quorum that are missing in this one, if the Lighthouse may have restarted."""
+        """Return which members of the last quorum are missing; none unless the Lighthouse may have been restarted."""
         names = {name_of(member.replica_id) for member in members}
         # By name, because a restarted replica has another id.
         missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)

@@ -48,7 +48,7 @@ _NO_DEADLINE: Final = Deadline()
 class QuorumLoop:
     """Runs the rounds of one replica for `Manager`, which is the public interface.
 
-    Only the training thread may call it; any thread may call `report_error`.
+    Only the training thread may call its methods, except `report_error`, which any thread may call.
 
     Args:
         config: The configuration, completed from the environment.
@@ -265,7 +265,7 @@ class QuorumLoop:
     # -------------------------------------------------------------------------------------------------------- private
 
     def _has_gradients(self) -> bool:
-        """Return whether a parameter of an optimizer that steps with each commit has a gradient."""
+        """Return whether any parameter has a gradient. Optimizers that do not step with each commit do not count."""
         state = self._state
         stepping = [each for each in state.optimizers() if state.ledger.steps_with_commits(each)]
         return any(parameter.grad is not None for parameter in parameters_of(stepping))

@@ -4,14 +4,14 @@
   and with any step. With a job token, each replica signs its report. Replicas ignore a report without a valid
   signature: they do not heal from its sender, wait for it, or form a process group with it.
 - **The status page of torchft's Lighthouse** (`read_status`). The page is made for people and differs between versions
-  of torchft, so unknown parts are skipped. It is not authenticated, and a replica's name may have any characters, even
-  those that separate it from the age of the heartbeat behind it. So the age is read from the end of the text, and the
-  rest is the name. Messages escape all text of the page.
+  of torchft, so this module skips what it cannot read. The page is not authenticated. A replica's name may contain any
+  characters, even the separator between the name and the age of the last heartbeat. So the age is read from the end of
+  the text, and the rest is the name. Messages escape all text from the page.
 - **The replicas' own status** (`refusing_members`). A replica cannot leave the Lighthouse: after a first request, the
   Lighthouse waits for it until its heartbeats expire. A newcomer that cannot load the common state, or has other rules,
-  would stop all replicas for ``heartbeat_timeout`` at each of its starts. So it first requests the structure and the
-  rules of running replicas, and does not join if they do not match. With a job token, both sides of the connection
-  prove the token.
+  would stop all replicas for ``heartbeat_timeout`` at each start. So it first requests the structure and the rules of
+  running replicas, and joins only if they match its own. With a job token, both sides of the connection prove the
+  token.
 """
 
 from __future__ import annotations
@@ -98,16 +98,16 @@ class SignedReports:
         return plain
 
     def members_of(self, participants: Sequence[Any], own_id: str) -> tuple[Member, ...]:
-        """Return the participants of a quorum that prove the job token, in the order of the quorum.
+        """Return the reports of the participants that prove the job token, in the order of the quorum.
 
         Args:
             participants: The participants in the Lighthouse's answer.
             own_id: This replica's id.
 
         Raises:
-            QuorumError: A participant does not run this package. Or, in this replica's first quorum, no other
-                participant proves the job token: then this replica may have a wrong token, and must not train alone.
-                Or at least half of the last quorum now sign with another token, which would split the job.
+            QuorumError: A participant does not run this package. Or no other participant of this replica's first
+                quorum proves the job token: the own token may be wrong, and the replica must not train alone. Or at
+                least half of the last quorum's members now sign with another token: the job would split.
         """
         reports = [(participant.replica_id, self._member_of(participant)) for participant in participants]
         strangers = [replica_id for replica_id, member in reports if member is None]
@@ -203,7 +203,7 @@ class RunningMember:
 
     Attributes:
         replica_id: The replica's id.
-        step: The committed step that it reported in that quorum.
+        step: The committed step that the replica reported in that quorum.
         addresses: The addresses at which its ranks serve their state, by rank. Older versions of this package report
             only the address of rank 0.
     """
@@ -221,7 +221,7 @@ class LighthouseStatus:
         reason: Why the Lighthouse has formed no quorum yet; empty if the page gives no reason.
         num_asking: Number of replicas that have asked for a quorum; ``None`` if the page does not show it.
         alive: The ids of replicas whose last heartbeat is recent.
-        silent: The ids of the other replicas, each with the age of its last heartbeat in seconds.
+        silent: The ids of replicas without a recent heartbeat, each with the age of its last heartbeat in seconds.
         members: The members of the last quorum whose last heartbeat is recent.
     """
 
@@ -292,7 +292,7 @@ def running_members(address: str, name: str) -> tuple[RunningMember, ...]:
 
 
 def name_of(replica_id: str) -> str:
-    """Return the configured name in a replica's id; without a name, the whole id. A restart keeps the name."""
+    """Return the configured name in a replica's id, which a restart keeps; without a name, return the whole id."""
     name, _, start = replica_id.rpartition(":")
     return replica_id if name in ("", NAMELESS) or not start else name
 
@@ -332,9 +332,9 @@ def _named(names: Sequence[str], details: Sequence[str] = ()) -> str:
 def refusing_members(
     own: Member, running: Sequence[RunningMember], rules: Rules, ask: AskState, *, has_token: bool
 ) -> tuple[Member, ...]:
-    """Check before a newcomer's first quorum that running replicas would accept it. Takes about a second at most.
+    """Check, before a newcomer's first quorum, whether the running replicas would refuse it.
 
-    Replicas that do not answer are left out of the check; the real quorum decides about them.
+    The check takes at most about a second. It ignores replicas that do not answer; the real quorum decides about them.
 
     Args:
         own: This replica's report.
@@ -344,7 +344,7 @@ def refusing_members(
         has_token: Whether this replica has a job token.
 
     Returns:
-        The members of the quorum that would refuse this replica, including the replica itself; empty if it may join.
+        The reports of the running replicas and of this one, if they would refuse this one; empty if it may join.
 
     Raises:
         QuorumError: The replicas' rules differ, or all replicas refuse the connection because this one has no token.

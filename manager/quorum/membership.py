@@ -48,7 +48,7 @@ class QuorumRequest:
     Attributes:
         rules: Settings that must be equal on all replicas.
         deadline: The caller's deadline. If it is unlimited, the timeouts of the configuration limit each wait.
-        shrink_only: Whether replicas that were not in the last quorum have to wait.
+        shrink_only: Whether to admit only members of the last quorum.
         may_heal: Whether this replica heals if it is behind.
     """
 
@@ -183,12 +183,12 @@ class Membership:
     def decide(
         self, report: StateReport, request: QuorumRequest, *, announced_to: frozenset[str], num_failed_heals: int
     ) -> Decision:
-        """Ask for a quorum, and decide the part of this rank in it.
+        """Ask for a quorum, and decide what this rank does in the step.
 
         Args:
-            report: The report of this rank's state; the fields of the process group are filled in here.
+            report: This rank's report about its state. This method adds the fields of the process group.
             request: The arguments of ``start_quorum``.
-            announced_to: Replicas that learned in the previous quorum that this one needs a snapshot.
+            announced_to: Replicas that learned in the previous quorum that this replica needs a snapshot.
             num_failed_heals: Number of failed heals in a row; each attempt starts with another source.
 
         Raises:

@@ -91,7 +91,7 @@ class QuorumProcessGroup:
 
         Args:
             decision: The decision of the quorum.
-            deadline: Limit of the whole call, in addition to ``connect_timeout``.
+            deadline: Limit of the whole call. ``connect_timeout`` applies as well.
             replica_id: The id of this replica.
 
         Returns:
@@ -192,13 +192,13 @@ class QuorumProcessGroup:
             self.wrapped.abort()
 
     def wait_for_readers(self) -> None:
-        """After `decline`, wait a moment: the other members may read the refusal from a store in this process."""
+        """Wait a moment after `decline`, so that other members can read the refusal from a store in this process."""
         waited_s = time.monotonic() - self._refused_s
         if waited_s < _READING_S:
             time.sleep(_READING_S - waited_s)
 
     def have_members_left(self) -> bool:
-        """Return whether another member has ended the process group, as far as this rank knows. Thread-safe."""
+        """Return whether another member has left the process group, as far as this rank knows. Thread-safe."""
         if isinstance(self.wrapped, GlooProcessGroup):
             return self.wrapped.have_members_left()
         return self.wrapped.errored() is not None
@@ -260,7 +260,7 @@ class QuorumProcessGroup:
             timeout: Limit of the wait for the other members to end the step.
 
         Returns:
-            A claim without step and lineage, for the next quorum to compare; empty if the members have compared the
+            A claim without step and lineage, which the next quorum compares; empty if the members have compared the
             reductions already.
 
         Raises:
@@ -290,7 +290,7 @@ class QuorumProcessGroup:
         self._reducing.shutdown(wait=False)
 
     def _present_sequence(self) -> ReductionSequence | None:
-        """Return the reductions of this step; ``None`` if the backend does not need a comparison before each one."""
+        """Return the sequence that checks the reductions of this step; ``None`` if the backend does not need it."""
         if self._sequence is None and self.group and len(self._members) > 1 and _is_gloo(self.wrapped):
             group = cast("GatheringGroup", self.wrapped)
             self._has_reduced = True
@@ -299,11 +299,11 @@ class QuorumProcessGroup:
 
 
 def _is_gloo(group: Any) -> bool:
-    """Return whether this is a gloo group that runs in this process. There, a mismatched reduction ends the process."""
+    """Return whether the group is gloo's and in this process, where a mismatched reduction would end the process."""
     name = getattr(group, "getBackendName", str)()
     return isinstance(group, GlooProcessGroup) or name == _TORCHFT_GLOO
 
 
 def group_number(group: str) -> int:
-    """Return the number in a process group's key, which is used as torchft's quorum id in names and logs."""
+    """Return a process group's number, which its key contains. torchft's names and logs call it the quorum id."""
     return int(group.rpartition("-")[2], 16) >> 1

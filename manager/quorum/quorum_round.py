@@ -45,12 +45,12 @@ class QuorumRound:
         decision: The decision of the quorum; ``None`` before the quorum is formed.
         quorum: Completes when the quorum is formed and the process group is ready.
         error: The first error of the attempt, which prevents the commit; ``None`` without one.
-        is_own_error: Whether this replica caused the error. Without it, the other replicas could have committed.
+        is_own_error: Whether this replica, and no other one, caused the error.
         works: The collectives that this replica has begun.
         gradients: The result of ``gradients_of`` in the first `Manager.allreduce`; ``None`` before that call.
-        num_averaging: Number of calls of `Manager.average_gradients` that have begun and not returned.
+        num_averaging: Number of calls of `Manager.average_gradients` that have begun but not returned.
         reductions: Digest of the reductions, which the next quorum compares; empty if they have been compared already.
-        is_left: Whether `Manager.start_quorum` was called again.
+        is_left: Whether `Manager.start_quorum` has been called for the next attempt.
         is_over: Whether `Manager.should_commit` has ended the reductions.
         is_voted: Whether the replica's ranks have voted on the commit.
         is_committed: Whether the replica's ranks have committed the step.
@@ -103,7 +103,7 @@ class QuorumRound:
         return [f"{_OWN}{self.error}" if self.is_own_error and has_others else str(self.error)]
 
     def end_quorum(self, error: BaseException | None) -> None:
-        """Complete `quorum`, unless it is complete already, which is possible after a signal handler has raised.
+        """Complete `quorum`. It may be complete already, if a signal handler has raised; then nothing happens.
 
         Args:
             error: The error of the quorum; ``None`` after a success.
@@ -125,13 +125,13 @@ class Participant:
         config: The configuration.
         replica: This replica, which must have a transport.
         membership: The membership of this replica in its job.
-        waiting: Makes the body of a ``with`` block a wait, which is logged if it takes too long (`StallWatch.waiting`).
+        waiting: Returns a context manager that logs a body that takes too long (`StallWatch.waiting`).
 
     Attributes:
         config: The configuration.
         replica: This replica.
         membership: The membership of this replica in its job.
-        waiting: Makes the body of a ``with`` block a wait, which is logged if it takes too long.
+        waiting: Returns a context manager that logs a body that takes too long.
         state: The replica's state.
         snapshots: Takes and serves snapshots, from which other replicas heal.
         peers: Receives the state of other replicas.
@@ -140,8 +140,8 @@ class Participant:
         is_settled: Whether the state is certainly the last committed one, so that the next quorum may form in the
             background.
         irregularity: Why the state has a lineage of its own; empty if it has the common lineage.
-        is_irregularity_new: Whether no quorum has compared the irregularity with the other replicas yet.
-        announced_to: Replicas that take a snapshot for this one at their next step boundary.
+        is_irregularity_new: Whether the irregularity has yet to be compared with the other replicas, in a quorum.
+        announced_to: Replicas that take a snapshot for this replica at their next step boundary.
         reductions: Digest of the last committed step's reductions, for the next quorum to compare; empty if the
             members have compared them already.
         healing: The record of a heal, from its quorum to the first commit after it; ``None`` at other times.
@@ -204,7 +204,7 @@ class Participant:
     def record(
         self, kind: Literal["quorums", "commits", "errors"], what: str, decision: Decision | None, **fields: object
     ) -> None:
-        """Write a structured log record with torchft's logger name and fields, which torchft's tools collect.
+        """Write a structured log record for torchft's tools, with torchft's logger name and fields.
 
         Args:
             kind: The part of the logger's name after ``torchft_``.
@@ -258,10 +258,10 @@ class Participant:
         )
 
     def disown_state(self, irregularity: str) -> None:
-        """Give the state a lineage of its own, because it differs from the other replicas' state. So the replica heals.
+        """Give the state a lineage of its own, so that this replica heals in the next quorum.
 
         Args:
-            irregularity: Why the state differs.
+            irregularity: Why the state differs from that of the other replicas.
         """
         self.reductions = Claim()
         self.irregularity = irregularity
@@ -270,7 +270,7 @@ class Participant:
 
 
 class OwnErrors:
-    """Counts the steps since the last commit that failed because of this replica; the same count on all its ranks.
+    """Counts the steps since the last commit that failed because of this replica. All its ranks count the same steps.
 
     A replica that fails in every step prevents all others from committing. After a few failed steps it must leave.
     """
@@ -301,7 +301,7 @@ class OwnErrors:
 
 
 def is_own_shortage(error: Exception) -> bool:
-    """Return whether this process lacks descriptors or memory, so that no other replica caused the error."""
+    """Return whether the error is a lack of descriptors or memory in this process, which no other replica causes."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 

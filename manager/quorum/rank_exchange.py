@@ -29,10 +29,10 @@ _PARTING: Final = timedelta(milliseconds=200)
 
 
 class Exchange(Enum):
-    """The kinds of exchange. The text of each says what happens if another rank takes part with a different kind."""
+    """The kinds of exchange, each with what happens if another rank takes part with a different kind."""
 
     QUORUM = "quorum"
-    """Before a step. The exchange is repeated, because the other rank gives its step up and then takes part."""
+    """A request for a quorum, before a step. It is repeated: the other rank gives its step up, and then takes part."""
     HEAL = "heal"
     """A vote, after receiving a state. It fails, because the other rank has not healed."""
     COMMIT = "commit"
@@ -46,7 +46,7 @@ class _Sent(msgspec.Struct, frozen=True):
         kind: The kind of exchange that the rank takes part in.
         report: The rank's report.
         attempt: How often the rank has begun this exchange.
-        nonce: Random text of the rank's process. An answer repeats it, so that no signed answer of another run counts.
+        nonce: Random text of the rank's process. The answer repeats it, so that no signed answer of another run counts.
     """
 
     kind: Exchange
@@ -61,7 +61,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: The kind of the exchange; ``None`` if the ranks' kinds differ, or if a rank is missing.
         result: The result, in JSON.
-        attempts: The attempts that are answered, by rank.
+        attempts: The attempts of the answered messages, by rank.
         nonces: The nonces of the answered messages, by rank.
         error: Why there is no result; empty with a result.
         is_at_odds: Whether the error is that the ranks' kinds differ.
@@ -89,13 +89,13 @@ class _AtOddsError(QuorumError):
 class RankExchange:
     """Runs the exchanges of one rank. All ranks make them in the same order. Only one thread at a time may call it.
 
-    A rank may fail to read its answer, because a signal handler raises while it waits, or because it is late. Then the
-    exchange stays open: the rank's next call takes part in the exchange with the same number. So ranks that are out of
-    step take part in one exchange with different kinds, and learn that at once, without waiting for a timeout.
+    A rank may fail to read an answer, because a signal handler raises or because the answer is late. Then the exchange
+    stays open: the rank's next call takes part in the exchange with the same number. So ranks that are out of step meet
+    in one exchange, with different kinds. They notice this at once, without waiting for a timeout.
 
     Args:
         store: The key-value store that the ranks share.
-        prefix: Prefix of all keys in the store; no earlier object may have used it.
+        prefix: Prefix of all keys in the store, which no earlier `RankExchange` may have used.
         rank: This rank within the replica.
         world_size: Number of ranks of the replica, at least two.
         keys: The keys of the job token, which sign the messages between ranks; ``None`` without a token.
@@ -125,12 +125,12 @@ class RankExchange:
         Args:
             kind: The kind of exchange.
             report: The report of this rank.
-            answer: Returns the answer, given the reports by rank. Called on rank 0 only.
+            answer: Makes the answer from the reports, which are in the order of the ranks. Called on rank 0 only.
             gathering: How long rank 0 waits for the reports of the other ranks.
             answering: How long the other ranks wait for the answer.
 
         Raises:
-            QuorumError: A rank did not take part in time, or ``answer`` failed. All ranks that wait raise it.
+            QuorumError: A rank did not take part in time, or ``answer`` failed. All waiting ranks raise this error.
         """
         deadline = Deadline.after(gathering if self.rank == 0 else answering)
         while True:
@@ -145,7 +145,7 @@ class RankExchange:
     def agree(
         self, kind: Exchange, refusals: tuple[str, ...], *, gathering: timedelta, answering: timedelta
     ) -> tuple[str, ...]:
-        """Vote on a heal or a commit. Return the reasons of all ranks against it, on every rank; empty if all agree.
+        """Vote on a heal or a commit. On every rank, return the reasons of all ranks against it; empty if all agree.
 
         Args:
             kind: ``HEAL`` or ``COMMIT``.
@@ -166,7 +166,7 @@ class RankExchange:
             return decode_message(agreed, _refusals_decoder)
 
     def close(self) -> None:
-        """Mark this rank as shut down, so that other ranks stop waiting for it, if the store still answers."""
+        """If the store still answers, mark this rank as shut down, so that other ranks stop waiting for it."""
         with contextlib.suppress(TransportError):
             self._messages.channel.set(self._left_key(self.rank), "", _PARTING)
 
@@ -249,7 +249,7 @@ class RankExchange:
             return decode_message(found, _answer_decoder)
 
     def _publish(self, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()) -> _Answer:
-        """Publish an answer, unless this exchange has one. Return the answer that the other ranks read."""
+        """Publish an answer, unless this exchange has one already. Return the answer that the other ranks read."""
         key = self._key(number, "answer")
         with quorum_errors():
             signed = self._messages.signed(key, msgspec.json.encode(answer)).decode()

@@ -2,8 +2,8 @@
 
 A process reuses the id of a manager that it has shut down (`take_id`). The Lighthouse remembers a replica for
 ``heartbeat_timeout`` after its last heartbeat, and requires a majority of the remembered replicas for a quorum. With a
-new id, the next manager would wait until the old id is forgotten. The keys of process groups contain the id and a
-number that must never repeat, so the number of process groups is stored together with the id.
+new id, the next manager would wait until the Lighthouse forgets the old id. The keys of process groups contain the id
+and a number that must never repeat, so the number of process groups is stored together with the id.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def find_store(
         state_address: The address at which this rank serves its state to peers.
 
     Returns:
-        The channel to the store; the ``host:port`` at which other replicas reach it; and the store, if this process
-        hosts it. A hosted store closes with the last reference to it.
+        The channel to the store; the ``host:port`` at which other replicas reach it; and the store itself, if this
+        process hosts it. A hosted store closes with the last reference to it.
 
     Raises:
         QuorumError: The store does not answer.
@@ -130,7 +130,7 @@ def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedel
 def _probe(host: str, port: int, timeout: timedelta) -> None:
     """Raise OSError if no process listens at the address.
 
-    This does not use torch's client of the store, which may spend seconds on name resolution.
+    Torch's client of the store is not used, because it may spend seconds on name resolution.
     """
     socket.create_connection((host, port), timeout.total_seconds()).close()
 
@@ -187,7 +187,7 @@ class Incarnation:
     Args:
         store: The key-value store that the ranks share.
         rank: This rank within the replica.
-        replica_id: The replica's id, on rank 0. The other ranks receive it.
+        replica_id: The replica's id. Only the argument of rank 0 counts; the other ranks receive it.
         timeout: How long the other ranks wait for rank 0.
 
     Attributes:

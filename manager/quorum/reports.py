@@ -2,7 +2,7 @@
 
 Replicas with the same step and lineage should have the same bits in all tensors that optimizers change. A bit flip in
 memory, a library that computes differently, or a bug in this package makes one replica differ. Only a comparison shows
-that. ``manager.state.compatibility`` makes the descriptions of states that are compared here.
+such a difference. ``manager.state.compatibility`` makes the descriptions of states that are compared here.
 
 This module is pure: no I/O, no clocks, no torch.
 """
@@ -54,7 +54,7 @@ class Claim:
 
 
 class StateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of a sender, which is a replica or one of its ranks, about its state at a step boundary.
+    """A report about the state at a step boundary. The sender is a replica, or one of its ranks.
 
     Attributes:
         step: The last committed step of the sender's state, or `NO_WHOLE_STATE`.
@@ -90,7 +90,7 @@ class RankReport(StateReport, frozen=True, kw_only=True):
 
     Attributes:
         address: Address at which the rank serves its state.
-        refusals: In a vote, the rank's reasons not to commit.
+        refusals: In a vote, the rank's reasons to vote against the commit or the heal.
     """
 
     address: str = ""
@@ -104,11 +104,11 @@ class Member(StateReport, frozen=True, kw_only=True):
         replica_id: The replica's id, unique among live replicas.
         store_address: ``host:port`` of the replica's key-value store, through which a process group can be set up.
         addresses: The addresses at which its ranks serve their state, by rank.
-        announced_to: The replicas that learned in the previous quorum that this one needs a snapshot.
+        announced_to: The replicas that learned in the previous quorum that the reporting replica needs a snapshot.
         rules: The replica's ``decision.Rules`` as text, which must be the same on all members.
         process: Process id and host of the replica, for messages.
-        number: Number of the report, which ascends within the sending process. Members ignore a report with a lower
-            number than an earlier one.
+        number: Number of the report, which ascends within the sending process. A report with a lower number than an
+            earlier one is ignored.
         signature: Signature with the job token; empty without a token.
     """
 
@@ -128,7 +128,7 @@ _member_decoder: Final = msgspec.json.Decoder(Member)
 
 
 def member_of(reports: Sequence[RankReport], **fields: Any) -> Member:
-    """Combine the reports of all ranks of a replica. If the ranks have different states, the replica's is partial.
+    """Combine the reports of all ranks of a replica. If their states differ, the replica's state is partial.
 
     Args:
         reports: The reports, by rank.
@@ -246,7 +246,7 @@ def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
 
 
 def is_in_other_order(own: Structure, other: Structure) -> bool:
-    """Return whether the order of an optimizer's parameters differs. A heal changes it to the order of its source."""
+    """Return whether an optimizer has its parameters in different orders. A heal takes over the order of its source."""
     return any(key.endswith(_PRESENT_ORDER_SUFFIX) for key in _differing(own, other))
 
 
@@ -288,7 +288,7 @@ def _fits(own: str | None, other: str | None) -> bool:
 
 
 def usual_structure(structures: Sequence[Structure]) -> Structure | None:
-    """Return the structure that fits more than half of the replicas; ``None`` if there is none."""
+    """Return the structure that fits more than half of the replicas; ``None`` if no structure does."""
     for structure in structures:
         if structure and 2 * sum(not misfits(each, structure) for each in structures) > len(structures):
             return structure

@@ -69,9 +69,9 @@ class StepReductions:
         return is_averaged
 
     def end(self, current: QuorumRound, deadline: Deadline) -> None:
-        """Wait for the reductions of the round, and check that the other replicas made the same ones.
+        """Wait for the reductions of the round, and check that the other replicas made the same reductions.
 
-        Errors do not raise; they prevent the commit.
+        An error is not raised; it prevents the commit.
 
         Args:
             current: The round.
@@ -110,10 +110,10 @@ class StepReductions:
             participant.report_error(noticed)
 
     def _parameter_of(self, current: QuorumRound, tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
-        """Find the parameter whose gradient the tensor is.
+        """Find the parameter that has this tensor as its gradient.
 
         Returns:
-            The parameter's number and the parameter; ``(None, None)`` for other tensors, such as buckets of gradients.
+            The parameter's index and the parameter; ``(None, None)`` for other tensors, such as buckets of gradients.
         """
         # Compare shapes first, because the map of gradients costs 1 µs for each parameter.
         if self._shapes_of is not self._structures.checked:
@@ -177,11 +177,11 @@ def _finish(reduced: ReducedTensor, num_participants: int) -> None:
 
 
 class CommittedSteps(StateObserver):
-    """Checks that optimizers step only after a commit, at most once. Called on the thread that changes the state.
+    """Checks that an optimizer steps only after a commit, and once. The thread that changes the state calls it.
 
     Args:
         participant: This replica and its quorum.
-        comparison: Compares the state between replicas.
+        comparison: Compares the replicas' states.
     """
 
     def __init__(self, participant: Participant, comparison: StateComparison) -> None:
@@ -226,7 +226,7 @@ class CommittedSteps(StateObserver):
             )
 
     def replaced(self) -> None:
-        """Discard the digests of the previous state, after another state was loaded."""
+        """Discard the digests of the state that a load replaces."""
         self._participant.irregularity = ""
         self._participant.reductions = Claim()
         self._comparison.forget()

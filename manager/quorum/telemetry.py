@@ -84,7 +84,7 @@ class _Wait:
 
 
 class StallWatch:
-    """Logs each wait of one manager that takes too long, from a thread of its own that starts with the first wait.
+    """Logs each wait of one manager that takes too long. The logging thread starts with the first wait.
 
     Args:
         after_s: Length of a wait, in seconds, after which it is logged. Each wait is logged once.
@@ -184,7 +184,7 @@ class MembershipLog:
         self._last_quorum_s = 0.0
 
     def log_changes(self, decision: Decision) -> None:
-        """Log the replicas that joined or left since the previous quorum. Without changes it only compares two sets.
+        """Log the replicas that joined or left since the previous quorum. If there are none, only compare two sets.
 
         Args:
             decision: The decision of the new quorum.
@@ -210,10 +210,10 @@ class MembershipLog:
             self._log("joined", replica_id, decision.step, f"joined: {heals}; {_replicas(decision)} train")
 
     def log_heal(self, decision: Decision, length_s: float, source: str) -> None:
-        """Log that this replica has healed. At step 0 nothing is logged: it only received the common initial state.
+        """Log that this replica has healed. At step 0, when replicas receive the initial state, log nothing.
 
         Args:
-            decision: The decision of the quorum in which it healed.
+            decision: The decision of the quorum in which this replica healed.
             length_s: Seconds since the replica asked for a quorum.
             source: The replicas that served the state, as text.
         """
