@@ -42,7 +42,7 @@ from manager.errors import quorum_errors
 _LOOK_AFTER_S: Final = 1.0
 """Length of a slice of a wait. gloo usually detects the end of a connection within this time."""
 _SPARE_DESCRIPTORS: Final = 8
-"""Descriptors needed besides one for each member: gloo opens four (torch 2.13), connections to stores need some."""
+"""Descriptors needed besides one for each member: gloo opens four (torch 2.13), and connections to stores need some."""
 _GLOO_CONTEXT: Final = 0
 """Prefix of the ranks' keys in the store: the number of a process group's first, and only, gloo context."""
 

@@ -269,7 +269,7 @@ class ReductionSequence:
     def _mismatch(self, index: int) -> ReductionMismatchError:
         own = self._log.describe(index).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0")
         described = [each.rstrip(b"\0").decode(errors="replace") for each in self._gather(own)]
-        # The first member that raises the error ends the connections. So all wait until all have the descriptions.
+        # The first member that raises the error ends the connections. So each waits until all have the descriptions.
         with contextlib.suppress(Exception):
             self._gather(b"over")
         return ReductionMismatchError(position=index, reductions=tuple(zip(self._members, described, strict=True)))

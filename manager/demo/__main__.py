@@ -262,7 +262,7 @@ def compare(
         Whether the states of all replicas were equal at every step, and at least one step was common to all.
     """
     console.rule("digests of the states, bit for bit")
-    # By step and rank: ranks of the same number have the same shards.
+    # By step and rank: equal ranks of different replicas have the same shards.
     by_step: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
     differing: set[tuple[int, int]] = set()
     for process in started:

@@ -39,7 +39,7 @@ NAMES: Final = ("A", "B", "C")
 CONTEXT: Final = 96
 BATCH: Final = 8
 ENDED: Final = "ended"
-"""Name of the event that a process has closed its stdout, as it does at its end."""
+"""Name of the event of a process that has closed its stdout, because it has exited."""
 
 
 @dataclass(frozen=True, slots=True)

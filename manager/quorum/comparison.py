@@ -336,7 +336,7 @@ def _digest_of(groups: Sequence[Mapping[str, Any]]) -> str:
     compared = [{name: value for name, value in group.items() if name not in WITHOUT_EFFECT} for group in groups]
     try:
         return hashlib.blake2b(_encoder.encode(compared), digest_size=8).hexdigest()
-    # Numbers beyond 64 bits, mappings with keys other than strings, and values that contain themselves.
+    # For numbers beyond 64 bits, mappings with other keys than strings, and values that contain themselves.
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
         logger.debug("the hyperparameters are not compared with the other replicas: %s", error)
         return ""

@@ -34,7 +34,7 @@ _NATIVE_NAMES: Final = (b"Name:\ttorchft", b"Name:\ttokio")
 _COUNTER: Final = b"\nvoluntary_ctxt_switches:"
 _MOST_STATUS_BYTES: Final = 16 * 1024
 _MOST_RUNS: Final = 6.0
-"""Number of runs of the native threads per heartbeat that is assumed before the first measurement; 4 in torchft 0.2."""
+"""Number of runs of the native threads that one heartbeat takes, before it is measured. In torchft 0.2, it takes 4."""
 _SHARE_OF_TIMEOUT: Final = 0.25
 _SHARE_OF_WINDOW: Final = 0.5
 _NUM_WINDOWS: Final = 16
@@ -112,7 +112,7 @@ class MissedHeartbeats:
         if last is not None and self._clock() - last.sent_s < self._timeout_s * _SHARE_OF_SIGN:
             return last
         for _ in range(_NUM_READS):
-            # Reading the number releases the GIL. Read again if that took long: both must be of the same moment.
+            # Reading the count releases the GIL. Read again if that took long: time and count must be of the same moment.
             begun_s, num_runs = self._clock(), self._num_runs()
             if self._clock() - begun_s < _SHORT_READ_S:
                 break

@@ -133,7 +133,7 @@ class QuorumLoop:
         try:
             participant.round = current
             if participant.is_settled and is_async and state.partial is None:
-                # Only the quorum shows which replicas need a snapshot of this step boundary, and it is not formed yet.
+                # Only the quorum, which is not formed yet, shows which replicas need a snapshot of this step boundary.
                 can_serve = self._formation.begin_step(hold=True)
                 self._executor.submit(self._formation.form_in_background, current, request, can_serve)
             else:

@@ -60,7 +60,7 @@ _MEMBER: Final = re.compile(r"<b>([^<]+)</b>\s*<br/>\s*Step: (-?[0-9]{1,19})\s*<
 _STATUS_S: Final = 0.2
 _LONGEST_PAGE_BYTES: Final = 1 << 20
 _PATIENCE: Final = 5
-"""Reading the whole page may take this many times as long as one wait for bytes."""
+"""Reading the whole page may take at most this many times as long as one wait for bytes."""
 _MAX_NAMED: Final = 10
 _MAX_NAME: Final = 100
 _MAX_REASON: Final = 500
@@ -349,7 +349,7 @@ def refusing_members(
     Raises:
         QuorumError: The replicas' rules differ, or all replicas refuse the connection because this one has no token.
     """
-    # Only replicas that are ahead of this one: in a quorum with them, its structure cannot become the common one.
+    # Only replicas that are ahead: in a quorum with them, this replica's structure cannot become the common one.
     ahead = sorted((each for each in running if each.step > own.step and each.addresses), key=lambda each: -each.step)
     if not ahead:
         return ()

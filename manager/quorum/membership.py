@@ -254,7 +254,7 @@ class Membership:
             if is_known or name == self.replica_id or name_of(member.replica_id) != name:
                 continue
             self._known_namesakes.add(member.replica_id)
-            # The other one may have been killed a moment ago, after its request to the Lighthouse.
+            # The other replica may have been killed a moment ago, after its request to the Lighthouse.
             if not nobody_listens(member.addresses[0], _PROBE_S):
                 logger.warning(
                     "replica %s: another live replica has the name %r, process %s: give every replica a replica_id of "
@@ -285,7 +285,7 @@ class Membership:
             return refusals
         # A rank that waits in a failed collective arrives this much later.
         gathering = timeout + self._config.connect_timeout
-        # Rank 0 may wait that long for a missing rank before it reports which one.
+        # Rank 0 may wait that long before it reports which rank is missing.
         answering = deadline.cap(2 * gathering) + _GRACE
         return self._ranks.agree(kind, refusals, gathering=deadline.cap(gathering), answering=answering)
 
@@ -322,7 +322,7 @@ class Membership:
         own_id, self._own_id = self._own_id, None
         # After an unanswered request the id must not be reused: the Lighthouse may still answer that request.
         if own_id is not None and not self._is_asking:
-            # Plus one, so that the first state of the next manager gets another lineage than the first one of this.
+            # Plus one, so that the first states of this manager and of the next one have different lineages.
             give_back_id(replace(own_id, num_groups=self.process_group.num_begun + 1))
         if self._incarnation is not None:
             self._incarnation.close()

@@ -31,7 +31,7 @@ from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 logger = logging.getLogger(__name__)
 
 _NUM_PORTS: Final = 3
-"""Number of attempts to start a store. One in thousands does not answer even its own process until the timeout."""
+"""Number of attempts to start a store. One store in thousands does not answer, not even to its own process."""
 _free: Final[dict[tuple[int, str, str], ReplicaId]] = {}
 _mutex: Final = threading.Lock()
 _RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"

@@ -31,7 +31,7 @@ _MAX_SHOWN: Final = 5
 Structure: TypeAlias = tuple[tuple[str, str], ...]
 """The structure of a state: for each part its name and a digest of its table, sorted; `UNKNOWN` fits every digest."""
 Tables: TypeAlias = Mapping[str, Mapping[str, str]]
-"""For each part of a state by name, dtype and shape of each tensor by name; empty for a part that is not compared."""
+"""By name of a part of the state: dtype and shape of each tensor, by its name; empty if the part is not compared."""
 Compared: TypeAlias = Literal["state", "reductions", "hyperparameters"]
 
 

@@ -62,7 +62,7 @@ class StepReductions:
         self._structures.check_averaged(gradients)
         self._state.scalers.begin_step()
         self._state.scalers.refuse_unscaled(gradients, self._state.optimizers, is_first=False)
-        # `end` fails the step if the count stays above 0: if a signal handler raises before the averages are stored.
+        # If a signal handler raises before the averages are stored, the count stays above 0, and `end` fails the step.
         current.num_averaging += 1
         is_averaged = average_gradients(parameters, partial(self._reduce, current, None))
         current.num_averaging -= 1
@@ -124,7 +124,7 @@ class StepReductions:
         gradients = current.gradients
         if gradients is not None:
             number, parameter = gradients.get(id(tensor), _NO_PARAMETER)
-            # Otherwise gradients were replaced since the map was made, and this tensor has the ``id`` of an old one.
+            # Otherwise gradients were replaced since the map was made, and this tensor has the ``id`` of a freed one.
             if parameter is None or parameter.grad is tensor:
                 return number, parameter
         gradients = current.gradients = gradients_of(parameters_of(self._state.optimizers()))

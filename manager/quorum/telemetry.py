@@ -52,7 +52,7 @@ _IDLE_S: Final = 3600.0
 _MAX_ID: Final = 100
 _MAX_TEXT: Final = 300
 _QUICK_S: Final = 1.0
-"""A quorum that forms during ``forward`` counts as waiting only after this long."""
+"""While a quorum forms in the background, a replica is reported as waiting only after this time."""
 
 
 def span(name: str) -> AbstractContextManager[Any]:
