@@ -77,13 +77,16 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
     interrupts a wait, `wait` raises the exception, and the collective counts as failed.
 
     Args:
-        value: The tensor that is reduced in place.
+        tensor: The tensor that is reduced in place.
         report_error: Called with the error when the collective, averaging or a callback fails.
+
+    Attributes:
+        tensor: The tensor that is reduced in place.
     """
 
-    def __init__(self, value: torch.Tensor, report_error: Callable[[Exception], object]) -> None:
+    def __init__(self, tensor: torch.Tensor, report_error: Callable[[Exception], object]) -> None:
         super().__init__()
-        self._value = value
+        self.tensor = tensor
         self._collective = _Collective(report_error)
         self._future: ManagedFuture | None = None
 
@@ -95,11 +98,6 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
             finish: Called once after the collective has succeeded, e.g. to divide the sum; ``None`` for nothing.
         """
         self._collective.begin(work, finish)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor that is reduced in place."""
-        return self._value
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Finish the collective; return whether the tensor is reduced."""
@@ -124,8 +122,8 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
     def get_future(self) -> ManagedFuture:
         """Return the future of the reduced tensor."""
         if self._future is None:
-            value = self._value
-            self._future = ManagedFuture(self._collective, lambda: value)
+            tensor = self.tensor
+            self._future = ManagedFuture(self._collective, lambda: tensor)
         return self._future
 
 

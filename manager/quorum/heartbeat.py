@@ -112,7 +112,7 @@ class MissedHeartbeats:
         if last is not None and self._clock() - last.sent_s < self._timeout_s * _SHARE_OF_SIGN:
             return last
         for _ in range(_NUM_READS):
-            # Reading the count releases the GIL. Read again if that took long: time and count must be of the same moment.
+            # Reading the count releases the GIL. If that took long, read again: time and count must belong together.
             begun_s, num_runs = self._clock(), self._num_runs()
             if self._clock() - begun_s < _SHORT_READ_S:
                 break

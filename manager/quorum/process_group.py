@@ -30,7 +30,7 @@ _TORCHFT_GLOO: Final = "torchft-gloo"
 _MEETING: Final = "meeting"
 _DECLINING: Final = timedelta(seconds=1)
 _READING_S: Final = 0.5
-"""Time that other members have to read a refusal before its store closes. Without it, they would wait ``connect_timeout``."""
+"""Time in which other members can read a refusal before its store closes: unread, it costs them ``connect_timeout``."""
 
 
 class QuorumProcessGroup:
