@@ -19,7 +19,7 @@ from manager.errors import HealFailedError, HyperparametersDivergedError, Quorum
 from manager.quorum.comparison import Hyperparameters, StateComparison
 from manager.quorum.decision import Decision, DoesNotFit, Heals, StandsBy, UpToDate
 from manager.quorum.differences import StructureWatch
-from manager.quorum.healing import Healer, WarmJoin
+from manager.quorum.healing import Healer, prepare_newcomer
 from manager.quorum.membership import QuorumRequest
 from manager.quorum.quorum_round import Participant, QuorumRound, is_own_shortage
 from manager.quorum.rank_exchange import Exchange
@@ -56,7 +56,7 @@ class QuorumFormation:
         self.hyperparameters = Hyperparameters(participant)
         self.changes = MembershipLog(participant)
         self._healer = Healer(participant)
-        self._warm_join = WarmJoin(participant)
+        self._is_prepared = False
         participant.state.registry.loaders.may_heal = True
 
     def begin_step(self, *, hold: bool = False) -> bool:
@@ -105,13 +105,13 @@ class QuorumFormation:
     def form_and_heal(self, current: QuorumRound, request: QuorumRequest) -> None:
         """Form quorums on the training thread, before ``forward``, until the replica is up to date or cannot heal."""
         num_stand_bys = num_misfits = 0
-        began_s = time.monotonic()
-        membership = self._participant.membership
+        began_s, membership = time.monotonic(), self._participant.membership
         # A loader that is ahead raises here, before other replicas wait for this one.
         self._participant.replica.check_loaders()
         try:
-            if request.may_heal:
-                self._warm_join.run(request.deadline)
+            if request.may_heal and not self._is_prepared:
+                self._is_prepared = True
+                prepare_newcomer(self._participant, request.deadline)
             while True:
                 # Earlier snapshots belong to an earlier attempt, which may have had the same step number.
                 self._participant.snapshots.replaced()

@@ -1,4 +1,4 @@
-"""Receives the state that this replica lacks: `Healer` within a quorum, `WarmJoin` before the first quorum.
+"""Receives the state that this replica lacks: `Healer` within a quorum, `prepare_newcomer` before the first one.
 
 All replicas of a quorum wait until the slowest replica has healed. But no replica waits for a newcomer before the
 newcomer's first quorum, so the newcomer prepares during that time:
@@ -36,7 +36,6 @@ from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.recorder import current
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
 from manager.quorum.decision import Decision, Heals
-from manager.quorum.members import RunningMember
 from manager.quorum.quorum_round import Participant, format_error
 from manager.recovery.peers import PeerOptions
 from manager.state.optimizer_states import Memory, memory_at, memory_of_optimizers, tensors_in
@@ -62,7 +61,7 @@ _LEAST_LASTING_SHARE: Final = 0.5
 """A newcomer receives the state early only if at least this share of its bytes seldom changes."""
 _MAX_SOURCES: Final = 2
 _SHARE_OF_CALL: Final = 0.5
-"""Share of the caller's remaining time in ``start_quorum`` that a warm join may use."""
+"""Share of the caller's remaining time in ``start_quorum`` that the preparation of a newcomer may use."""
 _PATIENCE: Final = 2.0
 """A transfer may take this many times as long as its rate limit implies."""
 _BYTES_PER_S: Final = 4e8
@@ -237,123 +236,113 @@ class Healer:
             raise HealFailedError(step=step, reasons=all_reasons)
 
 
-class WarmJoin:
-    """Prepares a newcomer before its first quorum, while the other replicas train. For the training thread only.
+def prepare_newcomer(participant: Participant, deadline: Deadline) -> None:
+    """Prepare this replica before its first quorum, if it is behind running replicas. For the training thread only.
+
+    A failure is only logged, because the replica can still heal in the quorum.
 
     Args:
         participant: This replica and its quorum.
+        deadline: The caller's deadline. The preparation uses at most half of the remaining time.
     """
+    sources = _newest_replicas(participant)
+    if not sources:
+        return
+    began_s = time.monotonic()
+    try:
+        with participant.waiting(f"{participant.name}: preparing to join while the other replicas train"):
+            _prepare(participant, sources, deadline)
+    except (TransportError, ManagerError) as error:
+        logger.warning(
+            "%s: the preparation before the first quorum failed after %.1f s; this replica heals in the quorum: %s",
+            participant.name,
+            time.monotonic() - began_s,
+            format_error(error),
+        )
 
-    def __init__(self, participant: Participant) -> None:
-        self._participant = participant
-        self._is_over = False
 
-    def run(self, deadline: Deadline) -> None:
-        """Prepare this replica if it is behind running replicas. Only the first call does anything.
+def _newest_replicas(participant: Participant) -> list[str]:
+    """Return up to two addresses of replicas with the newest state, at random, so that newcomers spread out."""
+    state, group_rank = participant.state, participant.membership.group_rank
+    members = participant.membership.running_members()
+    if not members:
+        return []
+    own_step = state.step if state.partial is None else 0
+    # The most frequent step, so that a single false report cannot mislead newcomers.
+    newest = max(Counter(member.step for member in members).items(), key=lambda each: (each[1], each[0]))[0]
+    if newest <= own_step:
+        return []
+    found = [
+        member.addresses[group_rank]
+        for member in members
+        if member.step == newest and len(member.addresses) > group_rank
+    ]
+    _own_random.shuffle(found)
+    listening = [address for address in found[: 2 * _MAX_SOURCES] if not nobody_listens(address, _PROBE_S)]
+    return listening[:_MAX_SOURCES]
 
-        A failure is only logged, because the replica can still heal in the quorum.
 
-        Args:
-            deadline: The caller's deadline. The preparation uses at most half of the remaining time.
-        """
-        participant = self._participant
-        if self._is_over:
-            return
-        self._is_over = True
-        sources = self._sources(participant.membership.running_members(), participant.membership.group_rank)
-        if not sources:
-            return
+def _prepare(participant: Participant, sources: Sequence[str], deadline: Deadline) -> None:
+    state = participant.state
+    with state.lock.read("size of the state"):
+        content = state.content()
+        num_bytes, num_lasting_bytes = _sizes(participant, content)
+    if num_lasting_bytes < _LEAST_LASTING_SHARE * num_bytes:
+        num_missing_bytes = missing_bytes(state.optimizers()) + copied_bytes(content)
+        participant.peers.prefault(num_missing_bytes)
+        logger.info(
+            "%s: every step changes most of the state, so this replica receives the state in the quorum, and now "
+            "only allocates %d bytes for it",
+            participant.name,
+            num_missing_bytes,
+        )
+        return
+    _receive_early(participant, sources, num_bytes, deadline)
+
+
+def _sizes(participant: Participant, content: Mapping[str, object]) -> tuple[int, int]:
+    """Return the size of the state, and of the part that neither optimizer steps nor ``forward`` change."""
+    stepped = memory_of_optimizers(participant.state.optimizers())
+    lasting = participant.snapshots.copier.stable(content) - stepped
+    memories = set(filter(None, map(memory_at, tensors_in(content))))
+    return sum(map(_length, memories)), sum(map(_length, memories & lasting))
+
+
+def _receive_early(participant: Participant, sources: Sequence[str], num_bytes: int, deadline: Deadline) -> None:
+    config = participant.config
+    # Under DiLoCo a source takes its next snapshot only at the next synchronisation.
+    timeout = max(config.timeout, config.quorum_timeout)
+    bytes_per_s = _BYTES_PER_S
+    if config.world_size not in (None, 1):
+        # The other ranks of this replica wait up to ``config.timeout`` for this one.
+        longest = config.timeout
+        bytes_per_s = max(bytes_per_s, 2 * _PATIENCE * num_bytes / longest.total_seconds())
+    else:
+        longest = timeout + timedelta(seconds=_PATIENCE * num_bytes / bytes_per_s)
+    left = deadline.left()
+    end_s = time.monotonic() + min(longest, left * _SHARE_OF_CALL if left is not None else longest).total_seconds()
+    for number, address in enumerate(sources):
         began_s = time.monotonic()
+        options = PeerOptions(
+            timeout=timedelta(seconds=max(0.0, end_s - began_s)),
+            unreachable_timeout=config.connect_timeout,
+            progress_timeout=timeout,
+            max_bytes_per_s=bytes_per_s,
+        )
         try:
-            with participant.waiting(f"{participant.name}: preparing to join while the other replicas train"):
-                self._prepare(sources, deadline)
-        except (TransportError, ManagerError) as error:
-            logger.warning(
-                "%s: the preparation before the first quorum failed after %.1f s; this replica heals in the quorum: %s",
-                participant.name,
-                time.monotonic() - began_s,
-                format_error(error),
-            )
-
-    def _sources(self, members: Sequence[RunningMember], group_rank: int) -> list[str]:
-        """Return up to two addresses of replicas with the newest state, at random, so that newcomers spread out."""
-        state = self._participant.state
-        if not members:
-            return []
-        own_step = state.step if state.partial is None else 0
-        # The most frequent step, so that a single false report cannot mislead newcomers.
-        newest = max(Counter(member.step for member in members).items(), key=lambda each: (each[1], each[0]))[0]
-        if newest <= own_step:
-            return []
-        found = [
-            member.addresses[group_rank]
-            for member in members
-            if member.step == newest and len(member.addresses) > group_rank
-        ]
-        _own_random.shuffle(found)
-        listening = [address for address in found[: 2 * _MAX_SOURCES] if not nobody_listens(address, _PROBE_S)]
-        return listening[:_MAX_SOURCES]
-
-    def _prepare(self, sources: Sequence[str], deadline: Deadline) -> None:
-        participant, state = self._participant, self._participant.state
-        with state.lock.read("size of the state"):
-            content = state.content()
-            num_bytes, num_lasting_bytes = self._sizes(content)
-        if num_lasting_bytes < _LEAST_LASTING_SHARE * num_bytes:
-            num_missing_bytes = missing_bytes(state.optimizers()) + copied_bytes(content)
-            participant.peers.prefault(num_missing_bytes)
-            logger.info(
-                "%s: every step changes most of the state, so this replica receives the state in the quorum, and now "
-                "only allocates %d bytes for it",
-                participant.name,
-                num_missing_bytes,
-            )
-            return
-        self._recover(sources, num_bytes, deadline)
-
-    def _sizes(self, content: Mapping[str, object]) -> tuple[int, int]:
-        """Return the size of the state, and of the part that neither optimizer steps nor ``forward`` change."""
-        participant = self._participant
-        stepped = memory_of_optimizers(participant.state.optimizers())
-        lasting = participant.snapshots.copier.stable(content) - stepped
-        memories = set(filter(None, map(memory_at, tensors_in(content))))
-        return sum(map(_length, memories)), sum(map(_length, memories & lasting))
-
-    def _recover(self, sources: Sequence[str], num_bytes: int, deadline: Deadline) -> None:
-        participant, config = self._participant, self._participant.config
-        # Under DiLoCo a source takes its next snapshot only at the next synchronisation.
-        timeout = max(config.timeout, config.quorum_timeout)
-        bytes_per_s = _BYTES_PER_S
-        if config.world_size not in (None, 1):
-            # The other ranks of this replica wait up to ``config.timeout`` for this one.
-            longest = config.timeout
-            bytes_per_s = max(bytes_per_s, 2 * _PATIENCE * num_bytes / longest.total_seconds())
-        else:
-            longest = timeout + timedelta(seconds=_PATIENCE * num_bytes / bytes_per_s)
-        left = deadline.left()
-        end_s = time.monotonic() + min(longest, left * _SHARE_OF_CALL if left is not None else longest).total_seconds()
-        for number, address in enumerate(sources):
-            began_s = time.monotonic()
-            options = PeerOptions(
-                timeout=timedelta(seconds=max(0.0, end_s - began_s)),
-                unreachable_timeout=config.connect_timeout,
-                progress_timeout=timeout,
-                max_bytes_per_s=bytes_per_s,
-            )
-            try:
-                recovery = participant.peers.recover(address, "latest", options)
-            except TransportError:
-                if number + 1 == len(sources) or time.monotonic() >= end_s:
-                    raise
-                continue
-            logger.info(
-                "%s: received step %d from %s in %.1f s, while the other replicas trained",
-                participant.name,
-                recovery.step,
-                address,
-                time.monotonic() - began_s,
-            )
-            return
+            recovery = participant.peers.recover(address, "latest", options)
+        except TransportError:
+            if number + 1 == len(sources) or time.monotonic() >= end_s:
+                raise
+            continue
+        logger.info(
+            "%s: received step %d from %s in %.1f s, while the other replicas trained",
+            participant.name,
+            recovery.step,
+            address,
+            time.monotonic() - began_s,
+        )
+        return
 
 
 def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
