@@ -42,24 +42,19 @@ ENDED: Final = "ended"
 """Name of the event of a process that has closed its stdout, because it has exited."""
 
 
-@dataclass(frozen=True, slots=True)
 class Text:
-    """A text to train on.
+    """The text to train on: the help topics of Python, half a megabyte of English.
 
     Attributes:
         tokens: The token of each character, ``int64 [num_tokens]``.
         vocabulary: Number of distinct tokens.
     """
 
-    tokens: torch.Tensor
-    vocabulary: int
-
-    @classmethod
-    def from_python_documentation(cls) -> Text:
-        """Return the help topics of Python: half a megabyte of English."""
+    def __init__(self) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))
         alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
-        return cls(torch.tensor([alphabet[character] for character in text]), len(alphabet))
+        self.tokens = torch.tensor([alphabet[character] for character in text])
+        self.vocabulary = len(alphabet)
 
     def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of a batch, each ``int64 [BATCH, CONTEXT]``, the same in every process."""
@@ -156,7 +151,7 @@ class Replica:
     def __init__(self, name: str, *, width: int, num_layers: int) -> None:
         self._index = NAMES.index(name)
         torch.manual_seed(self._index)
-        self._text = Text.from_python_documentation()
+        self._text = Text()
         self._model = LanguageModel(self._text.vocabulary, width=width, num_layers=num_layers)
         self._rank, self._num_ranks = 0, 1
         if dist.is_initialized():
