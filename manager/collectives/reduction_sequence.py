@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -48,19 +48,6 @@ _NO_NAME: Final = -(1 << 31)
 """Stands for a missing name; less than the hash of every name, and less than the negative of each hash."""
 
 
-class GatheringGroup(Protocol):
-    """The methods of a process group that a `ReductionSequence` calls. The groups of gloo and torchft have them."""
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Begins an allreduce in place."""
-
-    def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Begins to gather a tensor from each member."""
-
-    def abort(self) -> None:
-        """Ends the group's running collectives at once."""
-
-
 @dataclass(slots=True)
 class _Pending:
     """A reduction that this member has begun.
@@ -83,7 +70,8 @@ class ReductionSequence:
     ends when no reduction is left.
 
     Args:
-        group: Runs the collectives. No other object may use the group during the step.
+        group: This package's or torchft's gloo group, with ``allreduce``, ``allgather`` and ``abort``. No other object
+            may use it during the step.
         members: The members' names, in the order of their ranks.
         timeout: Longest wait for one collective.
         executor: An executor with one thread.
@@ -92,9 +80,7 @@ class ReductionSequence:
         is_running: Whether the job has been submitted to the executor, and has not ended.
     """
 
-    def __init__(
-        self, group: GatheringGroup, members: tuple[str, ...], *, timeout: timedelta, executor: SafeExecutor
-    ) -> None:
+    def __init__(self, group: Any, members: tuple[str, ...], *, timeout: timedelta, executor: SafeExecutor) -> None:
         self._group = group
         self._members = members
         self._timeout_s = timeout.total_seconds()

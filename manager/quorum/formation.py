@@ -301,10 +301,10 @@ class QuorumFormation:
             )
 
     def _heal(self, decision: Decision, role: Heals) -> bool:
-        """Receive the common state on all ranks of this replica.
+        """Receive the common state, and agree with the other ranks of this replica whether all have received it.
 
         Returns:
-            Whether that succeeded. If not, the replica forms another quorum and heals there.
+            Whether all have. If not, the replica forms another quorum and heals there.
 
         Raises:
             HealFailedError: The last possible attempt has failed.

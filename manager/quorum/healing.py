@@ -3,11 +3,11 @@
 All replicas of a quorum wait until the slowest replica has healed. But no replica waits for a newcomer before the
 newcomer's first quorum, so the newcomer prepares during that time:
 
-- If most of the state seldom changes (frozen weights, or weights that DiLoCo synchronises), a newcomer receives the
+- Most of the state may seldom change: frozen weights, or weights that DiLoCo synchronises. Then a newcomer receives the
   state early from a running replica, at a rate that the sender hardly notices. In the quorum it receives only what is
   missing.
-- If every step changes most of the state, an early copy would be outdated at once, and would cost the sender memory and
-  time. In this case the newcomer only allocates and touches the memory for the state.
+- Every step may change most of the state. Then an early copy would be outdated at once, and cost the sender memory and
+  time. So the newcomer only allocates and touches the memory for the state.
 
 The addresses of running replicas come from the Lighthouse's status page, which is not authenticated. With a job token,
 the sender proves that it has the token. Without a token, the page is as trustworthy as a quorum. A newcomer always

@@ -18,7 +18,7 @@ from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.runtime.threads import SafeExecutor
 from manager.collectives.gloo import GlooProcessGroup
 from manager.collectives.process_group import Reconfigurable, ReconfigurableGroup, ReplicaProcessGroup
-from manager.collectives.reduction_sequence import GatheringGroup, ReductionSequence
+from manager.collectives.reduction_sequence import ReductionSequence
 from manager.collectives.reductions import Reduction, ReductionLog
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 from manager.quorum.decision import Decision
@@ -254,14 +254,14 @@ class QuorumProcessGroup:
             sequence.end()
 
     def compare_step(self, timeout: timedelta | None) -> Claim:
-        """Check after `end_step` that all members have made the same reductions in this step.
+        """Compare the members' reductions of this step, after `end_step`, or leave that to the next quorum.
 
         Args:
             timeout: Limit of the wait for the other members to end the step.
 
         Returns:
-            A claim without step and lineage, which the next quorum compares; empty if the members have compared the
-            reductions already.
+            The claim that the next quorum has to compare, without step and lineage; empty if the reductions have been
+            compared now.
 
         Raises:
             ReductionMismatchError: The reductions differ.
@@ -292,9 +292,10 @@ class QuorumProcessGroup:
     def _present_sequence(self) -> ReductionSequence | None:
         """Return the sequence that checks the reductions of this step; ``None`` if the backend does not need it."""
         if self._sequence is None and self.group and len(self._members) > 1 and _is_gloo(self.wrapped):
-            group = cast("GatheringGroup", self.wrapped)
             self._has_reduced = True
-            self._sequence = ReductionSequence(group, self._members, timeout=self._timeout, executor=self._reducing)
+            self._sequence = ReductionSequence(
+                self.wrapped, self._members, timeout=self._timeout, executor=self._reducing
+            )
         return self._sequence
 
 

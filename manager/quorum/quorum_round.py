@@ -301,7 +301,7 @@ class OwnErrors:
 
 
 def is_own_shortage(error: Exception) -> bool:
-    """Return whether the error is a lack of descriptors or memory in this process, which no other replica causes."""
+    """Return whether the error is a lack of descriptors or memory in this process, which no other replica can cause."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
