@@ -27,7 +27,7 @@ from manager.errors import (
     UnfinishedReductionError,
 )
 from manager.lifecycle import OwnedExecutor
-from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
+from manager.quorum.decision import Decision, commit_refusals, next_lineage
 from manager.quorum.formation import QuorumFormation
 from manager.quorum.membership import Membership, QuorumRequest
 from manager.quorum.quorum_round import OwnErrors, Participant, QuorumRound, refusal_cause
@@ -117,18 +117,7 @@ class QuorumLoop:
         )
         self._participated_last_round = self.is_participating()
         state.note_training_thread()
-        config = self._config
-        request = QuorumRequest(
-            rules=Rules(
-                min_replica_size=config.min_replica_size,
-                world_size_mode=config.world_size_mode,
-                init_sync=config.init_sync,
-                compare_every=config.compare_every,
-            ),
-            deadline=deadline,
-            shrink_only=shrink_only,
-            may_heal=may_heal,
-        )
+        request = QuorumRequest(deadline=deadline, shrink_only=shrink_only, may_heal=may_heal)
         current = QuorumRound(self.membership.num_missed_heartbeats())
         try:
             participant.round = current

@@ -46,13 +46,11 @@ class QuorumRequest:
     """The arguments of `Manager.start_quorum`.
 
     Attributes:
-        rules: Settings that must be equal on all replicas.
         deadline: The caller's deadline. If it is unlimited, the timeouts of the configuration limit each wait.
         shrink_only: Whether to admit only members of the last quorum.
         may_heal: Whether this replica heals if it is behind.
     """
 
-    rules: Rules
     deadline: Deadline
     shrink_only: bool
     may_heal: bool
@@ -96,6 +94,12 @@ class Membership:
         assert config.rank is not None, "the environment has been asked"
         assert config.world_size is not None, "the environment has been asked"
         self._config = config
+        self._rules = Rules(
+            min_replica_size=config.min_replica_size,
+            world_size_mode=config.world_size_mode,
+            init_sync=config.init_sync,
+            compare_every=config.compare_every,
+        )
         self._address = address
         self._keys = keys
         self._ask_state = ask_state
@@ -214,7 +218,7 @@ class Membership:
         with quorum_errors():
             members = self.members = decode_message(answer, _members_decoder)
         return decide(
-            members, self.replica_id, request.rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals
+            members, self.replica_id, self._rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals
         )
 
     def _ask(self, reports: Sequence[RankReport], request: QuorumRequest, announced_to: frozenset[str]) -> bytes:
@@ -225,11 +229,11 @@ class Membership:
             replica_id=self.replica_id,
             store_address=self._store_address,
             announced_to=announced_to,
-            rules=request.rules.as_text(),
+            rules=self._rules.as_text(),
         )
         if not self._session.has_heartbeat:
             refusing = refusing_members(
-                own, self.running_members(), request.rules, self._ask_state, has_token=self._keys is not None
+                own, self.running_members(), self._rules, self._ask_state, has_token=self._keys is not None
             )
             if refusing:
                 return msgspec.json.encode(refusing)
