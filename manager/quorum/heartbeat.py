@@ -52,7 +52,7 @@ def _tasks() -> frozenset[str]:
     return frozenset()
 
 
-def _num_runs(task: str) -> int | None:
+def _runs_of(task: str) -> int | None:
     try:
         # This runs in each step, and `pathlib` or `open` would take four times as long.
         file = os.open(f"{_TASKS}/{task}/status", os.O_RDONLY)
@@ -220,7 +220,7 @@ class Heartbeat:
     def num_runs(self) -> int | None:
         """Return how often the native threads have given up the processor; ``None`` if the kernel does not count it."""
         # Skip threads that another library started at the same moment: they have other names, or have ended.
-        counts = [count for task in self._native_tasks if (count := _num_runs(task)) is not None]
+        counts = [count for task in self._native_tasks if (count := _runs_of(task)) is not None]
         return sum(counts) if counts else None
 
     def _run(self) -> None:
