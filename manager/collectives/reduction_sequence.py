@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -31,21 +32,47 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from ft_transport.runtime.signal_safe import SafeCondition
 from ft_transport.runtime.threads import SafeExecutor
 from manager.collectives.managed_work import forget_frames
-from manager.collectives.reductions import (
-    Announcement,
-    Digest,
-    Reduction,
-    ReductionLog,
-    is_cut_short,
-)
+from manager.collectives.reductions import HALF_BYTES, Digest, Reduction, ReductionLog
 from manager.errors import ReductionMismatchError
 
+_ANNOUNCEMENT: Final = struct.Struct(f"<q?{2 * HALF_BYTES}s")
 _DESCRIPTION_BYTES: Final = 256
 """Maximum length of the description of a reduction in a `ReductionMismatchError`."""
 _LOOK_AFTER_S: Final = 0.05
 """Seconds after which a waiting thread checks its condition itself, because a signal handler may prevent a wake-up."""
 _NO_NAME: Final = -(1 << 31)
 """Stands for a missing name; less than the hash of every name, and less than the negative of each hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A member's announcement of its reductions in a step.
+
+    Attributes:
+        num: Number of entries in the member's `ReductionLog`.
+        is_last: Whether the member begins no further reduction in this step.
+        digest: Digest of these entries.
+    """
+
+    num: int
+    is_last: bool
+    digest: Digest
+
+    def encode(self) -> bytes:
+        """Return the announcement as bytes. All announcements have the same size."""
+        return _ANNOUNCEMENT.pack(self.num, self.is_last, self.digest.encode())
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Announcement:
+        """Decode the result of `encode`."""
+        num, is_last, digest = _ANNOUNCEMENT.unpack(encoded)
+        return cls(num, is_last, Digest.decode(digest))
+
+
+def is_cut_short(announced: Sequence[Announcement]) -> bool:
+    """Return whether one member has ended its step with fewer reductions than another member has begun."""
+    num = min(each.num for each in announced)
+    return any(each.is_last and each.num == num for each in announced) and any(each.num > num for each in announced)
 
 
 @dataclass(slots=True)

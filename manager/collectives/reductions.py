@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from ft_transport.state.placements import is_dtensor
 from manager.collectives.managed_work import ManagedWork, wait_all
 from manager.errors import UnfinishedReductionError
 
-_HALF_BYTES: Final = 8
-_ANNOUNCEMENT: Final = struct.Struct(f"<q?{2 * _HALF_BYTES}s")
+HALF_BYTES: Final = 8
+"""Size of each of the two digests in a `Digest`."""
 _MAX_NAME: Final = (1 << 31) - 1
 _NOTHING: Final = "nothing further"
 _PART: Final = "in a bucket"
@@ -167,7 +166,7 @@ class ReductionLog:
     def digest(self, num: int) -> Digest:
         """Return a digest of the first ``num`` entries."""
         if self._hashes is None or num < self._num_hashed:
-            self._hashes = hashlib.blake2b(digest_size=_HALF_BYTES), hashlib.blake2b(digest_size=_HALF_BYTES)
+            self._hashes = hashlib.blake2b(digest_size=HALF_BYTES), hashlib.blake2b(digest_size=HALF_BYTES)
             self._num_hashed = 0
         forms, names = self._hashes
         if num > self._num_hashed:
@@ -221,38 +220,7 @@ class Digest:
     @classmethod
     def decode(cls, encoded: bytes) -> Digest:
         """Decode the result of `encode`."""
-        return cls(encoded[:_HALF_BYTES], encoded[_HALF_BYTES:])
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """A member's announcement of its reductions in a step.
-
-    Attributes:
-        num: Number of entries in the member's `ReductionLog`.
-        is_last: Whether the member begins no further reduction in this step.
-        digest: Digest of these entries.
-    """
-
-    num: int
-    is_last: bool
-    digest: Digest
-
-    def encode(self) -> bytes:
-        """Return the announcement as bytes. All announcements have the same size."""
-        return _ANNOUNCEMENT.pack(self.num, self.is_last, self.digest.encode())
-
-    @classmethod
-    def decode(cls, encoded: bytes) -> Announcement:
-        """Decode the result of `encode`."""
-        num, is_last, digest = _ANNOUNCEMENT.unpack(encoded)
-        return cls(num, is_last, Digest.decode(digest))
-
-
-def is_cut_short(announced: Sequence[Announcement]) -> bool:
-    """Return whether one member has ended its step with fewer reductions than another member has begun."""
-    num = min(each.num for each in announced)
-    return any(each.is_last and each.num == num for each in announced) and any(each.num > num for each in announced)
+        return cls(encoded[:HALF_BYTES], encoded[HALF_BYTES:])
 
 
 _MIN_DIRECT_BYTES: Final = 1 << 20

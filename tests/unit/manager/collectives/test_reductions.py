@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from manager.collectives.reductions import (
-    Announcement,
-    Digest,
-    ReducedTensor,
-    Reduction,
-    ReductionLog,
-    is_cut_short,
-)
+from manager.collectives.reduction_sequence import Announcement, is_cut_short
+from manager.collectives.reductions import Digest, ReducedTensor, Reduction, ReductionLog
 from manager.errors import UnfinishedReductionError
 
 SIZE = torch.Size([2, 3])
