@@ -153,7 +153,7 @@ class ReductionSequence:
         self._wait(lambda: self._is_over, "the other replicas to end their reductions", timeout)
 
     def wait_for(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait for one reduction; the first one of the step has ``number`` 0. Raises the errors of `wait_for_end`."""
+        """Wait for one reduction; ``number`` 0 is the first of the step. It raises the errors of `wait_for_end`."""
         self._wait(lambda: self._num_done > number, f"reduction {number}", timeout)
 
     def fail(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Replicas train a language model; some are killed, restart and heal; their states at each step are compared.
+"""Replicas train a language model; some are killed, restart and heal. The states at each step are compared.
 
 By default, there are three replicas of one process each. With ``--sharded``, there are two replicas of two ranks each,
 and FSDP2 divides the model among the ranks.

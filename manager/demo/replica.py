@@ -338,7 +338,7 @@ class ReplicaProcess:
                 pass
 
     def stand_still(self, step: int) -> None:
-        """Request the process to stop training at this step."""
+        """Ask the process to stop training at this step."""
         assert self.process.stdin is not None, "stdin is a pipe"
         self.process.stdin.write(f"{step}\n")
         self.process.stdin.flush()
@@ -349,7 +349,7 @@ class ReplicaProcess:
         self.process.wait()
 
     def leave(self) -> None:
-        """Request the process to exit after its present step. `kill` ends a process that does not exit."""
+        """Ask the process to exit after its present step. `kill` ends a process that does not exit."""
         assert self.process.stdin is not None, "stdin is a pipe"
         with suppress(OSError):  # the process has exited already
             self.process.stdin.close()

@@ -1,4 +1,4 @@
-"""The fault-tolerant loop of one replica. Each round is one attempt at a step: a quorum, work, a vote on the commit."""
+"""The fault-tolerant loop of one replica. Each round is one attempt at a step: a quorum, the work, and a vote."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class QuorumRound:
     _reducing: dict[int, ManagedWork] = field(default_factory=dict)
 
     def note_reducing(self, local: torch.Tensor, work: ManagedWork) -> None:
-        """Record that a reduction uses the tensor until ``work`` has been waited for."""
+        """Record that a reduction uses the tensor until a wait for ``work`` has ended."""
         if local.numel():
             self._reducing[local.data_ptr()] = work
 

@@ -177,7 +177,7 @@ def _finish(reduced: ReducedTensor, num_participants: int) -> None:
 
 
 class CommittedSteps(StateObserver):
-    """Checks that an optimizer steps only after a commit, and once. The thread that changes the state calls it.
+    """Checks that an optimizer steps only after a commit, and only once. The thread that changes the state calls it.
 
     Args:
         participant: This replica and its quorum.

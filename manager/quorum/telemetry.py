@@ -108,7 +108,7 @@ class StallWatch:
         Args:
             what: The replica, its step and what it waits for, as the start of the log message.
             missing: Returns a description of the missing replicas; called on the thread of this object.
-            thread_id: The thread whose stack the message shows; ``None``: the calling thread.
+            thread_id: The thread whose stack the message shows; ``None`` for the calling thread.
         """
         wait = _Wait(
             stalled_s=time.monotonic() + self._after_s,
