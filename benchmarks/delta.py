@@ -26,7 +26,7 @@ from benchmarks.options import Benchmark, Options, Size
 from benchmarks.replicas.pulling import weights_of
 from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport import HTTPTransport, Publisher, PullingEngine, TransportSettings
-from ft_transport.keys import TOKEN_VARIABLE
+from ft_transport.credentials import TOKEN_VARIABLE
 from ft_transport.publish import versions
 from ft_transport.wire.delta import TensorPair, apply_changes, decode_delta, encode_delta
 

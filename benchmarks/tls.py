@@ -26,7 +26,7 @@ from benchmarks.states import State, StateSpec
 from benchmarks.transports import Address, Fetch, Receiver, prepare_ours, serve_ours
 from ft_transport import TLSFiles
 from ft_transport.cli.bench import NUM_CONNECTIONS, RANGE, READ_BYTES
-from ft_transport.tls import Certificates
+from ft_transport.credentials import Certificates
 
 _HOST: Final = "127.0.0.1"
 

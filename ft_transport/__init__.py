@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.saver import StoreHealth as StoreHealth
     from ft_transport.checkpoint.settings import StoreSettings as StoreSettings
     from ft_transport.checkpoint.store import CheckpointStore as CheckpointStore
+    from ft_transport.credentials import TLSFiles as TLSFiles
     from ft_transport.http.client.fetch_settings import FetchTimeout as FetchTimeout
     from ft_transport.publish.adapter import LoRAAdapter as LoRAAdapter
     from ft_transport.publish.content import WeightFormat as WeightFormat
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
     from ft_transport.state.comparison import state_digest as state_digest
     from ft_transport.state.encodings import register_encoding as register_encoding
     from ft_transport.state.flatten import check_encodable as check_encodable
-    from ft_transport.tls import TLSFiles as TLSFiles
     from ft_transport.transfer.known import PartialState as PartialState
     from ft_transport.transfer.known import Received as Received
     from ft_transport.transport import HTTPTransport as HTTPTransport

@@ -9,9 +9,8 @@ from operator import index
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin
 
+from ft_transport.credentials import Certificates, Keys, TLSFiles
 from ft_transport.errors import ConfigurationError
-from ft_transport.keys import Keys
-from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Final, Generic, TypeVar
 
+from ft_transport.credentials import Keys
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.fetch_settings import FetchTimeout, rate_limited
 from ft_transport.http.client.peer_status import ask_state, connecting
 from ft_transport.http.peer_address import peer_addresses
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
-from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_function, check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction

@@ -23,7 +23,7 @@ from benchmarks.states import State, digest_of
 from benchmarks.transports import STEP, torchft_http_transport
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.bench import RANGE, bare_receiver, bare_sender
-from ft_transport.keys import Keys
+from ft_transport.credentials import Keys
 from ft_transport.wire.chunks import Digester
 
 TIMEOUT: Final = timedelta(seconds=180)

@@ -22,8 +22,8 @@ import msgspec
 import xxhash
 from msgspec import Meta, Raw, Struct
 
+from ft_transport.credentials import Keys
 from ft_transport.errors import CheckpointDamagedError, CheckpointUntrustedError, ManifestError
-from ft_transport.keys import Keys
 from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header

@@ -12,8 +12,8 @@ import msgspec
 from ft_transport.checkpoint.directory import MAX_NUMBER
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.coordination.agreement import Agreement
+from ft_transport.credentials import Keys
 from ft_transport.errors import ConfigurationError
-from ft_transport.keys import Keys
 from ft_transport.settings import NotNegative, check_fields, check_number
 
 BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]

@@ -18,11 +18,11 @@ import msgspec
 import typer
 
 from ft_transport.cli.output import escape, megabytes, message_of, remedy_for
+from ft_transport.credentials import TOKEN_VARIABLE
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.bind_address import ADVERTISE_VARIABLE, addresses_of, advertised_host, interfaces
 from ft_transport.http.client.peer_status import Connect, PeerStatus, ProbedRate, ask_status, connecting, probe_rates
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.record import now_unix_s

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.store import AT_ONCE, DirectStore, StoreChannel, nobody_listens
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 from ft_transport.errors import (
     ConfigurationError,
     DeadlineExceededError,
     PeerProtocolError,
     RankGoneError,
 )
-from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.runtime.deadline import Backoff, Deadline
 from ft_transport.runtime.decoding import DECODE_ERRORS
 

@@ -11,7 +11,7 @@ import re
 import ssl
 from typing import Final, cast
 
-from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE
+from ft_transport.credentials import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE
 from ft_transport.wire.signing import Bytes
 
 MAX_RECORD_BYTES: Final = 16 << 10
@@ -47,7 +47,7 @@ class TLSChannel:
     """One end of a TLS connection. Used by one thread at a time.
 
     Args:
-        context: TLS context of this end (``ft_transport.tls``).
+        context: TLS context of this end (``ft_transport.credentials``).
         server_hostname: On the client's end, the host or address for which the server's certificate must be valid;
             ``None`` on the server's end.
 

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from ft_transport.credentials import Keys, TLSFiles
 from ft_transport.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -30,14 +31,12 @@ from ft_transport.errors import (
 from ft_transport.http.client.fetch_settings import FetchHandle, FetchSettings, FetchTimeout
 from ft_transport.http.client.manifests import fetch_deltas
 from ft_transport.http.peer_address import PeerAddress, look_up
-from ft_transport.keys import Keys
 from ft_transport.publish.deltas import changes_of, flip
 from ft_transport.settings import Limits, TransportSettings
 from ft_transport.state.matching import Incoming
 from ft_transport.state.placements import is_dtensor
 from ft_transport.state.tensors import extent_bytes, has_own_memory, overlaps_itself
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.tls import TLSFiles
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.sources import FetchPeers
 from ft_transport.wire.delta import TensorChanges

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from aiohttp import web
 
+from ft_transport.credentials import Keys, TLSFiles
 from ft_transport.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -31,7 +32,6 @@ from ft_transport.http.server.app_server import AppServer, slot_of
 from ft_transport.http.server.connection_slots import ConnectionSlots
 from ft_transport.http.server.logs import PeerLog
 from ft_transport.http.server.request_guard import REFUSAL, HostCheck
-from ft_transport.keys import Keys
 from ft_transport.publish.engines.pulling import (
     MAX_VERSION_DIGITS,
     REASONS,
@@ -54,7 +54,6 @@ from ft_transport.publish.received_weights import (
 from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.runtime.signal_safe import SafeEnd
 from ft_transport.settings import check_duration
-from ft_transport.tls import TLSFiles
 
 logger = logging.getLogger(__name__)
 

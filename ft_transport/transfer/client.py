@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Generic, TypeVar, cast
 
+from ft_transport.credentials import Certificates, Keys
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.client.chunks import Receivers, fetch_data
 from ft_transport.http.client.connection import Connection
@@ -22,7 +23,6 @@ from ft_transport.http.client.same_host import fetch_from_memory
 from ft_transport.http.client.slices import Source, fetch_ranges, fetch_slices
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay, Relays
-from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.prefaulted import PrefaultedMemory
@@ -30,7 +30,6 @@ from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, current, phase
-from ft_transport.tls import Certificates
 from ft_transport.transfer.known import Known, PartialState, Plan, Received
 from ft_transport.transfer.sources import AgreedSources, FetchPeers, ask_group, ask_sources, with_restarts
 from ft_transport.wire.routes import StepSelector

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
+from ft_transport.credentials import Certificates, Keys
 from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server.leases import Reader
 from ft_transport.http.server.server import SnapshotServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
-from ft_transport.keys import Keys
 from ft_transport.runtime.signal_safe import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
@@ -21,7 +21,6 @@ from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.telemetry.metrics import Reading, weakly
 from ft_transport.telemetry.process_status import ProcessStatus
-from ft_transport.tls import Certificates
 from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.snapshot import MemoryFile
 

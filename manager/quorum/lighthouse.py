@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ft_transport.keys import Keys
+from ft_transport.credentials import Keys
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.signal_safe import SafeEvent
 from ft_transport.runtime.threads import outcome_of

@@ -31,8 +31,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 from ft_transport.errors import PeerAuthenticationError, TransportError, escape_peer_text
-from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.process_state import ProcessState
 from manager.errors import QuorumError

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported,
 
 from ft_transport.coordination.ranks import decode_message
 from ft_transport.coordination.store import StoreConnections, nobody_listens
-from ft_transport.keys import Keys
+from ft_transport.credentials import Keys
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.telemetry.metrics import Reading
 from manager.collectives.process_group import Reconfigurable, ReplicaProcessGroup

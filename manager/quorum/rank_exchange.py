@@ -17,8 +17,8 @@ import msgspec
 
 from ft_transport.coordination.ranks import RankMessages, decode_message
 from ft_transport.coordination.store import StoreChannel
+from ft_transport.credentials import Keys
 from ft_transport.errors import TransportError
-from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 from manager.quorum.reports import RankReport

@@ -18,9 +18,9 @@ import torch
 from served_memory import serving
 
 from ft_transport import WeightReceiver
+from ft_transport.credentials import Keys
 from ft_transport.http.client.responses import make_challenge
 from ft_transport.http.server import connection_slots
-from ft_transport.keys import Keys
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.wire.routes import CHALLENGE_ROUTE

@@ -32,9 +32,9 @@ from ft_transport import (
     PullingEngine,
     WeightReceiver,
 )
+from ft_transport.credentials import Keys
 from ft_transport.http.bind_address import can_bind
 from ft_transport.http.server import connection_slots
-from ft_transport.keys import Keys
 from ft_transport.publish import receiver as receiver_module
 from ft_transport.publish.engines.pulling import Order, Question, reached_by
 

@@ -23,7 +23,7 @@ from ft_transport import (
 )
 from ft_transport.checkpoint.manifest import CHECKSUM, FORMAT_VERSIONS, MANIFEST_NAME, CheckpointManifest
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.keys import TOKEN_VARIABLE, Keys
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 
 _DATA = "__0_0.distcp"
 _TOKEN, _OTHER = "the-token-of-this-job", "the-token-of-another-job"

@@ -22,7 +22,7 @@ from programs import Program
 from prometheus_server import Prometheus, needs_prometheus, prometheus
 
 from ft_transport import HTTPTransport, TransportSettings
-from ft_transport.keys import Keys
+from ft_transport.credentials import Keys
 
 pytestmark = [pytest.mark.slow, needs_prometheus]
 

@@ -28,8 +28,8 @@ from watching import answer_of, job_of, listening
 
 from ft_transport.cli.job import JobState, JobWatch
 from ft_transport.cli.main import app
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 from ft_transport.http.client.peer_status import connecting
-from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.telemetry.process_state import (
     ErrorStatus,
     HolderStatus,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trustme
 
-from ft_transport.tls import TLSFiles, Verify
+from ft_transport.credentials import TLSFiles, Verify
 
 HOST = "127.0.0.1"
 _DAY = datetime.timedelta(days=1)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch.distributed import HashStore
 
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.keys import Keys
+from ft_transport.credentials import Keys
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from http.client import HTTPConnection, HTTPMessage
 
 from transport_settings import settings_of
 
+from ft_transport.credentials import Certificates, Keys, TLSFiles
 from ft_transport.errors import SnapshotLimitError
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import Timeouts
@@ -21,11 +22,9 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.server.server import SnapshotServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
-from ft_transport.keys import Keys
 from ft_transport.runtime.signal_safe import Place
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode

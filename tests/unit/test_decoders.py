@@ -37,7 +37,7 @@ from ft_transport.errors import TransportError
 from ft_transport.http.client.responses import begin_session
 from ft_transport.http.client.responses import make_challenge
 from ft_transport.http.client.peer_status import ask_status, fetch_status
-from ft_transport.keys import Keys
+from ft_transport.credentials import Keys
 from ft_transport.telemetry.record import decode_record
 from ft_transport.telemetry.process_state import decode_state
 from ft_transport.wire.delta import decode_delta

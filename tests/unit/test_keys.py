@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ft_transport.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Keys
 from ft_transport.errors import ConfigurationError
-from ft_transport.keys import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Keys
 
 SECRET = "correct-horse~battery/staple=="
 

@@ -12,7 +12,7 @@ from transport_settings import settings_of
 
 from ft_transport import ConfigurationError, FetchTimeout, HTTPTransport, Limits, TransportSettings
 from ft_transport import settings as module
-from ft_transport.keys import TOKEN_VARIABLE
+from ft_transport.credentials import TOKEN_VARIABLE
 
 ZERO = timedelta(0)
 NEGATIVE = timedelta(seconds=-1)

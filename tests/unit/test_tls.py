@@ -16,8 +16,14 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from ft_transport import ConfigurationError, TLSFiles, TransportSettings, tls
-from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, VERIFY_VARIABLE, Certificates
+from ft_transport import ConfigurationError, TLSFiles, TransportSettings, credentials
+from ft_transport.credentials import (
+    AUTHORITY_VARIABLE,
+    CERTIFICATE_VARIABLE,
+    KEY_VARIABLE,
+    VERIFY_VARIABLE,
+    Certificates,
+)
 
 VARIABLES = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
 
@@ -29,7 +35,7 @@ def issued(tmp_path: Path) -> Issued:
 
 @pytest.fixture
 def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(credentials, "_CHECK_EVERY_S", 0.0)
 
 
 def serial_of(context: ssl.SSLContext) -> object:
@@ -132,7 +138,7 @@ def test_renewed_files_are_used_from_then_on(issued: Issued, looks_each_time: No
 
 def test_files_are_looked_at_once_a_second(issued: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(tls, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(credentials, "time", SimpleNamespace(monotonic=lambda: now_s))
     certificates = Certificates(issued.files)
     before = certificates.for_client()
     issued.renew()
@@ -147,7 +153,7 @@ def test_files_that_are_renewed_one_by_one_are_used_when_they_fit_together(
     certificates = Certificates(issued.files)
     before = certificates.for_client()
     other = issue(tmp_path / "other")
-    with caplog.at_level(logging.WARNING, "ft_transport.tls"):
+    with caplog.at_level(logging.WARNING, "ft_transport.credentials"):
         Path(other.files.certificate).replace(issued.files.certificate)
         assert [certificates.for_client() for _ in range(3)] == [before] * 3
     assert len(caplog.records) == 1
@@ -161,7 +167,7 @@ def test_a_file_that_is_gone_changes_nothing(
     certificates = Certificates(issued.files)
     before = certificates.for_client()
     Path(issued.files.key).unlink()
-    with caplog.at_level(logging.WARNING, "ft_transport.tls"):
+    with caplog.at_level(logging.WARNING, "ft_transport.credentials"):
         assert [certificates.for_client() for _ in range(3)] == [before] * 3
     assert len(caplog.records) == 1
 

@@ -15,6 +15,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final, NoReturn
 from urllib.parse import urlencode
 
+from ft_transport.credentials import CERTIFICATE_VARIABLE, TOKEN_VARIABLE, Certificates, Keys
 from ft_transport.errors import (
     DeadlineExceededError,
     MessageDamagedError,
@@ -37,9 +38,7 @@ from ft_transport.http.client.responses import (
     refusal_of,
 )
 from ft_transport.http.peer_address import PeerAddress, look_up, socket_address
-from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.runtime.children import close_in_children, making_socket
-from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
 from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER, SAME_HOST_HEADER, RequestRead
 from ft_transport.wire.signing import CONTENT_DIGEST_HEADER, content_digest
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ft_transport.credentials import CERTIFICATE_VARIABLE, Certificates
 from ft_transport.errors import PeerAuthenticationError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.tls_channel import TLSChannel, TLSRefusedError
-from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _ALERT: Final = b"\x15\x03"

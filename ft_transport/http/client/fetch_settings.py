@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final, Protocol
 
+from ft_transport.credentials import Certificates, Keys
 from ft_transport.errors import DeadlineExceededError
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.keys import Keys
 from ft_transport.settings import FetchProgress, TransportSettings, check_duration, check_rate
-from ft_transport.tls import Certificates
 
 _CLOCK_TOLERANCE_S: Final = 0.001
 """A wait that ended this much before the deadline counts as having reached the deadline: the kernel counts waits in

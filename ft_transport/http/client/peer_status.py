@@ -11,15 +11,14 @@ from typing import Final
 
 import msgspec
 
+from ft_transport.credentials import Certificates, Keys
 from ft_transport.errors import PeerProtocolError, TransportError, escape_peer_text
 from ft_transport.http.bind_address import interface_of, interfaces
 from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import Timeouts
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.keys import Keys
 from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.telemetry.process_state import ProcessState, decode_state
-from ft_transport.tls import Certificates
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.nodes import Count
 from ft_transport.wire.routes import FULL_ROUTE, STATE_ROUTE, STATUS_ROUTE, bound_path

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 from ft_transport.errors import (
     MessageDamagedError,
     PeerAuthenticationError,
@@ -27,7 +28,6 @@ from ft_transport.errors import (
 from ft_transport.http.client.deadline_socket import DeadlineSocket
 from ft_transport.http.client.fetch_settings import Timeouts
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.wire.routes import (
     AFTER_HEADER,

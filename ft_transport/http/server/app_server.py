@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from ft_transport.credentials import Certificates
 from ft_transport.http.server.connection_slots import ConnectionSlots, Slot
 from ft_transport.http.server.listener import Listener
 from ft_transport.http.server.logs import PeerLog, UploadLog, describe_failure
 from ft_transport.http.server.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.runtime.signal_safe import SafeFuture, SafeThread
-from ft_transport.tls import Certificates
 
 _MAX_LINE_BYTES: Final = 8190
 _MAX_HEADERS: Final = 32

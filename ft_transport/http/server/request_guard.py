@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from ft_transport.credentials import Keys
 from ft_transport.errors import (
     PeerAuthenticationError,
     PeerNotReadyError,
@@ -32,7 +33,6 @@ from ft_transport.http.server.connection_slots import ConnectionSlots, Slot
 from ft_transport.http.server.logs import PeerLog
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_routes import BODY
-from ft_transport.keys import Keys
 from ft_transport.wire.routes import (
     AFTER_HEADER,
     CHALLENGE_ROUTE,

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from ft_transport.credentials import Certificates, Keys
 from ft_transport.http.bind_address import advertised_url, bound_host, is_loopback, listen
 from ft_transport.http.relays import Relays
 from ft_transport.http.server.app_server import AppServer
@@ -31,11 +32,9 @@ from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_requests import DeltaCache, SnapshotRequests
 from ft_transport.http.server.snapshot_routes import SnapshotRoutes
 from ft_transport.http.server.watch_routes import WatchRoutes
-from ft_transport.keys import Keys
 from ft_transport.runtime.children import close_in_children
 from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.process_status import ProcessStatus
-from ft_transport.tls import Certificates
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 
 logger = logging.getLogger(__name__)

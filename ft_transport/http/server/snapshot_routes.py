@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
+from ft_transport.credentials import Keys
 from ft_transport.errors import ConfigurationError, PeerAuthenticationError, StepNotServedError
 from ft_transport.http.bind_address import interfaces
 from ft_transport.http.relays import Relays
@@ -28,7 +29,6 @@ from ft_transport.http.server.snapshot_requests import (
     requested_ranges,
     requested_wait_s,
 )
-from ft_transport.keys import Keys
 from ft_transport.wire.manifest import parse_content_id
 from ft_transport.wire.routes import (
     DELTA_ROUTE,

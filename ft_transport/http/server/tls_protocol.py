@@ -14,9 +14,9 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
+from ft_transport.credentials import Certificates
 from ft_transport.http.server.logs import PeerLog
 from ft_transport.http.tls_channel import MAX_RECORD_BYTES, PLAIN_ALERT, TLSBrokenError, TLSChannel, TLSRefusedError
-from ft_transport.tls import Certificates
 
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
 _MAX_OUTSIDE: Final = 128

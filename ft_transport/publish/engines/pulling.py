@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 from urllib.parse import urlsplit
 
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 from ft_transport.wire.signing import Key, is_equal
 

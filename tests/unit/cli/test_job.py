@@ -17,9 +17,9 @@ from watching import answer_of, encoded_state, job_of, listening
 
 from ft_transport.cli.job import MAX_PROCESSES, JobState, JobWatch, KnownJob, KnownMember
 from ft_transport.cli.top import JobFinder
+from ft_transport.credentials import Keys
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.client.peer_status import connecting
-from ft_transport.keys import Keys
 from ft_transport.telemetry.process_state import ManagerStatus, MembershipChange, MemberStatus
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.record import encode_json

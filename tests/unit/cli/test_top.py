@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ft_transport.cli import top
 from ft_transport.cli.main import app
-from ft_transport.keys import TOKEN_VARIABLE, Keys
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 
 NOBODY = "http://127.0.0.1:9"
 

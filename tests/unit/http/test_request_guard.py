@@ -31,10 +31,10 @@ from ft_transport import (
     TransportError,
     WeightReceiver,
 )
+from ft_transport.credentials import TOKEN_VARIABLE, Keys
 from ft_transport.errors import MessageDamagedError
 from ft_transport.http.peer_address import socket_address
 from ft_transport.http.server.request_guard import HostCheck
-from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.wire.routes import WATCH_ROUTES

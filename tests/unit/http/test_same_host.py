@@ -25,6 +25,7 @@ from served_memory import serving, until
 from transport_settings import settings_of
 
 from ft_transport import HTTPTransport, TransportSettings
+from ft_transport.credentials import Keys
 from ft_transport.errors import (
     PeerAuthenticationError,
     PeerProtocolError,
@@ -39,7 +40,6 @@ from ft_transport.http.client.fetch_settings import Timeouts
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.server import same_host as same_host_server
 from ft_transport.http.shared_memory import LentMemory
-from ft_transport.keys import Keys
 from ft_transport.wire.routes import (
     LENT,
     MEMORY_ROUTE,

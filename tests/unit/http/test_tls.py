@@ -34,11 +34,11 @@ from ft_transport import (
     PeerError,
     PeerUnreachableError,
     TransportError,
+    credentials,
 )
-from ft_transport import tls as tls_files
 from ft_transport.coordination.store import nobody_listens
+from ft_transport.credentials import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
 from ft_transport.http.server import connection_slots, listener, tls_protocol
-from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
 
 WEIGHTS = b"these are weights in the clear. "
 DATA = WEIGHTS * 40_000
@@ -236,7 +236,7 @@ def test_the_token_is_asked_for_as_well(issued: Issued) -> None:
 def test_renewed_files_serve_new_connections_and_running_ones_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_files, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(credentials, "_CHECK_EVERY_S", 0.0)
     theirs, ours = issue(tmp_path / "server"), issue(tmp_path / "receiver")
     with transport(theirs) as sender, transport(ours) as receiver:
         sender.send_checkpoint([], 1, STATE, TIMEOUT)

@@ -8,8 +8,8 @@ from typing import Final
 import pytest
 from certificates import HOST, issue
 
+from ft_transport.credentials import Certificates
 from ft_transport.http.tls_channel import TLSBrokenError, TLSChannel, TLSRefusedError
-from ft_transport.tls import Certificates
 
 REQUEST: Final = b"GET /status HTTP/1.1\r\n\r\n"
 

@@ -14,11 +14,11 @@ from lent_memory import lent
 from served_memory import serving
 
 from ft_transport import FetchTimeout, TransportSettings
+from ft_transport.credentials import Certificates
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.client.manifests import fetch_deltas
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay
-from ft_transport.tls import Certificates
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.delta import TensorPair, encode_delta
 from ft_transport.wire.manifest import ContentId

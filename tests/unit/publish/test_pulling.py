@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ft_transport.keys import Keys
+from ft_transport.credentials import Keys
 from ft_transport.publish.engines import pulling as module
 from ft_transport.publish.engines.pulling import CHALLENGE_S, Challenges, Order, Question, reached_by
 

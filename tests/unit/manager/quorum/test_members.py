@@ -19,8 +19,8 @@ import pytest
 from msgspec import structs
 from scripted_peer import Peer, scripted
 
+from ft_transport.credentials import Keys
 from ft_transport.errors import DeadlineExceededError, PeerAuthenticationError
-from ft_transport.keys import Keys
 from ft_transport.telemetry.process_state import ManagerStatus, ProcessState
 from manager import QuorumError
 from manager.quorum import members
@@ -163,7 +163,7 @@ def test_where_a_token_was_replaced_too_early_the_job_does_not_fall_in_two(
 
     now_s = 1000.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ft_transport.keys.time", SimpleNamespace(monotonic=lambda: now_s))
+        patch.setattr("ft_transport.credentials.time", SimpleNamespace(monotonic=lambda: now_s))
         tellings.update({name: SignedReports(Keys(functools.partial(read, name))) for name in names})
         assert members_of_all() == {key: list(names) for key in names}
         tokens.update(dict.fromkeys(names[:num_ahead], "new"))

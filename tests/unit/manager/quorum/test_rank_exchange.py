@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import HashStore
 
 from ft_transport.coordination.store import StoreChannel
+from ft_transport.credentials import Keys
 from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
-from ft_transport.keys import Keys
 from manager.errors import QuorumError, QuorumTimeoutError
 from manager.quorum.rank_exchange import Exchange, RankExchange
 from manager.quorum.reports import RankReport
