@@ -11,9 +11,8 @@ from typing import Final
 
 from ft_transport.credentials import Certificates, Keys
 from ft_transport.errors import SnapshotError, TransportError
-from ft_transport.http.server.leases import Reader
 from ft_transport.http.server.server import SnapshotServer
-from ft_transport.http.server.snapshot_cache import SnapshotCache
+from ft_transport.http.server.snapshot_cache import Reader, SnapshotCache
 from ft_transport.runtime.signal_safe import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.copy_on_write import CopyOnWriteMemory

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ft_transport.http.server.leases import Reader
-from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
+from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.http.shared_memory import is_own_user, is_sealed
 from ft_transport.runtime.children import close_in_children
 from ft_transport.wire.chunks import CHUNK_BYTES

@@ -23,14 +23,13 @@ from ft_transport.http.relays import Relays
 from ft_transport.http.server.app_server import AppServer
 from ft_transport.http.server.body_sender import RateLimiter
 from ft_transport.http.server.connection_slots import ConnectionSlots
-from ft_transport.http.server.leases import ClientLimit
 from ft_transport.http.server.listener import max_connections
 from ft_transport.http.server.logs import PeerLog, StatusReport, UploadLog
 from ft_transport.http.server.request_guard import HostCheck, RequestGuard
 from ft_transport.http.server.same_host import SameHostServer
 from ft_transport.http.server.snapshot_cache import SnapshotCache
 from ft_transport.http.server.snapshot_requests import DeltaCache, SnapshotRequests
-from ft_transport.http.server.snapshot_routes import SnapshotRoutes
+from ft_transport.http.server.snapshot_routes import ClientLimit, SnapshotRoutes
 from ft_transport.http.server.watch_routes import WatchRoutes
 from ft_transport.runtime.children import close_in_children
 from ft_transport.settings import TransportSettings

@@ -25,12 +25,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
-from ft_transport.http.server.leases import Lease, Reader, StepWaiters
 from ft_transport.runtime.signal_safe import Place, Places
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
 from ft_transport.wire.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """A reader of a snapshot, such as a receiver's connection. Any thread may call its functions.
+
+    Attributes:
+        is_closed: Returns whether the reader's connection is closed, which ends the reader's lease. The function object
+            also identifies the reader: two readers have two function objects.
+        cut_off: Closes the reader's connection and returns at once; calls its argument when no more bytes can reach the
+            reader. ``None`` for a reader within this process, which is never cut off.
+    """
+
+    is_closed: Callable[[], bool] = lambda: False
+    cut_off: Callable[[Callable[[], None]], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """The lease of one reader for one snapshot. It ends at ``until_s``, but not while a request is in progress."""
+
+    reader: Reader
+    num_readings: int = 0
+    until_s: float = 0.0
+
+    def is_over(self, now_s: float) -> bool:
+        return not self.num_readings and (self.until_s <= now_s or self.reader.is_closed())
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +65,9 @@ class _Entry:
     sequence: int
     manifest_digest: int
     was_read: bool = False
-    leases: dict[Callable[[], bool], Lease] = field(default_factory=dict)
+    leases: dict[Callable[[], bool], _Lease] = field(default_factory=dict)
     wanted_since_s: float | None = None
     wanted_at_s: float = 0.0
-    retired: bool = False
     cut_off: bool = False
 
     @property
@@ -70,7 +95,7 @@ class Reading:
     manifest_digest: int
     _cache: SnapshotCache
     _entry: _Entry
-    _lease: Lease
+    _lease: _Lease
     unread_s: float = 0.0
     is_leasing: bool = True
 
@@ -99,7 +124,7 @@ class SnapshotCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _entries: list[_Entry] = field(default_factory=list)
     _leaving: list[_Entry] = field(default_factory=list)
-    _waiters: StepWaiters = field(default_factory=StepWaiters)
+    _waits: dict[Callable[[], bool], tuple[int, _Lease]] = field(default_factory=dict)
     _reserved: Places = field(default_factory=Places)
     _sequence: int = 0
     _failure: str | None = None
@@ -120,37 +145,30 @@ class SnapshotCache:
             SnapshotLimitError: All snapshots have readers or leases.
             SnapshotError: The cache was cleared.
         """
-        to_close: list[_Entry] = []
-        cut_offs: list[Callable[[], None]] = []
-        refused: SnapshotLimitError | None = None
-        place: Place | None = None
         with self._lock:
             if self._closed:
                 raise SnapshotError("expected a running transport, but this one was shut down")
-            alive = len(self._entries) + len(self._leaving) + self._reserved.num_taken()
-            if alive >= self.max_snapshots:
-                idle = [entry for entry in self._entries if not entry.is_held(self.clock())]
-                if not idle:
-                    cut_offs = self._want_oldest()
-                    readers = sum(entry.num_readers for entry in (*self._entries, *self._leaving))
-                    refused = SnapshotLimitError(
-                        f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of "
-                        f"steps {[entry.snapshot.step for entry in (*self._entries, *self._leaving)]} are still being "
-                        f"fetched ({readers} requests in progress); wait until they end, or raise max_snapshots"
-                    )
-                else:
-                    self._entries.remove(idle[0])
-                    to_close.append(idle[0])
-            if refused is None:
+            alive = (*self._entries, *self._leaving)
+            if len(alive) + self._reserved.num_taken() < self.max_snapshots:
+                return self._reserved.take()
+            idle = next((entry for entry in self._entries if not entry.is_held(self.clock())), None)
+            if idle is not None:
+                self._entries.remove(idle)
                 place = self._reserved.take()
-        for entry in to_close:
-            entry.snapshot.close()
+            else:
+                cut_offs = self._want_oldest()
+                refusal = SnapshotLimitError(
+                    f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of steps "
+                    f"{[entry.snapshot.step for entry in alive]} are still being fetched "
+                    f"({sum(entry.num_readers for entry in alive)} requests in progress); wait until they end, or "
+                    "raise max_snapshots"
+                )
+        if idle is not None:
+            idle.snapshot.close()
+            return place
         for cut_off in cut_offs:
             cut_off()
-        if refused is not None:
-            raise refused
-        assert place is not None, "nothing refused it"
-        return place
+        raise refusal
 
     def put(self, snapshot: Snapshot, place: Place) -> None:
         """Put a snapshot into a reserved slot. From now on the cache owns the snapshot.
@@ -164,7 +182,7 @@ class SnapshotCache:
             if not closed:
                 self._sequence += 1
                 self._failure = self._final_failure_s = None
-                leases = self._waiters.grant_leases(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
+                leases = self._grant_leases(snapshot.step)
                 self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
         if closed:
             snapshot.close()
@@ -176,17 +194,32 @@ class SnapshotCache:
         "Soon" is the length of a lease. The lease begins at the end of the block, or when the snapshot arrives, if that
         is later. Even a lease after the block is useful, because receivers retry.
         """
+        lease = _Lease(reader, until_s=math.inf)
         with self._lock:
-            wait = self._waiters.begin(step, reader, now_s=self.clock())
+            now_s = self.clock()
+            # Removes the waits of closed connections, which nothing else removes.
+            self._waits = {name: wait for name, wait in self._waits.items() if not wait[1].is_over(now_s)}
+            self._waits[reader.is_closed] = step, lease
         try:
             yield
         finally:
             with self._lock:
-                wait.until_s = self.clock() + self.lease_s
-                for entry in self._entries:
-                    lease = entry.leases.get(reader.is_closed)
-                    if lease is not None and lease.until_s == math.inf:
-                        lease.until_s = wait.until_s
+                lease.until_s = self.clock() + self.lease_s
+
+    def _grant_leases(self, step: int) -> dict[Callable[[], bool], _Lease]:
+        """Return the leases of the readers that wait for a step, which has arrived. Called under the lock."""
+        now_s = self.clock()
+        granted = {
+            name: lease
+            for name, (awaited, lease) in self._waits.items()
+            if awaited == step and not lease.is_over(now_s)
+        }
+        for name, lease in granted.items():
+            del self._waits[name]
+            # A lease without an end gets it when the reader's request ends.
+            if lease.until_s != math.inf:
+                lease.until_s = now_s + self.lease_s
+        return granted
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
         """Record why a snapshot could not be taken, until the next `put`."""
@@ -270,7 +303,7 @@ class SnapshotCache:
                 return None
             self._forget_past_want(entry)
             reader = reader or Reader()
-            lease = entry.leases.setdefault(reader.is_closed, Lease(reader))
+            lease = entry.leases.setdefault(reader.is_closed, _Lease(reader))
             lease.num_readings += 1
             entry.was_read = True
         return Reading(entry.snapshot, entry.manifest_digest, self, entry, lease)
@@ -305,13 +338,15 @@ class SnapshotCache:
                 for each in self._entries
                 if each.snapshot.step == entry.snapshot.step and each.sequence <= entry.sequence
             ]
-            for each in leaving:
-                self._entries.remove(each)
-                each.retired = bool(each.num_readers)
-            self._leaving.extend(each for each in leaving if each.retired)
-            idle = [each for each in leaving if not each.retired]
-        for each in idle:
-            each.snapshot.close()
+            idle = self._evict(leaving)
+        for snapshot in idle:
+            snapshot.close()
+
+    def _evict(self, entries: list[_Entry]) -> list[Snapshot]:
+        """Evict snapshots; return those without readers, which the caller frees. Called under the lock."""
+        self._entries = [entry for entry in self._entries if entry not in entries]
+        self._leaving += [entry for entry in entries if entry.num_readers]
+        return [entry.snapshot for entry in entries if not entry.num_readers]
 
     def holds_newer(self, sequence: int) -> bool:
         """Whether the cache has a snapshot with a sequence number above ``sequence``."""
@@ -322,14 +357,9 @@ class SnapshotCache:
         """Evict all snapshots, and accept no more; free each snapshot when it has no readers."""
         with self._lock:
             self._closed = True
-            entries, self._entries = self._entries, []
-            busy = [entry for entry in entries if entry.num_readers]
-            for entry in busy:
-                entry.retired = True
-            self._leaving.extend(busy)
-        for entry in entries:
-            if entry not in busy:
-                entry.snapshot.close()
+            idle = self._evict(self._entries)
+        for snapshot in idle:
+            snapshot.close()
 
     def _hold_s(self, entry: _Entry) -> float:
         """Return for how many seconds receivers may still read a snapshot whose memory is needed."""
@@ -347,16 +377,13 @@ class SnapshotCache:
             if entry.wanted_since_s is None:
                 entry.wanted_since_s = now_s
             entry.wanted_at_s = now_s
-            if now_s - entry.wanted_since_s < self._hold_s(entry):
-                return []
-            return self._take_away(entry)
+            return self._cut_off(entry) if now_s - entry.wanted_since_s >= self._hold_s(entry) else []
         return []
 
-    def _take_away(self, entry: _Entry) -> list[Callable[[], None]]:
+    def _cut_off(self, entry: _Entry) -> list[Callable[[], None]]:
         entry.cut_off = True
-        if not entry.retired:
+        if entry not in self._leaving:
             self._entries.remove(entry)
-            entry.retired = True
             self._leaving.append(entry)
         cut_offs: list[Callable[[], None]] = []
         for lease in entry.leases.values():
@@ -374,14 +401,14 @@ class SnapshotCache:
         if self.clock() - entry.wanted_at_s > self._hold_s(entry):
             entry.wanted_since_s = None
 
-    def _end_reading(self, entry: _Entry, lease: Lease, unread_s: float | None) -> None:
+    def _end_reading(self, entry: _Entry, lease: _Lease, unread_s: float | None) -> None:
         with self._lock:
             now_s = self.clock()
             lease.num_readings -= 1
             if unread_s is not None and not entry.cut_off:
                 lease.until_s = max(lease.until_s, now_s + max(self.lease_s, unread_s))
             entry.is_held(now_s)
-            closing = entry.retired and not entry.num_readers
+            closing = entry in self._leaving and not entry.num_readers
             if closing:
                 self._leaving.remove(entry)
         if closing:

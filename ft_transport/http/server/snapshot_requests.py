@@ -20,8 +20,7 @@ from ft_transport.errors import (
     StepNotServedError,
 )
 from ft_transport.http.server.body_sender import drop_connection
-from ft_transport.http.server.leases import Reader
-from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
+from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
     AFTER_PARAMETER,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,14 +12,13 @@ import msgspec
 from aiohttp import web
 
 from ft_transport.credentials import Keys
-from ft_transport.errors import ConfigurationError, PeerAuthenticationError, StepNotServedError
+from ft_transport.errors import ConfigurationError, PeerAuthenticationError, PeerNotReadyError, StepNotServedError
 from ft_transport.http.bind_address import interfaces
 from ft_transport.http.relays import Relays
 from ft_transport.http.server.app_server import slot_of
 from ft_transport.http.server.bodies import Buffer, FileRange, RelayedChunks, Slices
 from ft_transport.http.server.body_sender import Body, RateLimiter, send
 from ft_transport.http.server.connection_slots import ConnectionSlots
-from ft_transport.http.server.leases import ClientLimit
 from ft_transport.http.server.logs import FetchKey, UploadLog
 from ft_transport.http.server.same_host import SameHostServer
 from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
@@ -60,6 +60,59 @@ _MAX_REPLICA_CHARACTERS: Final = 65
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_RELAY_PAUSE_S: Final = 3.0
 """Longest wait for the next chunk within a response. Meanwhile the response occupies a thread and a slot."""
+_KEPT_S: Final = 1.0
+"""How long a receiver keeps its slot without a request. The next request usually arrives within milliseconds."""
+_RETRY_AFTER_S: Final = 1.0
+
+
+class ClientLimit:
+    """Limits the number of receivers to which the server sends data. Used only on the server's event loop.
+
+    A receiver is identified by its address and its replica name. So all connections of a replica's ranks on one host
+    count as one receiver.
+
+    Args:
+        max_clients: Maximum number of receivers; ``None`` for any number.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(self, max_clients: int | None, clock: Callable[[], float]) -> None:
+        self._max_clients = max_clients
+        self._clock = clock
+        self._num_responses: dict[tuple[str, str], int] = {}
+        self._idle_since_s: dict[tuple[str, str], float] = {}
+
+    @contextlib.contextmanager
+    def serving(self, client: tuple[str, str]) -> Iterator[None]:
+        """Reserve a slot for the receiver while a response is sent, and for a moment after its last response.
+
+        Raises:
+            PeerNotReadyError: Other receivers occupy all slots.
+        """
+        if self._max_clients is None:
+            yield
+            return
+        self._check_room(client, self._max_clients)
+        self._idle_since_s.pop(client, None)
+        self._num_responses[client] = self._num_responses.get(client, 0) + 1
+        try:
+            yield
+        finally:
+            self._num_responses[client] -= 1
+            if not self._num_responses[client]:
+                del self._num_responses[client]
+                self._idle_since_s[client] = self._clock()
+
+    def _check_room(self, client: tuple[str, str], max_clients: int) -> None:
+        if client in self._num_responses or client in self._idle_since_s:
+            return
+        before_s = self._clock() - _KEPT_S
+        self._idle_since_s = {each: since_s for each, since_s in self._idle_since_s.items() if since_s > before_s}
+        if len(self._num_responses) + len(self._idle_since_s) >= max_clients:
+            raise PeerNotReadyError(
+                f"the server already sends to {max_clients} receivers, the limit (max_clients); try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -136,7 +189,8 @@ class SnapshotRoutes:
                 signing = asyncio.get_running_loop().run_in_executor(None, self.keys.sign, MANIFEST_PURPOSE, header)
                 headers[MANIFEST_SIGNATURE_HEADER] = await signing
             # The file's whole header without the preceding length.
-            return await self._send_part(request, reading, headers, FileRange(snapshot.memory, 8, len(snapshot.header)))
+            body = FileRange(snapshot.memory, 8, len(snapshot.header))
+            return await self._send_data(request, reading, headers, body, is_limited=False)
 
     async def _full(self, request: web.Request) -> web.StreamResponse:
         reading = await self.requests.read(request)
@@ -220,24 +274,26 @@ class SnapshotRoutes:
             return await self._send(request, key, headers, RelayedChunks(follower, pause_s=pause_s), role="relay")
 
     async def _send_data(
-        self, request: web.Request, reading: Reading, headers: dict[str, str], body: Body, *, status: int = 200
+        self,
+        request: web.Request,
+        reading: Reading,
+        headers: dict[str, str],
+        body: Body,
+        *,
+        status: int = 200,
+        is_limited: bool = True,
     ) -> web.StreamResponse:
-        """Send data of a snapshot if the limit on the number of receivers allows it."""
-        if request.method == "HEAD":
-            return await self._send_part(request, reading, headers, body, status=status)
+        """Send bytes of a snapshot; if ``is_limited``, only if the limit on the number of receivers allows it."""
+        is_head = request.method == "HEAD"
+        client = slot_of(request).address, _replica_of(request)
         # If `serving` refuses the receiver, the receiver gets no lease.
         reading.is_leasing = False
-        with self.clients.serving((slot_of(request).address, _replica_of(request))):
-            return await self._send_part(request, reading, headers, body, status=status)
-
-    async def _send_part(
-        self, request: web.Request, reading: Reading, headers: dict[str, str], body: Body, *, status: int = 200
-    ) -> web.StreamResponse:
-        reading.is_leasing = request.method != "HEAD"
-        # After sendfile, the kernel uses the pages of the memory file until the receiver has read them.
-        reading.unread_s = self.stall_timeout_s
-        key = _key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id)
-        return await self._send(request, key, headers, body, status=status)
+        with self.clients.serving(client) if is_limited and not is_head else contextlib.nullcontext():
+            reading.is_leasing = not is_head
+            # After sendfile, the kernel uses the pages of the memory file until the receiver has read them.
+            reading.unread_s = self.stall_timeout_s
+            key = _key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id)
+            return await self._send(request, key, headers, body, status=status)
 
     async def _send(
         self,

@@ -24,7 +24,7 @@ from ft_transport import ConfigurationError, HTTPTransport, Limits, PeerNotReady
 from ft_transport.http.relays import Relay
 from ft_transport.http.server.bodies import RelayedChunks
 from ft_transport.http.server.body_sender import BodySocket, RateLimiter
-from ft_transport.http.server.leases import ClientLimit
+from ft_transport.http.server.snapshot_routes import ClientLimit
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import ContentId
 from ft_transport.wire.routes import CHUNK_HEADER

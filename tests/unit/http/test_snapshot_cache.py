@@ -11,8 +11,7 @@ from interruptions import at_every_place
 from served_memory import MemorySnapshot
 
 from ft_transport.errors import SnapshotLimitError
-from ft_transport.http.server.leases import Reader
-from ft_transport.http.server.snapshot_cache import Reading, SnapshotCache
+from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 
