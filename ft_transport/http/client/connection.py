@@ -92,8 +92,7 @@ class Connection:
         self._body: BodyReader | None = None
         self.is_interrupted = False
         close_in_children(self)
-        if timeouts.handle is not None:
-            timeouts.handle.add(self)
+        timeouts.handle.add(self)
 
     @classmethod
     def of(cls, peer: PeerAddress, settings: FetchSettings) -> Connection:

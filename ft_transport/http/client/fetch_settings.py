@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final, Protocol
 
@@ -20,26 +20,6 @@ _CLOCK_TOLERANCE_S: Final = 0.001
 milliseconds."""
 
 
-class Progress:
-    """The time at which a fetch last made progress. All connections of the fetch share this object.
-
-    Args:
-        timeout_s: Longest time without progress, in seconds.
-
-    Attributes:
-        timeout_s: Longest time without progress, in seconds.
-        last_s: Time of the last progress, on the monotonic clock.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.last_s = time.monotonic()
-
-    def note(self) -> None:
-        """Restart the time without progress: data arrived, or this process was busy with its own work."""
-        self.last_s = time.monotonic()
-
-
 class Interruptible(Protocol):
     """An object on which a thread may wait, such as a connection."""
 
@@ -48,15 +28,20 @@ class Interruptible(Protocol):
 
 
 class FetchHandle:
-    """Lets another thread observe the progress of a fetch and cancel the fetch. Thread-safe.
+    """The progress of a fetch, by which another thread can observe and cancel the fetch. Thread-safe.
+
+    All connections of the fetch share this object.
 
     Attributes:
         num_bytes: Approximate number of bytes that the fetch has received in the bodies of responses.
+        progress_s: Time at which the fetch last made progress, on the monotonic clock; at first, the time at which this
+            object was created.
         reason: Why the fetch was cancelled; empty if it was not cancelled.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.progress_s = time.monotonic()
         self.reason = ""
         self._mutex = threading.Lock()
         self._waiting: weakref.WeakSet[Interruptible] = weakref.WeakSet()
@@ -88,24 +73,24 @@ class Timeouts:
         stall_timeout_s: Longest time without a byte from a peer, in seconds. ``min_bytes_per_s`` applies to a body only
             after this time.
         min_bytes_per_s: Minimum average throughput of a body; a request with a slower body fails.
-        progress: Limits the time without data from any peer; ``None`` for no such limit.
-        handle: Lets another thread cancel the fetch; ``None`` if no thread can.
+        progress_timeout_s: Longest time without data from any peer, in seconds; ``None`` for no limit.
+        handle: The progress of the fetch.
     """
 
     deadline_s: float
     connect_timeout_s: float
     stall_timeout_s: float
     min_bytes_per_s: float
-    progress: Progress | None = None
-    handle: FetchHandle | None = None
+    progress_timeout_s: float | None = None
+    handle: FetchHandle = field(default_factory=FetchHandle)
 
     def end_s(self) -> float:
-        """Return the time at which the deadline or the limit of ``progress`` ends the fetch, on the monotonic clock."""
-        if self.handle is not None and self.handle.reason:
+        """Return the time at which the fetch has to end for lack of time or progress, on the monotonic clock."""
+        if self.handle.reason:
             return 0.0
-        if self.progress is None:
+        if self.progress_timeout_s is None:
             return self.deadline_s
-        return min(self.deadline_s, self.progress.last_s + self.progress.timeout_s)
+        return min(self.deadline_s, self.handle.progress_s + self.progress_timeout_s)
 
     def is_over(self) -> bool:
         """Return whether the fetch has no time left."""
@@ -113,17 +98,15 @@ class Timeouts:
 
     def note_progress(self, num_bytes: int = 0) -> None:
         """Count ``num_bytes`` received bytes, and restart the time without progress."""
-        if self.handle is not None:
-            self.handle.num_bytes += num_bytes
-        if self.progress is not None:
-            self.progress.note()
+        self.handle.num_bytes += num_bytes
+        self.handle.progress_s = time.monotonic()
 
     def reason(self) -> str:
         """Return why the fetch has no time left."""
-        if self.handle is not None and self.handle.reason:
+        if self.handle.reason:
             return self.handle.reason
-        if self.progress is not None and self.end_s() < self.deadline_s:
-            return f"no data arrived for {self.progress.timeout_s:.3g} s"
+        if self.progress_timeout_s is not None and self.end_s() < self.deadline_s:
+            return f"no data arrived for {self.progress_timeout_s:.3g} s"
         return "the deadline passed"
 
     def check_deadline(self) -> None:
@@ -229,7 +212,7 @@ class FetchSettings:
                 connect_timeout_s=min(10.0, settings.limits.stall_timeout.total_seconds()),
                 stall_timeout_s=settings.limits.stall_timeout.total_seconds(),
                 min_bytes_per_s=settings.limits.min_bytes_per_s,
-                progress=Progress(timeout.progress.total_seconds()) if timeout.progress is not None else None,
+                progress_timeout_s=timeout.progress.total_seconds() if timeout.progress is not None else None,
             ),
             on_progress=settings.on_progress,
             replica=settings.replica,
@@ -260,33 +243,21 @@ def rate_limited(settings: FetchSettings, max_bytes_per_s: float | None) -> Fetc
     """
     if max_bytes_per_s is None:
         return settings
-    check_rate("max_bytes_per_s", max_bytes_per_s)
-    limiter = _RateLimiter(max_bytes_per_s, settings.on_progress, settings.timeouts.end_s)
-    # One connection: several connections would request their chunks at the same moment.
-    return replace(settings, num_connections=1, on_progress=limiter)
+    seconds_per_byte = 1 / check_rate("max_bytes_per_s", max_bytes_per_s)
+    on_progress, end_s = settings.on_progress, settings.timeouts.end_s
+    next_s, num_before = time.monotonic(), 0
 
-
-class _RateLimiter:
-    """Sleeps after each chunk, to limit the throughput. The rate does not rise after a late chunk to make up for it."""
-
-    def __init__(
-        self,
-        max_bytes_per_s: float,
-        on_progress: Callable[[FetchProgress], None] | None,
-        end_s: Callable[[], float],
-    ) -> None:
-        self._seconds_per_byte = 1 / max_bytes_per_s
-        self._on_progress = on_progress
-        self._end_s = end_s
-        self._next_s = time.monotonic()
-        self._num_before = 0
-
-    def __call__(self, progress: FetchProgress) -> None:
-        if self._on_progress is not None:
-            self._on_progress(progress)
+    def pause(progress: FetchProgress) -> None:
+        """Sleep after each chunk. The rate does not rise after a late chunk to make up for it."""
+        nonlocal next_s, num_before
+        if on_progress is not None:
+            on_progress(progress)
         # A restarted fetch counts its bytes from zero again.
-        num_bytes = progress.done_bytes - min(self._num_before, progress.done_bytes - 1)
-        self._num_before = progress.done_bytes
+        num_bytes = progress.done_bytes - min(num_before, progress.done_bytes - 1)
+        num_before = progress.done_bytes
         now_s = time.monotonic()
-        self._next_s = max(now_s, self._next_s) + num_bytes * self._seconds_per_byte
-        time.sleep(max(0.0, min(self._next_s, self._end_s()) - now_s))
+        next_s = max(now_s, next_s) + num_bytes * seconds_per_byte
+        time.sleep(max(0.0, min(next_s, end_s()) - now_s))
+
+    # One connection: several connections would request their chunks at the same moment.
+    return replace(settings, num_connections=1, on_progress=pause)

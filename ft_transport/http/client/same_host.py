@@ -109,8 +109,7 @@ def _borrow(name: str, connection: Connection, manifest: Manifest, settings: Fet
         name, timeout_s=min(_WAIT_S, timeouts.remaining_s("asking for memory on this host", connection.peer))
     )
     try:
-        if timeouts.handle is not None:
-            timeouts.handle.add(lent)
+        timeouts.handle.add(lent)
         response = connection.get(
             bound_path(MEMORY_ROUTE, manifest.step, manifest.snapshot_id),
             headers={},

@@ -251,8 +251,7 @@ async def _send_body(request: web.Request, body: Body, stall_timeout_s: float, l
     # With TLS, the thread needs the TLS state, because bytes that it wrote to the socket would be plain text.
     channel = transport.lend() if isinstance(transport, TLSTransport) else None
     try:
-        sending = _Sending(BodySocket(connected, limiter, channel), body)
-        await _send_on_thread(request, sending, stall_timeout_s)
+        await _send_on_thread(request, BodySocket(connected, limiter, channel), body, stall_timeout_s)
     finally:
         connected.close()
         if isinstance(transport, TLSTransport):
@@ -281,38 +280,6 @@ async def _send_few(
     body.position += num_bytes
 
 
-class _Sending:
-    """One body that a thread sends, and how much of it the receiver has read."""
-
-    def __init__(self, connected: BodySocket, body: Body) -> None:
-        self.connected = connected
-        self._body = body
-        self._num_acked_before = acked_bytes(connected.raw)
-        self._num_bytes = body.end - body.position
-
-    def send(self) -> None:
-        """Send the whole body; blocks."""
-        raw = self.connected.raw
-        # This changes the blocking mode of the event loop's descriptor as well, so `finally` restores it.
-        raw.settimeout(None)
-        try:
-            # asyncio sets TCP_NODELAY; a body is better sent in full segments, until its end.
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
-            self._body.send_to(self.connected)
-        finally:
-            os.set_blocking(raw.fileno(), False)
-            with contextlib.suppress(OSError):  # The receiver disconnected.
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _NO_LIMIT)
-                # TCP_NODELAY also sends the last, partial segment (man 7 tcp).
-                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def remaining_bytes(self) -> int:
-        """Return about how many bytes of the body the receiver's system has yet to acknowledge."""
-        if self._num_acked_before:
-            return self._num_bytes - (acked_bytes(self.connected.raw) - self._num_acked_before)
-        return self._body.end - self._body.position
-
-
 async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:
     """Wait until the event loop has sent the head of the response, which it usually has done already."""
     deadline_s = time.monotonic() + stall_timeout_s
@@ -322,25 +289,33 @@ async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stal
         await asyncio.sleep(_FLUSH_TICK_S)
 
 
-async def _send_on_thread(request: web.Request, sending: _Sending, stall_timeout_s: float) -> None:
+async def _send_on_thread(request: web.Request, connected: BodySocket, body: Body, stall_timeout_s: float) -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[BaseException | None] = loop.create_future()
 
     def run() -> None:
         error: BaseException | None = None
         try:
-            sending.send()
+            _send_blocking(connected, body)
         except BaseException as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # A shutdown closed the loop at the same moment.
             loop.call_soon_threadsafe(ended.set_result, error)
 
-    remaining, waited_s = sending.remaining_bytes(), 0.0
+    num_bytes, num_acked_before = body.end - body.position, acked_bytes(connected.raw)
+
+    def remaining_bytes() -> int:
+        """Return about how many bytes of the body the receiver's system has yet to acknowledge."""
+        if num_acked_before:
+            return num_bytes - (acked_bytes(connected.raw) - num_acked_before)
+        return body.end - body.position
+
+    remaining, waited_s = remaining_bytes(), 0.0
     SafeThread(target=run, name="ft-transport-send", daemon=True).start()
     try:
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
-            before, remaining = remaining, sending.remaining_bytes()
-            waited_before_s, waited_s = waited_s, sending.connected.waited_s()
+            before, remaining = remaining, remaining_bytes()
+            waited_before_s, waited_s = waited_s, connected.waited_s()
             # While the thread waited for the rate limit or the next chunk, the receiver had nothing to read.
             share = min(1.0, 1.0 - (waited_s - waited_before_s) / stall_timeout_s)
             expected = max(1, int(share * min(CHUNK_BYTES, before)))
@@ -349,12 +324,29 @@ async def _send_on_thread(request: web.Request, sending: _Sending, stall_timeout
     finally:
         # Even after an error or a cancellation, the thread must end first: it uses the caller's socket and memory file.
         while not ended.done():
-            _cut_off(sending.connected.raw)
+            _cut_off(connected.raw)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({ended})
     error = ended.result()
     if error is not None:
         raise error
+
+
+def _send_blocking(connected: BodySocket, body: Body) -> None:
+    """Send the whole body; blocks."""
+    raw = connected.raw
+    # This changes the blocking mode of the event loop's descriptor as well, so `finally` restores it.
+    raw.settimeout(None)
+    try:
+        # asyncio sets TCP_NODELAY; a body is better sent in full segments, until its end.
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+        body.send_to(connected)
+    finally:
+        os.set_blocking(raw.fileno(), False)
+        with contextlib.suppress(OSError):  # The receiver disconnected.
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _NO_LIMIT)
+            # TCP_NODELAY also sends the last, partial segment (man 7 tcp).
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def drop_connection(transport: asyncio.Transport) -> None:

@@ -44,7 +44,7 @@ def timeouts(
         connect_timeout_s=20.0,
         stall_timeout_s=stall_timeout_s,
         min_bytes_per_s=min_bytes_per_s,
-        handle=handle,
+        handle=handle or FetchHandle(),
     )
 
 

@@ -103,10 +103,10 @@ def test_where_nobody_tells_what_was_acknowledged_the_kernel_s_word_counts(monke
 
 
 def test_whatever_ends_the_sending_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_body: object) -> None:
+    def fail(_connected: object, _body: object) -> None:
         raise MemoryError("no memory today")
 
-    monkeypatch.setattr(body_sender._Sending, "send", fail)
+    monkeypatch.setattr(body_sender, "_send_blocking", fail)
     with serving() as served:
         served.put(5, LARGE)
         with receiver(served, "/checkpoint/5/full") as sock:
