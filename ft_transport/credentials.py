@@ -2,7 +2,7 @@
 
 The job token is a secret of all processes of a job, by which they authenticate each other without sending it. PBKDF2
 (RFC 8018, section 5.2) derives a key from the token. The derivation is slow, so an attacker who has recorded messages
-can test only few guessed tokens per second.
+can test only a few guessed tokens per second.
 
 A process presents the same certificate as a server and as a client. Server and client both refuse a peer without a
 certificate (mutual TLS, RFC 8446, section 4.4.2).
@@ -62,7 +62,7 @@ class Keys:
 
     @classmethod
     def of(cls, token: str) -> Keys:
-        """Return the keys for a text of one token, or of two tokens separated by a space.
+        """Return the keys for ``token``, which is one token, or two tokens separated by a space.
 
         Raises:
             ConfigurationError: The text is empty, has more than two tokens, or has characters other than visible ASCII.
@@ -71,7 +71,9 @@ class Keys:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Keys:
-        """Return the keys for a file of one or two tokens, separated by white space; the file may change at any time.
+        """Return the keys for a file with one token, or with two tokens separated by white space.
+
+        The file may change at any time.
 
         Raises:
             ConfigurationError: The file cannot be read, or contains no valid tokens.
@@ -80,11 +82,11 @@ class Keys:
 
     @classmethod
     def from_environment(cls) -> Keys | None:
-        """Return the keys for the environment variables; ``None`` if neither variable is set.
+        """Return the keys for the token in the environment; ``None`` if neither of the two variables is set.
 
         Raises:
-            ConfigurationError: A variable is set but gives no valid token, or both are set. Without this error, a
-                server whose secret was lost would run without authentication.
+            ConfigurationError: Both variables are set, or the one that is set yields no valid token. Without this
+                error, a server whose secret was lost would run without authentication.
         """
         token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
         if token is not None and path is not None:
@@ -376,7 +378,7 @@ class _Reloading(Generic[_Seen, _Loaded]):
         self._failure = ""
 
     def current(self) -> _Loaded:
-        """Return the value, after a check of the files if the last check was a second ago."""
+        """Return the value. If the last check was a second ago or more, check first whether the files have changed."""
         now_s = time.monotonic()
         if now_s - self._checked_s < _CHECK_EVERY_S:
             return self._value

@@ -2,7 +2,7 @@
 
 TransportError
 ├── ConfigurationError          a setting is invalid; raised at construction
-├── RecordError                 a line of a records file is no valid record
+├── RecordError                 a line of a records file is not a valid record
 ├── ManifestError               the manifest of a snapshot is malformed, of a newer format, or larger than a limit
 ├── SnapshotError               the state could not be captured
 │   ├── UnsupportedLeafError    a leaf has no safe encoding; ``path`` names it
@@ -48,8 +48,8 @@ save makes up to three attempts if every failed rank has a retryable error, or a
 ``http_status``: Status of the server's response if the server raises the error.
 
 ``destination_touched``: The fetch wrote bytes into the receiver's own tensors, and then overwrote them with a pattern
-that reads as NaN. ``destination_kept``: The fetch wrote bytes there and left them for another fetch to complete
-(`PartialState`). All errors can be pickled, so they can cross a process boundary.
+that reads as NaN. ``destination_kept``: The fetch wrote bytes into these tensors, and left them for another fetch to
+complete (`PartialState`). All errors can be pickled, so they can cross a process boundary.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class UnsupportedLeafError(SnapshotError, TypeError):
 
 
 class CollectiveRefusedError(SnapshotError):
-    """A state function runs a collective, which would wait for the other ranks, but they do not run it."""
+    """A state function runs a collective. It would wait forever, because the other ranks do not run it."""
 
 
 class StateMovedError(SnapshotError):
@@ -224,7 +224,7 @@ class PeerProtocolError(PeerError):
 class MessageDamagedError(PeerProtocolError):
     """The request or the response was damaged on the way; another attempt may succeed.
 
-    ``refusal``: The error that the response reports, to be raised if the response was not damaged after all.
+    ``refusal``: The error that the response reports. If every attempt ends like this, this error is raised instead.
     """
 
     retryable = True
@@ -233,7 +233,7 @@ class MessageDamagedError(PeerProtocolError):
 
 
 class PeerAuthenticationError(PeerError):
-    """The peer or this process does not prove the job token, or has no certificate that the other accepts."""
+    """The peer or this process does not prove the job token, or has no certificate that the other one accepts."""
 
     http_status = 401
 
@@ -359,7 +359,7 @@ class SaveInProgressError(CheckpointError):
 
 
 class WriterFailedError(CheckpointError):
-    """A writer process died, hangs, or could not be started. The save starts a new process and retries."""
+    """A writer process died or hangs, or could not be started. The save starts a new process and retries."""
 
     retryable = True
 

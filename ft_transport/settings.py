@@ -45,8 +45,8 @@ class FetchProgress:
 
     Attributes:
         done_bytes: Bytes received so far. They are verified, unless the source sends the digests after the data. In
-            that case a damaged chunk is fetched again, and counted again.
-        total_bytes: Bytes to receive in all.
+            that case a damaged chunk is fetched a second time, and counted twice.
+        total_bytes: Number of bytes of the whole fetch.
         elapsed_s: Seconds since the fetch began.
     """
 
@@ -62,12 +62,12 @@ class Limits:
     Attributes:
         max_snapshots: Maximum number of snapshots in memory at once. Each snapshot is as large as the state.
         max_clients: Maximum number of receivers to which the server sends data at once; ``None`` for any number. All
-            connections from one address with the same replica name count as one receiver. Other receivers wait, and
-            ask again each second.
-        max_send_bytes_per_s: Maximum rate at which the server sends all responses together, so that its training has
-            the rest of the network; ``None`` for no limit. With a limit, the server lends no memory to receivers on the
-            same host (``same_host``). Allow more than ``min_bytes_per_s`` for each receiver;
-            otherwise receivers give up their connections.
+            connections from one address with the same replica name count as one receiver. Further receivers have to
+            wait, and repeat their request each second.
+        max_send_bytes_per_s: Maximum rate of all responses of the server together, which leaves the rest of the network
+            to the training; ``None`` for no limit. With a limit, the server lends no memory to receivers on the same
+            host (``same_host``). Allow more than ``min_bytes_per_s`` for each receiver; otherwise receivers give up
+            their connections.
         stall_timeout: A receiver gives up a connection that delivers nothing for this long. A server cuts off a
             receiver that reads less than 4 MiB in this time, unless less is left to send. An attempt to connect takes
             at most 10 s, or this time if it is shorter.
@@ -98,8 +98,8 @@ class TransportSettings:
         replica: Name of this replica in ``/status``.
         token: The job token; two tokens separated by a space while one replaces the other. Peers prove to each other
             that they know the token, and never send it. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or
-            the content of the file that ``FT_TRANSPORT_TOKEN_FILE`` names, which the process rereads when it changes.
-            Without a token, peers are not authenticated.
+            the content of the file that ``FT_TRANSPORT_TOKEN_FILE`` names. The process rereads a changed file. Without
+            a token, peers are not authenticated.
         allow_anyone: Whether a server without a token listens beyond the loopback, so that every host of the network
             can read the weights. Default: whether the environment variable ``FT_TRANSPORT_ALLOW_ANYONE`` is 1.
         tls: The files with this process's certificate and with the authority for its peers' certificates. With them,
@@ -115,7 +115,7 @@ class TransportSettings:
         meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
         on_progress: Called on a receiving thread after each received chunk.
         records: File to which each fetch, heal, save, load and publish appends one line of JSON. Default: the file that
-            ``FT_TRANSPORT_RECORDS`` names, if it is set. `HTTPTransport.recorder` has the last 100 records in memory.
+            ``FT_TRANSPORT_RECORDS`` names, if it is set. `HTTPTransport.recorder` keeps the last 100 records in memory.
     """
 
     host: str | None = None
@@ -177,9 +177,9 @@ class TransportSettings:
 def check_fields(settings: Any) -> None:
     """Check each field of a dataclass against its type, and convert integers of numpy and torch to ``int``.
 
-    An ``int`` must be at least 1, and a ``timedelta`` positive, unless the type is ``Annotated`` with the minimum and
-    the maximum. Fields whose type is in quotes are not checked. The message does not show the value of a field with
-    ``repr=False``.
+    An ``int`` must be at least 1, and a ``timedelta`` must be positive, unless the type is ``Annotated`` with other
+    bounds: a minimum, and perhaps a maximum. Fields whose type is in quotes are not checked. The message does not show
+    the value of a field with ``repr=False``.
 
     Raises:
         ConfigurationError: A value is invalid; the message names the field, the expected value and the actual value.

@@ -45,10 +45,10 @@ class HTTPTransport(Generic[T]):
 
     Args:
         timeout: Longest time that the server lets a request wait for its step, and the default deadline of a fetch.
-        num_chunks: Number of parallel connections of a fetch; 0 means 4. The name is torchft's, which splits the state
-            into this number of chunks.
-        state_dict: Returns the receiver's own state. ``recv_checkpoint`` calls it each time, and receives directly into
-            the tensors that fit, which saves a copy and its memory.
+        num_chunks: Number of parallel connections of a fetch; 0 means 4. The name comes from torchft, which splits the
+            state into this number of chunks.
+        state_dict: Returns the receiver's own state. Each ``recv_checkpoint`` calls this function, and receives
+            directly into the tensors that fit. That saves a copy and its memory.
         read_lock: The lock that ``send_checkpoint`` takes while it copies the state, so that no optimizer steps
             meanwhile (``Manager.read_lock``).
         settings: All other settings.
@@ -113,7 +113,7 @@ class HTTPTransport(Generic[T]):
         return f"{self.server.http.address}/checkpoint/"
 
     def check_address(self, timeout: timedelta) -> None:
-        """Check, by a request to the advertised address, that the address leads to this transport.
+        """Check that the advertised address leads to this transport, by a request to that address.
 
         Call this at the start, so that a wrong address is detected before a replica has to recover: a name that does
         not resolve, a network interface that is down, or another server on the port.
@@ -193,7 +193,8 @@ class HTTPTransport(Generic[T]):
             timeout: Longest time of the whole fetch, from the first connection to the last byte.
 
         Returns:
-            The state. Tensors of the receiver's own state that fit contain the received data and are part of it.
+            The received state. Where a tensor of the receiver's own state fits, this tensor now has the received data,
+            and is part of the result.
 
         Raises:
             DeadlineExceededError: The fetch did not end in time.
@@ -226,7 +227,7 @@ class HTTPTransport(Generic[T]):
             step: A step; or ``latest``: the peer takes a new snapshot if its state has changed since the last one.
             relays: The ``metadata()`` of each receiver that fetches this state now; the same list for all receivers.
                 Each receiver relays verified data to the others, so that every byte leaves the sources about once. This
-                process continues to relay for seconds after the fetch, until its memory is about to change
+                process continues to relay for some seconds after the fetch, at most until its memory is about to change
                 (`StateServer.materialize`) or it fetches again. Receivers detect changed data by its digests.
             timeout: Longest time of the whole fetch; by default the transport's ``timeout``. The peer may be
                 unreachable for all of this time, so that a receiver can start before its source. A `FetchTimeout` sets
@@ -243,13 +244,13 @@ class HTTPTransport(Generic[T]):
                 - ``"into"``: The fetch digests every byte of ``into``, and receives the chunks whose digests differ.
                   This suits weights that change little from version to version.
                 - A `PartialState`: Data of failed fetches. The fetch digests this data, and receives the chunks that
-                  are missing or differ; the state may be a later one of the same tensors. If this fetch fails too, its
-                  data stays in ``into`` and is not overwritten. So the caller must not use ``into`` until a fetch has
-                  succeeded.
+                  are missing or differ. The fetched state may be of a later step, with the same tensors. If this fetch
+                  fails too, its data stays in ``into`` and is not overwritten. So the caller must not use ``into``
+                  until a fetch has succeeded.
                 - A `Received`: The result of an earlier fetch into ``into``. The fetch receives the data that may have
                   changed here since (`Received.but_for`), and the chunks whose digests at the source have changed. It
-                  does not digest ``into``, so the result is unverified. The caller must compare it
-                  (`Received.differences`), and fetch the whole state if it differs.
+                  does not digest ``into``, so the result is unverified. The caller must compare the result
+                  (`Received.differences`), and fetch the whole state if there is a difference.
             max_bytes_per_s: Maximum rate of the fetch, in bytes per second, so that it hardly disturbs the peer.
 
         Raises:
@@ -293,8 +294,8 @@ class HTTPTransport(Generic[T]):
         Each DTensor of ``into`` determines which part of a tensor this rank needs. The fetch receives each byte of that
         part once, from a rank that has it. It spreads parts that several ranks have (HSDP) over these ranks, and if one
         rank fails, uses another. For a plain tensor of ``into`` it receives the whole tensor. Equal paths at two
-        sources mean the same tensor. So the states of pipeline stages need unique names, such as those by
-        ``torch.distributed.checkpoint.state_dict``.
+        sources mean the same tensor. So the states of pipeline stages need unique names, such as those that
+        ``torch.distributed.checkpoint.state_dict`` gives.
 
         No collective runs: each rank of the receiving group calls this method independently. If all ranks need the same
         step, call `common_step` and pass its result; with ``latest``, ranks may receive different steps.
@@ -306,8 +307,8 @@ class HTTPTransport(Generic[T]):
             into: This rank's own state. The caller must not use its tensors until this method returns. Without ``into``
                 and ``like``, the fetch receives whole tensors, as a consolidated checkpoint or an inference engine
                 needs them.
-            group_rank: This rank's number in its group. This rank receives unsharded data from the source of the same
-                number, modulo the number of sources, so that the ranks of a group use different sources.
+            group_rank: Index of this rank in its group. This rank receives unsharded data from the source with this
+                index, modulo the number of sources, so that the ranks of a group use different sources.
             timeout: As for `fetch`. But without a `FetchTimeout`, a source may be unreachable for only 5 seconds, or a
                 quarter of ``timeout`` if that is less. If a source is unreachable for longer, or hangs, the fetch uses
                 the other sources, if they have all the data.
@@ -316,7 +317,8 @@ class HTTPTransport(Generic[T]):
             like: Given the path of a tensor that ``into`` lacks, returns a tensor of this rank with the same layout;
                 for optimizers that have not stepped yet. By default, the fetch infers the layout from tensors of the
                 same shape and layout at the sources.
-            is_comparable: Whether the caller will call `Received.differences`. Then every byte is digested once more.
+            is_comparable: Whether the caller will call `Received.differences`. If so, the fetch digests every received
+                byte once more.
 
         Raises:
             RestoreError: The sources contradict each other or lack some of the data, or ``into`` does not determine the
@@ -362,7 +364,7 @@ class HTTPTransport(Generic[T]):
         return ask_state(address, self._connect, timeout.total_seconds())
 
     def prefault_receive(self, num_bytes: int) -> None:
-        """Make memory resident in which the next fetch stores the data that has no destination in ``into``.
+        """Make memory resident for the next fetch, for its data that has no destination in ``into``.
 
         Blocks until the memory is ready. Does nothing if ``num_bytes`` is half of the free memory, or more. The next
         fetch, or a call with 0, releases the memory that was not used.
@@ -370,7 +372,7 @@ class HTTPTransport(Generic[T]):
         self._client.prefaulted.prepare(num_bytes)
 
     def prefault(self, state: object) -> None:
-        """Start to make memory resident for ``max_snapshots`` snapshots of ``state``, so that snapshots need not wait.
+        """Start to make memory resident for ``max_snapshots`` snapshots of ``state``, so that none waits for memory.
 
         Returns at once; another thread makes the memory resident. The first write to fresh memory is about ten times
         slower than a write to resident memory. Call this method again if the state grows; otherwise the next snapshots

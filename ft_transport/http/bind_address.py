@@ -47,8 +47,8 @@ def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyo
     Args:
         host: The configured address; ``None`` for all addresses.
         is_guarded: Whether the server authenticates its peers.
-        may_open: Whether users of this server can set ``allow_anyone``; if not, it has no effect.
-        allow_anyone: Whether the server may listen on other addresses than the loopback without authentication.
+        may_open: Whether ``allow_anyone`` has an effect; false for servers whose users cannot set it.
+        allow_anyone: Whether the server may listen beyond the loopback without authentication.
 
     Returns:
         The address; ``None`` for all addresses.
@@ -76,7 +76,11 @@ def is_loopback(host: str) -> bool:
 
 
 def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the addresses of a host name or of an address, with or without brackets; ``[]`` if it does not resolve."""
+    """Return the IP addresses of a host name, or the IP address itself; ``[]`` if the name does not resolve.
+
+    Args:
+        host: A host name, or an IP address with or without brackets.
+    """
     with contextlib.suppress(ValueError):
         return [ipaddress.ip_address(host.strip("[]"))]
     try:
@@ -180,7 +184,7 @@ def interface_address(name: str) -> str:
 
 
 def _is_wildcard(host: str | None) -> bool:
-    """Return whether ``host`` is a wildcard such as 0.0.0.0: servers can listen there, peers cannot connect."""
+    """Return whether ``host`` is a wildcard such as 0.0.0.0: servers can listen on it, but peers cannot connect."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -202,8 +206,8 @@ def advertised_url(
         setting: The host to advertise; see ``advertised_host`` for the default.
         bound: The address on which the server listens; ``None`` for all addresses.
         port: The port on which the server listens.
-        is_guarded: Whether peers and server prove the job token to each other. If so, a peer rejects a server that does
-            not recognize the address at which the peer has reached it.
+        is_guarded: Whether peers and server prove the job token to each other. If so, the server must know each address
+            at which peers reach it.
         reached_at: Each ``host:port`` at which peers reach the server through address translation.
         is_encrypted: Whether the server uses TLS.
 
@@ -254,7 +258,7 @@ def advertised_url(
 
 
 def interface_of(address: str, by_address: Mapping[IPAddress, str]) -> str:
-    """Return the name of the interface with a local address; the loopback has every address that begins with 127.
+    """Return the name of this host's interface that has an address; the loopback has all addresses 127.x.x.x.
 
     Args:
         address: The address; may be empty.

@@ -1,4 +1,4 @@
-"""Addresses of peers: parses URLs and sockets' addresses, and resolves host names."""
+"""Parses the addresses of peers in URLs and sockets, and resolves their host names."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def socket_address(address: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def client_of(host: str) -> str:
-    """Return the key under which limits count a peer: its IPv4 address, or else the IPv6 network of its host."""
+    """Return the key under which limits count a peer: its IPv4 address, or the /64 network of its IPv6 address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -146,7 +146,7 @@ def _resolve(peer: PeerAddress) -> list[AddressInfo]:
 
 
 def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
-    """Return the running look-up of this peer, or start one, so that hanging look-ups do not accumulate."""
+    """Return the running look-up of this peer, or start one. So look-ups that hang do not accumulate."""
     with _lock:
         under_way = _under_way.get(peer)
         if under_way is not None:

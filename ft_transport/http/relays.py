@@ -1,11 +1,11 @@
-"""Opens and closes relays, which send the data that this process receives to other receivers.
+"""Opens and closes relays: while this process receives a state, a relay sends the received chunks to other receivers.
 
 A relay sends each chunk as soon as the chunk is verified, directly from the destination memory. Nothing here ensures
-that this memory stays unchanged: a receiver compares each chunk with the digest from a source, and requests a changed
-chunk from another peer.
+that this memory stays unchanged. Instead, each receiver compares a chunk with its digest from a source, and requests a
+changed chunk from another peer.
 
 All relays close before their memory changes: at the next fetch, at a write section (`StateServer.materialize`) and at
-the shutdown (`Relays.close_all`). One relay closes if its fetch fails or its memory is freed (`Relay.close`), if a
+the shutdown (`Relays.close_all`). A single relay closes if its fetch fails or its memory is freed (`Relay.close`), if a
 newer relay of the same content opens (`Relays.open`), or if it is complete and gets no request for 10 s.
 """
 
@@ -41,14 +41,14 @@ class Relay:
     Args:
         content: Id of the state's content.
         step: The committed step of the state.
-        chunks: Division of the data into chunks.
+        chunks: How the data is divided into chunks.
         views: Returns views of the destination memory.
         missing: Indices of the chunks that this process has yet to receive; it has all other chunks.
 
     Attributes:
         content: Id of the state's content.
         step: The committed step of the state.
-        chunks: Division of the data into chunks.
+        chunks: How the data is divided into chunks.
         close_s: Monotonic time, in seconds, at which the relay closes. Infinite until the relay is complete; each
             later request postpones it.
     """
@@ -266,13 +266,13 @@ class Relays:
 
         Args:
             content: Id of the requested content.
-            ranges: Half-open byte ranges, each of whole chunks. If several chunks have landed, the relay sends them in
-                this order.
+            ranges: Half-open byte ranges, which begin and end at chunk boundaries. If several chunks have landed, the
+                relay sends them in this order.
             wait_s: Longest wait, in seconds.
 
         Raises:
             PeerNotReadyError: No requested chunk has landed in time.
-            ConfigurationError: A range is not one of whole chunks.
+            ConfigurationError: A range begins or ends within a chunk.
         """
         until_s = self._loop.time() + wait_s
         while True:
@@ -313,7 +313,7 @@ class Relays:
         return follower if is_wanted else None
 
     async def _is_set(self, event: asyncio.Event, until_s: float) -> bool:
-        """Wait for the event until a time of the event loop's clock; return whether it was set."""
+        """Wait for the event until ``until_s`` on the event loop's clock; return whether the event is set."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(event.wait(), max(0.0, until_s - self._loop.time()))
         return event.is_set()

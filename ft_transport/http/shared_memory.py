@@ -1,7 +1,7 @@
-"""Reads the memory of a snapshot, which a source on the same host lends to this process as a file descriptor.
+"""Reads a snapshot from memory that a source on the same host lends to this process as a file descriptor.
 
-The receiver reads the memory with ``preadv``, which fills many tensors in one call without the interpreter. Mapping and
-copying was slower: mapping a page for one use costs as much as copying it.
+The receiver reads the memory with ``preadv``, which fills many tensors in one call without the interpreter. To map the
+memory was slower: if each page is read only once, mapping it costs as much as copying it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LentMemory:
 
     Raises:
         PeerUnreachableError: The source is not on this host, or does not respond.
-        PeerProtocolError: The source is the process of another user.
+        PeerProtocolError: The source runs as another user.
     """
 
     def __init__(self, name: str, *, timeout_s: float) -> None:
@@ -73,21 +73,21 @@ class LentMemory:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back to the source. Called when no thread reads it any more."""
+        """Give the memory back to the source. Called when no thread reads the memory any more."""
         self._socket.close()
         if self._memory is not None:
             self._memory.close()
             self._file = None
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """Whether ``candidate`` is this connection; forked children close it (``runtime.children``)."""
+        """Whether ``candidate`` is this connection's socket, which forked children close (``runtime.children``)."""
         try:
             return bool(candidate.family == socket.AF_UNIX and candidate.getpeername() == self._remote)
         except OSError:  # not connected
             return False
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """Whether ``status`` describes the lent file; forked children close the file (``runtime.children``)."""
+        """Whether ``status`` describes the lent file, which forked children close (``runtime.children``)."""
         return self._file == (status.st_dev, status.st_ino)
 
     def borrow(self, ticket: MemoryTicket) -> None:
@@ -116,7 +116,7 @@ class LentMemory:
 
         Args:
             buffers: Writable buffers, filled in order; none is empty.
-            start: Position in the data of the first byte to copy.
+            start: Position of the first byte to copy, within the data.
 
         Raises:
             OSError: The memory cannot be read, or is shorter than announced.
@@ -146,7 +146,7 @@ class LentMemory:
             return False
 
     def was_held(self) -> bool:
-        """Give the memory back, and return whether the source confirms that it was unchanged until now."""
+        """Give the memory back; return whether the source confirms that the memory was unchanged until now."""
         try:
             self._socket.sendall(DONE)
             self._wait()
@@ -155,7 +155,7 @@ class LentMemory:
             return False
 
     def interrupt(self) -> None:
-        """End the wait of another thread. Thread-safe."""
+        """Interrupt another thread that waits for the source. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,7 +1,7 @@
 """TLS without a socket: decrypts received records, and encrypts data into records to send.
 
-The owner of the socket sends and receives the records. So the owner can wait with its own methods and deadlines,
-and one thread can encrypt the head of a response, and another its body.
+The owner of the socket sends and receives the records. So the owner can wait with its own methods and deadlines. One
+thread can encrypt the head of a response, and another thread its body.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TLSChannel:
             ) from error
 
     def feed(self, data: Bytes) -> None:
-        """Add received bytes, to be decrypted."""
+        """Add received bytes to decrypt."""
         if len(self._first) < 3:
             self._first += bytes(data[: 3 - len(self._first)])
         self._incoming.write(data)
@@ -111,7 +111,7 @@ class TLSChannel:
             Number of decrypted bytes; 0 if no complete record was received, or at the end of the data.
 
         Raises:
-            TLSRefusedError: The other end refuses this end; in TLS 1.3 that happens after the handshake.
+            TLSRefusedError: The other end refuses this end; in TLS 1.3 it may do so after the handshake.
             TLSBrokenError: The record is malformed or was changed.
         """
         try:
@@ -144,7 +144,7 @@ class TLSChannel:
                 f"this side does not accept the {other}'s certificate: {error.verify_message} ({AUTHORITY_VARIABLE})"
             )
         if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-            return TLSRefusedError(f"expected a certificate from the {other}, it has sent none")
+            return TLSRefusedError(f"expected a certificate from the {other}, got none")
         if reason in _NOTHING_IN_COMMON:
             # All members of a job support these versions, so a member's first bytes were probably changed on the way.
             return TLSBrokenError(f"expected TLS 1.2 or later with a cipher that both sides support: {_words(reason)}")

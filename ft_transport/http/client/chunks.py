@@ -55,7 +55,7 @@ class SourceFile:
 
     Attributes:
         peer: Address of the source.
-        snapshot_id: The source's id of the snapshot.
+        snapshot_id: Id of the snapshot at this source.
         header_bytes: Size of the file's header, after which the data begins.
     """
 
@@ -108,9 +108,9 @@ def fetch_data(
         manifest: Manifest of the snapshot. It must have digests if there are several sources or other receivers.
         destination: Memory to fill. After an error, its content is undefined.
         settings: Settings of the fetch.
-        chunks: Chunks to fetch, ascending; ``None`` for all.
+        chunks: Indices of the chunks to fetch, ascending; ``None`` for all.
         receivers: Replicas that relay received chunks to each other; ``None`` for none.
-        on_landed: Function to call with each received chunk, on the thread that received the chunk.
+        on_landed: Called with the index of each received chunk, on the thread that received the chunk.
 
     Raises:
         FetchFailedError: No source could deliver the remaining chunks; the error has the failure of each source.

@@ -60,9 +60,9 @@ class Connection:
         peer: Address of the server.
         same_host: Name of the unix socket at which the peer lends its memory to processes on its host; ``None`` until a
             response of the peer contains the name.
-        is_interrupted: Whether `interrupt` was called: further requests fail.
+        is_interrupted: Whether `interrupt` was called, so that further requests fail.
         num_opened: Number of times that the connection was opened.
-        local_address: Local address at which the connection was last opened; empty before.
+        local_address: Local address of the connection; empty until it is first opened.
     """
 
     def __init__(

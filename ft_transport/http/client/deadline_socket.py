@@ -86,7 +86,7 @@ class DeadlineSocket:
         return io.BufferedReader(_HeadFile(self))
 
     def sendall(self, data: bytes) -> None:
-        """Send a whole request; raise ``TimeoutError`` if that is not finished at ``read_until_s``."""
+        """Send a whole request; raise ``TimeoutError`` if it is not sent by ``read_until_s``."""
         self.arm()
         if self.tls is not None:
             self.tls.sendall(data)
@@ -94,7 +94,7 @@ class DeadlineSocket:
             self.raw.sendall(data)
 
     def close(self) -> None:
-        """Do nothing: ``http.client`` closes the socket after the head of the last response, before its body."""
+        """Do nothing: ``http.client`` calls this after the head of the last response, before its body was read."""
 
 
 class _HeadFile(io.RawIOBase):
@@ -146,8 +146,8 @@ class TLSStream:
 
     Args:
         raw: The connected socket.
-        peer: Address of the server, whose certificate must be valid for this host name unless the settings of TLS
-            allow any host.
+        peer: Address of the server. The server's certificate must be valid for the host in this address, unless
+            `TLSFiles.verify` is ``chain``.
         certificates: This process's certificates.
 
     Raises:

@@ -147,7 +147,7 @@ class FetchPool(Generic[Unit]):
     """The threads of one fetch, which perform the requests of its state machine.
 
     Args:
-        sources: The peers that serve the data. The machine refers to each by its index here.
+        sources: The peers that serve the data. The machine refers to a peer by its index in this sequence.
         machine: State machine that decides which requests to send; called only under the pool's lock.
         wire: Performs the requests.
         settings: Settings of the fetch.

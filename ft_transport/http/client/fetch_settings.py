@@ -28,9 +28,7 @@ class Interruptible(Protocol):
 
 
 class FetchHandle:
-    """The progress of a fetch, by which another thread can observe and cancel the fetch. Thread-safe.
-
-    All connections of the fetch share this object.
+    """The progress and the cancellation of a fetch, shared by all connections of the fetch. Thread-safe.
 
     Attributes:
         num_bytes: Approximate number of bytes that the fetch has received in the bodies of responses.
@@ -85,7 +83,7 @@ class Timeouts:
     handle: FetchHandle = field(default_factory=FetchHandle)
 
     def end_s(self) -> float:
-        """Return the time at which the fetch has to end for lack of time or progress, on the monotonic clock."""
+        """Return the monotonic time at which the fetch has to end: its deadline, or earlier if progress stops."""
         if self.handle.reason:
             return 0.0
         if self.progress_timeout_s is None:
@@ -236,7 +234,7 @@ class FetchSettings:
 
 
 def rate_limited(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettings:
-    """Return the settings with a limit on the throughput; ``None`` for no limit.
+    """Return the settings with a limit on the throughput; ``None`` means no limit.
 
     Raises:
         ConfigurationError: The limit is not a positive number.

@@ -228,13 +228,13 @@ def _read_digests(connection: Connection, manifest: Manifest) -> tuple[int, ...]
 def find_damaged(
     manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
 ) -> list[int]:
-    """Return the chunks whose bytes do not match the digests of the manifest.
+    """Return the indices of the chunks whose bytes do not match the digests of the manifest.
 
     Args:
         manifest: The manifest, with digests.
         views: Returns views of the received or stored data.
         num_threads: Number of threads that read the data.
-        chunks: Chunks to check; ``None`` for all.
+        chunks: Indices of the chunks to check; ``None`` for all.
     """
     expected = manifest.digests
     assert expected is not None, "the caller passes a manifest with digests"
@@ -246,7 +246,7 @@ def find_damaged(
 def digest_chunks(
     manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
 ) -> list[int]:
-    """Compute the digests of ``chunks``, in this order, or of all chunks."""
+    """Compute the digests of ``chunks``, in this order; ``None`` means all chunks."""
 
     def digest(chunk: int) -> int:
         return manifest.digester.digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))

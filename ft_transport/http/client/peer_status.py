@@ -104,7 +104,7 @@ class ProbedRate:
         interface: Interface of this host with ``local_address``; empty if unknown.
         num_bytes: Bytes received.
         bytes_per_s: Throughput.
-        error: Why no bytes were received; empty if some were.
+        error: Why no bytes were received; empty if bytes were received.
     """
 
     peer: PeerAddress
@@ -191,7 +191,7 @@ def _other_addresses(peer: PeerAddress, advertised: Sequence[PeerInterface]) -> 
 
 def _probe(peer: PeerAddress, peer_interface: str, status: PeerStatus, connect: Connect, seconds: float) -> ProbedRate:
     if status.step is None or status.snapshot is None:
-        return ProbedRate(peer=peer, peer_interface=peer_interface, error="it has no snapshot that could be asked for")
+        return ProbedRate(peer=peer, peer_interface=peer_interface, error="it has no snapshot to fetch")
     most = min(status.snapshot_bytes, _MAX_BYTES)
     piece = memoryview(bytearray(_PIECE_BYTES))
     num_bytes, began_s, error = 0, 0.0, ""

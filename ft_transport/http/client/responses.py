@@ -1,4 +1,4 @@
-"""Reads responses: their bodies, their refusals as errors, and proofs that they belong to the client's session."""
+"""Reads responses: bodies, refusals (as errors), and the proofs that responses belong to the client's session."""
 
 from __future__ import annotations
 

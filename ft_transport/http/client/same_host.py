@@ -37,7 +37,7 @@ def is_on_this_host(source: Connection) -> bool:
     """Return whether a source is on this host and lends its snapshot's memory to this process.
 
     Args:
-        source: Connection to the source, after the request for the manifest.
+        source: Connection to the source, after the manifest was received.
     """
     if source.same_host is None:
         return False
@@ -63,15 +63,15 @@ def fetch_from_memory(
     that it did not change the memory during the copy.
 
     Args:
-        connection: Connection to the source, after the request for the manifest.
+        connection: Connection to the source, after the manifest was received.
         manifest: Manifest of the snapshot.
         destination: Memory to fill.
         settings: Settings of the fetch.
-        chunks: Chunks to copy, ascending.
+        chunks: Indices of the chunks to copy, ascending.
         num_threads: Number of threads that copy and digest.
 
     Returns:
-        The chunks that were not copied, ascending.
+        The indices of the chunks that were not copied, ascending.
 
     Raises:
         DeadlineExceededError: The deadline passed.

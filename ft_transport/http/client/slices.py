@@ -85,8 +85,8 @@ def fetch_ranges(
 ) -> None:
     """Fetch byte ranges of the data in few requests; all other bytes of the destination stay unchanged.
 
-    Small changed tensors, such as adapters, lie between unchanged weights. A request for each of them would cost more
-    time than its bytes.
+    Small changed tensors, such as adapters, lie between unchanged weights. A request for each of these tensors would
+    cost more time than the transfer of its bytes.
 
     Args:
         source: Source of the data.

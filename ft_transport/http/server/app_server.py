@@ -100,7 +100,7 @@ class PeerProtocol(web.RequestHandler):
         self._owner.peer_log.note(logging.ERROR, self.slot.address, f"a connection failed: {failure}")
 
     def log_debug(self, *args: Any, **kw: Any) -> None:
-        """Do nothing: aiohttp logs here that a client has disconnected, which is not worth a line."""
+        """Do nothing: aiohttp calls this when a client has disconnected, which is not worth a line in the log."""
 
 
 def slot_of(request: web.Request) -> Slot:
@@ -153,7 +153,7 @@ class AppServer:
         started.result(_START_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Let the thread close all connections and end. Returns at once; may be called twice."""
+        """Make the thread close all connections and end. Returns at once; may be called twice."""
         # A second call would stop the loop while `_stop` closes the connections on it.
         if not self._is_stopping:
             self._is_stopping = True

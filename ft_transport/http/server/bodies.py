@@ -91,7 +91,7 @@ class FileRange:
 
 
 class Slices:
-    """A body of frames of slices of tensors, each frame followed by its digest (``wire.slices``).
+    """A body that consists of frames of tensor slices, each frame followed by its digest (``wire.slices``).
 
     Args:
         snapshot: The snapshot that contains the slices.
@@ -246,7 +246,7 @@ class RelayedChunks:
 
 
 def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
-    """Yield views of bytes ``[start, end)`` of the file: reads the header into memory; the data is mapped already."""
+    """Yield views of bytes ``[start, end)`` of the file. Reads the header; the data is already mapped."""
     num_header_bytes = file.data_start - file.start
     if start < num_header_bytes:
         yield memoryview(os.pread(file.descriptor, min(end, num_header_bytes) - start, file.start + start))

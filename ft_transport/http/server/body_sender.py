@@ -4,8 +4,8 @@ Each body has its own thread, so that the kernel sends large pieces and waits fo
 up about once for each megabyte that the receiver reads, and each time take the interpreter from the training thread.
 
 Sending a state slows down the training: the kernel copies each byte on the trainer's cores, and sends it over the
-network that the gradients need. So one rate limit covers all bodies together. Bodies are sent in pieces of 25
-milliseconds, so that the limit holds even in short intervals, and sending threads rarely need the interpreter.
+network that the gradients need. So one rate limit covers all bodies together. A body is sent in pieces that take 25
+milliseconds each. So the limit holds even in short intervals, and the sending threads rarely need the interpreter.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class BodySocket:
         return sent
 
     def admit(self, num_bytes: int) -> None:
-        """Wait until the rate limit allows ``num_bytes``. The caller must not have memory pinned meanwhile.
+        """Wait until the rate limit allows ``num_bytes``. The caller must not keep memory pinned during the wait.
 
         Raises:
             ConnectionResetError: The connection was closed meanwhile.
@@ -165,7 +165,7 @@ class BodySocket:
                 left_s = until_s - time.monotonic()
 
     def unsent(self, num_bytes: int) -> None:
-        """Give back to the budget ``num_bytes`` that `admit` has allowed but that were not sent."""
+        """Return to the budget ``num_bytes`` that `admit` allowed but that were not sent."""
         if self._limiter is not None and num_bytes:
             self._limiter.take_back(num_bytes)
 
@@ -281,7 +281,7 @@ async def _send_few(
 
 
 async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:
-    """Wait until the event loop has sent the head of the response, which it usually has done already."""
+    """Wait until the event loop has sent the head of the response; usually it already has."""
     deadline_s = time.monotonic() + stall_timeout_s
     while num_bytes := transport.get_write_buffer_size():
         if time.monotonic() > deadline_s:

@@ -1,11 +1,11 @@
 """Connection slots of a server, and rate limits for clients that have not authenticated themselves.
 
 Slots: A connection is a newcomer until it has authenticated itself as a member of the job; in a server without a
-secret, until its first request. Newcomers may use only a part of the slots, and the newcomers of one address only a
-part of these. A newcomer keeps its slot for seconds at most. If there are too many newcomers, the next newcomer evicts
-another: the oldest one that has not sent a request, if there is one. So a client that opens connections without end
-evicts mostly its own, and a genuine peer, which authenticates itself at once, is a newcomer only for an instant. If all
-slots are in use, but few of them by newcomers, the server closes the connection that has been idle for longest.
+secret, until its first request. All newcomers together may use half of the slots, and those of one address a quarter.
+A newcomer keeps its slot for 10 seconds at most. If there are too many newcomers, the next one evicts another: the
+oldest without a request, if possible. So a client that opens connections without end mostly evicts its own connections.
+A genuine peer is a newcomer only for an instant, because it authenticates itself at once. If all slots are in use, but
+few of them by newcomers, the server closes the connection that has been idle for longest.
 
 Rate limits: Each connection and each request costs the training a fraction of a millisecond of Python. The server
 charges a connection to a budget before it reads the first request. If the budget is used up, the request waits
@@ -54,7 +54,7 @@ class Slot:
         address: The peer's address, as `client_of` returns it.
         entered_s: Time at which the connection was accepted, by the clock of `ConnectionSlots`.
         end: Closes the connection, at once or soon. Set by the owner of the connection.
-        claims: Whether the connection has sent what only members know; then other newcomers are evicted first.
+        claims: Whether the client has sent what only members know; if so, the server evicts other newcomers first.
         is_authenticated: Whether the connection has authenticated itself as a member of the job.
         is_ending: Whether the connection is being closed.
         has_left: Whether the connection has ended.
@@ -82,7 +82,7 @@ class Slot:
 
 
 class _Queues:
-    """Slots by address; the slots of each address are in the order in which they were added."""
+    """Slots, grouped by address. The slots of each address are in the order in which they were added."""
 
     def __init__(self) -> None:
         self._by_address: dict[str, dict[Slot, None]] = {}
@@ -204,7 +204,7 @@ class ConnectionSlots:
         return slot
 
     def note_request(self, slot: Slot) -> None:
-        """Record that a newcomer has sent a request: until the response, others without a request are evicted first."""
+        """Record that a newcomer has sent a request. Until its response, newcomers without a request go first."""
         if not slot.is_ending:
             self._waiting.discard(slot)
             self._asking.add(slot)
@@ -312,7 +312,7 @@ class RateLimits:
         self._known_s: dict[str, float] = {}
 
     def admit(self, slot: Slot) -> bool:
-        """Charge for a new connection; return ``False`` if the budget is used up and the connection has to wait."""
+        """Charge for a new connection; return whether the budget sufficed. If not, the connection has to wait."""
         buckets = self._claims if slot.claims else self._connections
         if not buckets.take(slot.address):
             return False

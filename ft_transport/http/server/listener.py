@@ -168,7 +168,7 @@ class Listener:
         return _Waiting(self, accepted, slot).look()
 
     def _connect_or_park(self, waiting: _Waiting, sent: bytes) -> bool:
-        """Pass a connection to its protocol; or queue it if its rate limit is exceeded, and return ``False``."""
+        """Pass a connection to its protocol, and return ``True``; or queue it if its rate limit is exceeded."""
         slot = waiting.slot
         slot.claims = self._claims(slot.address, sent)
         if slot.claims:

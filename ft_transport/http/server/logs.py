@@ -49,7 +49,7 @@ class PeerLog:
         self._num_suppressed_elsewhere = 0
 
     def note(self, level: int, about: str, what: str) -> None:
-        """Log one line, unless the last minute had a line about the same peer, or lines about too many other peers.
+        """Log one line, unless the log has one about this peer, or lines about too many others, from the last minute.
 
         Args:
             level: A level of ``logging``.

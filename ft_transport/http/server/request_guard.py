@@ -73,7 +73,7 @@ class RequestGuard:
         keys: The job's keys; ``None`` if the server does not require a proof of the job token.
         reached_at: Each ``host:port`` at which peers reach this server through address translation.
         is_encrypted: Whether the server uses TLS, so that peers need a certificate to connect.
-        names: Checks the ``Host`` header of requests; ``None`` to allow any.
+        names: Checks the ``Host`` header of requests; ``None`` to allow any host.
         slots: The connection slots.
         peer_log: Logs refused requests.
     """
@@ -199,8 +199,8 @@ class RequestGuard:
         """Accept a request for the page, ``/state`` or ``/metrics``.
 
         Browsers and Prometheus cannot prove the job token. They send the watch token (`Keys.watch_tokens`) in plain
-        text, as the password of any user (RFC 7617) or as a bearer token (RFC 6750). The watch token gives access to
-        these routes alone. An eavesdropper can read it, so networks with eavesdroppers need TLS.
+        text, as a password with any user name (RFC 7617) or as a bearer token (RFC 6750). The watch token gives access
+        to these routes alone. An eavesdropper can read it, so networks with eavesdroppers need TLS.
 
         Returns:
             Whether the client has proved the job token itself.
@@ -240,9 +240,9 @@ class RequestGuard:
 class ServerSessions:
     """The sessions of authenticated connections. Used only on the event loop.
 
-    A client begins a session with a challenge, which contains the address at which it has reached the server. The
-    server refuses a challenge with an address that is not its own. So an impostor cannot forward a client's challenge
-    to a genuine server: it contains the impostor's address.
+    A client begins a session with a challenge, which contains the address at which the client has reached the server.
+    The server refuses a challenge with another address than its own. So an impostor cannot forward a client's challenge
+    to a genuine server, because the challenge contains the impostor's address.
 
     Args:
         keys: The job's keys.
@@ -332,18 +332,18 @@ class _ServerSession:
 
 
 def _claimed_number(credentials: str | None) -> int:
-    """Return the number that the client gave its request; 0 if the number is missing or malformed."""
+    """Return the number that the client has given to its request; 0 if the number is missing or malformed."""
     _, _, rest = (credentials or "").partition(f"{SCHEME} number=")
     digits = rest.partition(",")[0][:18]
     return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 
 def _is_cross_site(headers: Mapping[str, str]) -> bool:
-    """Whether, according to the browser, a page of another site makes the request, other than by a link to this server.
+    """Whether the browser says that a page of another site makes the request. A click on a link does not count.
 
-    Such a page cannot read the response. But for each ``<img>`` on the page, the browser would send its stored watch
-    token, and this process would collect its state. Browsers send these headers over TLS, and to servers on the
-    loopback (https://www.w3.org/TR/fetch-metadata/).
+    Such a page cannot read the response. But for each ``<img>`` on the page, the browser would send the watch token
+    that it has stored, and this process would collect its own state. Browsers send these headers over TLS, and to
+    servers on the loopback (https://www.w3.org/TR/fetch-metadata/).
     """
     if headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
         return False
@@ -381,7 +381,7 @@ class HostCheck:
     def has(self, header: str | None) -> bool:
         """Whether the header names a host of this server.
 
-        Also true if the header is absent: the check is against browsers, which always send it.
+        Also true without a header: only requests by browsers are a danger, and browsers always send the header.
         """
         if header is None:
             return True

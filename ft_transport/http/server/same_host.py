@@ -131,7 +131,7 @@ class SameHostServer:
         return self._cache.read(promise.step, snapshot_id=promise.snapshot_id, reader=reader)
 
     def patience_s(self, num_bytes: int) -> float:
-        """Return for how many seconds a receiver may borrow ``num_bytes``: as long as a slow transfer over HTTP."""
+        """Return for how many seconds a receiver may borrow ``num_bytes``: as long as a slow transfer may take."""
         return self._stall_timeout_s * (1 + num_bytes / CHUNK_BYTES)
 
     def _resume(self) -> None:

@@ -59,7 +59,7 @@ class SnapshotServer:
         server_id: Random id of this server, by which peers recognize it.
         port: The port on which the server listens.
         address: The URL that the server advertises, without a path.
-        requests: Finds the snapshots of requests; its ``fresh_snapshot`` may be replaced at any time.
+        requests: Finds the snapshots that requests name; its ``fresh_snapshot`` may be replaced at any time.
         deltas: The cache of served deltas. Thread-safe.
         relays: The relays of data that this process is receiving.
     """
@@ -177,7 +177,7 @@ class SnapshotServer:
         return bool(candidate.getsockname()[1] == self.port)
 
     def close(self, *, wait: bool) -> None:
-        """Stop the server, and cut off running transfers. May be called again.
+        """Stop the server, and cut off running transfers. May be called twice.
 
         Args:
             wait: Whether to return only after the server's thread has ended.

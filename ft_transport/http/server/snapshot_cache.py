@@ -5,9 +5,9 @@ A new snapshot evicts an old one, but never a snapshot with readers or leases.
 Leases: A fetch consists of several requests. After each request, a lease keeps the snapshot in the cache for a moment,
 while the connection is open. Otherwise a trainer that publishes every step would replace the snapshot between two
 requests of a fetch. A reader that waits for a future step gets its lease when the snapshot of that step arrives.
-Otherwise a busy machine might publish further snapshots, and evict that one, before the reader finds it. A lease also
-protects bytes in flight: with ``sendfile`` the kernel sends the pages of the memory file itself, and a new snapshot in
-the same memory would change bytes that the receiver has not read yet.
+Otherwise a busy trainer might publish further snapshots, and evict the awaited one, before the reader finds it. A lease
+also protects bytes in flight: with ``sendfile`` the kernel sends the pages of the memory file itself, and a new
+snapshot in the same memory would change bytes that the receiver has not read yet.
 
 Cut-off: No reader blocks a newer snapshot for ever. When the cache first has to refuse a new snapshot, the receivers of
 the oldest snapshot may continue for ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``. Then
@@ -49,7 +49,7 @@ class Reader:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """The lease of one reader for one snapshot. It ends at ``until_s``, but not while a request is in progress."""
+    """The lease of one reader for one snapshot. It lasts until ``until_s``, and while a request is in progress."""
 
     reader: Reader
     num_readings: int = 0
@@ -222,7 +222,10 @@ class SnapshotCache:
         return granted
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Record why a snapshot could not be taken, until the next `put`."""
+        """Record why a snapshot could not be taken, until the next `put`.
+
+        A failure is final if further attempts would fail too.
+        """
         with self._lock:
             self._failure = reason
             if is_final:
@@ -272,7 +275,7 @@ class SnapshotCache:
         return sum(num_readers for _, _, num_readers in self.alive())
 
     def num_alive(self) -> int:
-        """Return the number of snapshots in memory, including evicted ones with readers and ones being taken."""
+        """Return the number of snapshots in memory: served, being taken, and evicted ones that still have readers."""
         with self._lock:
             return len(self._entries) + len(self._leaving) + self._reserved.num_taken()
 

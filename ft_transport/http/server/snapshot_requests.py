@@ -138,7 +138,7 @@ class SnapshotRequests:
                 await asyncio.wait_for(changed.wait(), remaining_s if is_awaiting_news else min(remaining_s, _TICK_S))
 
     def _after(self, request: web.Request) -> int:
-        """Return the sequence number above which a snapshot is new enough; a retry keeps that of its first attempt."""
+        """Return the sequence number above which a snapshot is new enough. A retry keeps its first number."""
         fresh_snapshot = self.fresh_snapshot
         if fresh_snapshot is None:
             return 0
@@ -150,10 +150,7 @@ class SnapshotRequests:
         return fresh if earlier is None else min(earlier, fresh)
 
     def _is_past(self, step: int) -> bool:
-        """Request a snapshot of a step from the owner; return whether the step is past.
-
-        If it is past, no snapshot of it will arrive.
-        """
+        """Request a snapshot of a step from the owner; return whether the step is past, so that none will arrive."""
         ask = self.fresh_snapshot
         if ask is None or step in self._cache.steps() or ask(step) is not None:
             return False

@@ -283,7 +283,7 @@ class SnapshotRoutes:
         status: int = 200,
         is_limited: bool = True,
     ) -> web.StreamResponse:
-        """Send bytes of a snapshot; if ``is_limited``, only if the limit on the number of receivers allows it."""
+        """Send bytes of a snapshot. If ``is_limited``, the limit on the number of receivers applies."""
         is_head = request.method == "HEAD"
         client = slot_of(request).address, _replica_of(request)
         # If `serving` refuses the receiver, the receiver gets no lease.

@@ -39,7 +39,7 @@ class TLSAcceptor:
         self._outside: dict[TLSProtocol, None] = {}
 
     def refused(self, raw: asyncio.Transport, why: str) -> None:
-        """Log the reason for which a connection was refused."""
+        """Log why a connection was refused."""
         address = raw.get_extra_info("peername")
         self._peer_log.note(
             logging.WARNING, str(address[0]) if address else "a peer", f"a connection was refused: {why}"
@@ -208,7 +208,7 @@ class TLSTransport(asyncio.Transport):
         return self._channel
 
     def give_back(self) -> None:
-        """Take the TLS state back from the thread, and do the writes and reads that were delayed meanwhile."""
+        """Take the TLS state back from the thread, and make up for the delayed writes and reads."""
         self._is_lent = False
         unwritten, self._unwritten = self._unwritten, []
         self.writelines(unwritten)

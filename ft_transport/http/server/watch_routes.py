@@ -65,7 +65,7 @@ class WatchRoutes:
 
 
 class Coalescer:
-    """Collects a result on another thread than the event loop's, once for all concurrent requests.
+    """Collects a result on a thread outside the event loop, once for all concurrent requests.
 
     Only one collection runs at a time. Requests that arrive meanwhile share the next collection, so that any number of
     concurrent requests costs at most two collections.
