@@ -21,7 +21,6 @@ ANYONE_VARIABLE: Final = "FT_TRANSPORT_ALLOW_ANYONE"
 
 
 NotNegative: TypeAlias = Annotated[int, 0]
-NotNegativeTime: TypeAlias = Annotated[timedelta, timedelta(0)]
 
 
 def default_num_threads() -> int:

@@ -254,7 +254,7 @@ class _Loading:
             state = {**cast(Any, state), **cast(Any, local[0])}
         manifest = self._shared_manifest
         if self._destination.is_comparable:
-            digests = digest_chunks(manifest, self._restores[0].present, num_threads=default_num_threads())
+            digests = digest_chunks(manifest, self._restores[0].present)
             manifest = dataclasses.replace(manifest, digests=tuple(digests))
         return LoadedCheckpoint(
             step=self._manifest.step, state=state, num_bytes_read=self._num_bytes_read, _manifest=manifest

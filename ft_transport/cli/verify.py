@@ -245,7 +245,6 @@ def digest_troubles(path: Path) -> Iterator[str]:
     """
     from ft_transport.http.client.manifests import find_damaged
     from ft_transport.runtime.regular_files import read_pieces
-    from ft_transport.settings import default_num_threads
 
     with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)
@@ -255,7 +254,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
         def views(start: int, end: int) -> Iterator[memoryview]:
             return read_pieces(file.descriptor, manifest.header_bytes + start, manifest.header_bytes + end)
 
-        for chunk in find_damaged(manifest, views, num_threads=default_num_threads()):
+        for chunk in find_damaged(manifest, views):
             start, end = manifest.chunks.range_of(chunk, chunk + 1)
             yield f"{escape(path.name)}: bytes [{start}, {end}) of the data differ from their digest"
 

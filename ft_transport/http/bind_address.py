@@ -41,14 +41,14 @@ _REMEDY: Final = "set FT_TRANSPORT_TOKEN to the same secret on every host"
 _OPEN_REMEDY: Final = "or allow any client with TransportSettings.allow_anyone=True or FT_TRANSPORT_ALLOW_ANYONE=1"
 
 
-def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyone: bool = False) -> str | None:
+def bound_host(host: str | None, *, is_guarded: bool, allow_anyone: bool | None) -> str | None:
     """Return the address on which to listen: only the loopback if the server does not authenticate its peers.
 
     Args:
         host: The configured address; ``None`` for all addresses.
         is_guarded: Whether the server authenticates its peers.
-        may_open: Whether ``allow_anyone`` has an effect; false for servers whose users cannot set it.
-        allow_anyone: Whether the server may listen beyond the loopback without authentication.
+        allow_anyone: Whether the server may listen beyond the loopback without authentication; ``None`` means no, and
+            that users of this server have no such setting.
 
     Returns:
         The address; ``None`` for all addresses.
@@ -56,9 +56,9 @@ def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyo
     Raises:
         ConfigurationError: Clients on other hosts could connect to ``host`` without authentication.
     """
-    if is_guarded or (may_open and allow_anyone):
+    if is_guarded or allow_anyone:
         return host
-    remedy = f"{_REMEDY}, {_OPEN_REMEDY}" if may_open else _REMEDY
+    remedy = f"{_REMEDY}, {_OPEN_REMEDY}" if allow_anyone is not None else _REMEDY
     if host is None:
         _warn_of_loopback(remedy)
         return next((each for each in _LOOPBACKS if can_bind(each)), _LOOPBACKS[0])

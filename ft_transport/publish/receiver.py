@@ -127,7 +127,7 @@ class WeightReceiver:
         allowed = AllowedSources(sources, loopback_only=keys is None)
         self._received = ReceivedWeights(weights, allowed, paused=paused, keys=keys, tls=tls, timeout=timeout)
         self._end = SafeEnd()
-        host = bound_host(host, is_guarded=keys is not None, may_open=False)
+        host = bound_host(host, is_guarded=keys is not None, allow_anyone=None)
         listening = listen(host, port)
         try:
             self.url = advertised_url(

@@ -23,7 +23,7 @@ from ft_transport.http.client.same_host import fetch_from_memory
 from ft_transport.http.client.slices import Source, fetch_ranges, fetch_slices
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay, Relays
-from ft_transport.settings import TransportSettings, default_num_threads
+from ft_transport.settings import TransportSettings
 from ft_transport.state.matching import Incoming
 from ft_transport.state.prefaulted import PrefaultedMemory
 from ft_transport.state.resharding import LikeFunction, reshard
@@ -249,7 +249,7 @@ class StateClient(Generic[T]):
             if manifest.digests is None:
                 manifest = agreed.manifest_with_digests(settings)
                 if settings.verify and not request.is_comparable:
-                    damaged = find_damaged(manifest, restore.present, num_threads=default_num_threads())
+                    damaged = find_damaged(manifest, restore.present)
                     settings.timeouts.note_progress()
                     fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
             phase("load")
@@ -273,9 +273,7 @@ class StateClient(Generic[T]):
         if not self._settings.same_host:
             return plan.chunks
         began_s, connection = time.monotonic(), plan.agreed.connection
-        missing = fetch_from_memory(
-            connection, plan.manifest, plan.restore, settings, chunks=plan.chunks, num_threads=default_num_threads()
-        )
+        missing = fetch_from_memory(connection, plan.manifest, plan.restore, settings, chunks=plan.chunks)
         copied = set(plan.chunks).difference(missing)
         for chunk in copied:
             part.note(chunk)
@@ -335,7 +333,7 @@ class StateClient(Generic[T]):
                     raise
             self._warn_of_new_tensors(restore.incoming, ", ".join(map(str, request.peers.sources)))
             if request.is_comparable:
-                digests = digest_chunks(manifest, restore.present, num_threads=default_num_threads())
+                digests = digest_chunks(manifest, restore.present)
                 manifest = dataclasses.replace(manifest, digests=tuple(digests))
             return Received(step=manifest.step, state=cast(T, restore.finish()), _manifest=manifest)
         except BaseException as error:

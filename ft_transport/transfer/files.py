@@ -24,7 +24,6 @@ from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.client.manifests import find_damaged
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.regular_files import is_in_place, open_regular, read_pieces, sync_directory, try_lock
-from ft_transport.settings import default_num_threads
 from ft_transport.telemetry.record import Record
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.transfer.sources import ask_sources, with_restarts
@@ -125,7 +124,7 @@ class PartFile:
         """
         chunks = range(self._table.num_chunks)
         written = set(chunks) if all_written else self._written()
-        damaged = find_damaged(manifest, self._stored, num_threads=default_num_threads(), chunks=sorted(written))
+        damaged = find_damaged(manifest, self._stored, chunks=sorted(written))
         intact = written.difference(damaged)
         return [chunk for chunk in chunks if chunk not in intact]
 

@@ -209,7 +209,7 @@ class PartialState:
         if present:
             manifest = agreed.manifest_with_digests(settings)
             restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in present)
-            damaged = find_damaged(manifest, restore.present, num_threads=default_num_threads(), chunks=list(present))
+            damaged = find_damaged(manifest, restore.present, chunks=list(present))
             intact = set(present).difference(damaged)
             missing = [chunk for chunk in every if chunk not in intact]
         self._note_all_but(missing)

@@ -24,6 +24,7 @@ from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.threads import SafeExecutor
+from ft_transport.settings import default_num_threads
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_digests, decode_header
@@ -225,33 +226,28 @@ def _read_digests(connection: Connection, manifest: Manifest) -> tuple[int, ...]
     return decode_digests(body.decode("ascii", "replace"), manifest.chunks.num_chunks, peer=str(connection.peer))
 
 
-def find_damaged(
-    manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
-) -> list[int]:
+def find_damaged(manifest: Manifest, views: Views, *, chunks: Sequence[int] | None = None) -> list[int]:
     """Return the indices of the chunks whose bytes do not match the digests of the manifest.
 
     Args:
         manifest: The manifest, with digests.
         views: Returns views of the received or stored data.
-        num_threads: Number of threads that read the data.
         chunks: Indices of the chunks to check; ``None`` for all.
     """
     expected = manifest.digests
     assert expected is not None, "the caller passes a manifest with digests"
     checked = chunks if chunks is not None else range(manifest.chunks.num_chunks)
-    actual = digest_chunks(manifest, views, num_threads=num_threads, chunks=checked)
+    actual = digest_chunks(manifest, views, chunks=checked)
     return [chunk for chunk, digest in zip(checked, actual, strict=True) if digest != expected[chunk]]
 
 
-def digest_chunks(
-    manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
-) -> list[int]:
+def digest_chunks(manifest: Manifest, views: Views, *, chunks: Sequence[int] | None = None) -> list[int]:
     """Compute the digests of ``chunks``, in this order; ``None`` means all chunks."""
 
     def digest(chunk: int) -> int:
         return manifest.digester.digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
 
-    with SafeExecutor(num_threads, "ft-transport-verify") as pool:
+    with SafeExecutor(default_num_threads(), "ft-transport-verify") as pool:
         return list(pool.map(digest, chunks if chunks is not None else range(manifest.chunks.num_chunks)))
 
 

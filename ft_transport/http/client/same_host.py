@@ -17,6 +17,7 @@ from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.shared_memory import LentMemory
 from ft_transport.runtime.threads import run_on_threads
+from ft_transport.settings import default_num_threads
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import MEMORY_ROUTE, bound_path, decode_ticket
 from ft_transport.wire.snapshot import Memory
@@ -55,7 +56,6 @@ def fetch_from_memory(
     settings: FetchSettings,
     *,
     chunks: Sequence[int],
-    num_threads: int,
 ) -> Sequence[int]:
     """Copy chunks from the source's memory, if the source is on this host.
 
@@ -68,7 +68,6 @@ def fetch_from_memory(
         destination: Memory to fill.
         settings: Settings of the fetch.
         chunks: Indices of the chunks to copy, ascending.
-        num_threads: Number of threads that copy and digest.
 
     Returns:
         The indices of the chunks that were not copied, ascending.
@@ -89,7 +88,7 @@ def fetch_from_memory(
         return chunks
     with lent:
         copying = _Copying(lent, manifest, destination, settings, chunks, peer=str(connection.peer))
-        copying.run(num_threads)
+        copying.run()
         left = copying.left()
     logger.info(
         "step %d: copied %d of %d chunks from the memory of %s on this host in %.2f s",
@@ -157,11 +156,11 @@ class _Copying:
         self._is_over = False
         self._error: BaseException | None = None
 
-    def run(self, num_threads: int) -> None:
+    def run(self) -> None:
         """Copy on this thread and on others; return or raise only when no thread writes any more."""
         run_on_threads(
             lambda _number: self._work(),
-            min(num_threads, len(self._chunks)),
+            min(default_num_threads(), len(self._chunks)),
             name="ft-transport-copy",
             failed=self._fail,
             needs_all=False,

@@ -78,7 +78,7 @@ class SnapshotServer:
         self.server_id = secrets.token_hex(8)
         self.deltas = DeltaCache()
         is_guarded = keys is not None or certificates is not None
-        host = bound_host(settings.host, is_guarded=is_guarded, may_open=True, allow_anyone=settings.allow_anyone)
+        host = bound_host(settings.host, is_guarded=is_guarded, allow_anyone=settings.allow_anyone)
         self._socket = listen(host, settings.port)
         self._same_host: SameHostServer | None = None
         try:
