@@ -91,7 +91,7 @@ class Keys:
         token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
         if token is not None and path is not None:
             raise ConfigurationError(
-                f"expected either {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}, both are set; unset one, even if empty"
+                f"expected either {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}, but both are set; unset one, even if empty"
             )
         if path is not None:
             return cls.from_file(path)

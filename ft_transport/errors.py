@@ -193,7 +193,7 @@ class IntegrityError(TransportError):
     actual: int
 
     def __post_init__(self) -> None:
-        self.message += f": expected digest {self.expected:016x}, the received bytes have {self.actual:016x}"
+        self.message += f": expected digest {self.expected:016x}, but the received bytes have {self.actual:016x}"
 
 
 class PeerError(TransportError):

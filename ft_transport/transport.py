@@ -174,7 +174,7 @@ class HTTPTransport(Generic[T]):
         """
         if fresh_snapshot is not None and self.server.http.requests.fresh_snapshot is not None:
             raise ConfigurationError(
-                "expected a transport without an owner, this transport serves another owner's snapshots"
+                "expected a transport without an owner, but this transport serves another owner's snapshots"
             )
         self.server.http.requests.fresh_snapshot = fresh_snapshot
 

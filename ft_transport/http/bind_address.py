@@ -258,7 +258,7 @@ def advertised_url(
 
 
 def interface_of(address: str, by_address: Mapping[IPAddress, str]) -> str:
-    """Return the name of this host's interface that has an address; the loopback has all addresses 127.x.x.x.
+    """Return the name of this host's network interface that has ``address``; the loopback has all of 127.x.x.x.
 
     Args:
         address: The address; may be empty.

@@ -144,7 +144,7 @@ class Relay:
         """
         views = self._views
         if views is None:
-            raise PeerNotReadyError("expected an open relay, this relay is closed", retry_after_s=0.0)
+            raise PeerNotReadyError("expected an open relay, but this relay is closed", retry_after_s=0.0)
         return views
 
 
@@ -291,7 +291,7 @@ class Relays:
                 if await self._is_set(self._opened, until_s):
                     continue
             if self._loop.time() >= until_s:
-                raise PeerNotReadyError(f"expected chunks to relay, {what}", retry_after_s=0.0)
+                raise PeerNotReadyError(f"expected chunks to relay, but {what}", retry_after_s=0.0)
 
     async def _follow(self, relay: Relay, chunks: Sequence[int], until_s: float) -> Follower | None:
         """Return a follower as soon as a chunk has landed; ``None`` if no chunk lands in time, or the relay closes."""

@@ -106,7 +106,7 @@ class LentMemory:
                 if lent:
                     self._take(lent[0])
                 if answer != LENT or self._memory is None:
-                    raise PeerProtocolError("expected the memory of a snapshot, the source no longer lends it")
+                    raise PeerProtocolError("expected the memory of a snapshot, but the source no longer lends it")
                 self._check(self._memory, ticket)
         except OSError as error:
             raise PeerUnreachableError(f"the connection to the source on this host broke: {error}") from error

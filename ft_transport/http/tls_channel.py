@@ -95,7 +95,7 @@ class TLSChannel:
         """
         # First, because OpenSSL would report a wrong version of TLS.
         if _HTTP.fullmatch(self._first):
-            raise TLSRefusedError("expected TLS, the peer speaks plain HTTP")
+            raise TLSRefusedError("expected TLS, but the peer speaks plain HTTP")
         try:
             self.object.do_handshake()
         except ssl.SSLWantReadError:

@@ -268,7 +268,7 @@ def test_an_error_at_the_deadline_gives_the_reason_of_the_peer(sender: HTTPTrans
     with pytest.raises(DeadlineExceededError, match="none has been taken yet"):
         sender.fetch(sender.metadata(), timeout=timedelta(seconds=0.5))
     sender.send_checkpoint([], 3, {"a": 3}, TIMEOUT)
-    with pytest.raises(DeadlineExceededError, match=r"expected step 4, this replica serves \[3\]"):
+    with pytest.raises(DeadlineExceededError, match=r"expected step 4, but this replica serves \[3\]"):
         sender.fetch(sender.metadata(), 4, timeout=timedelta(seconds=0.5))
 
 

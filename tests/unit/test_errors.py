@@ -98,7 +98,7 @@ def test_the_text_says_what_and_where(cls: type[TransportError]) -> None:
 
 def test_a_failed_fetch_lists_its_failures() -> None:
     text = str(example(FetchFailedError))
-    assert "failure 1: chunk 3 was damaged: expected digest 0000000000000001, the received bytes have f" in text
+    assert "failure 1: chunk 3 was damaged: expected digest 0000000000000001, but the received bytes have f" in text
     assert "failure 2: x" in text
 
 

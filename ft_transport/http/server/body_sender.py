@@ -244,7 +244,7 @@ async def _send_body(request: web.Request, body: Body, stall_timeout_s: float, l
     await _flushed(request, transport, stall_timeout_s)
     if transport.is_closing():
         raise ConnectionResetError("the receiver closed the connection")
-    # A descriptor of its own: the number of a closed one may be that of a later connection.
+    # A separate descriptor: the event loop may close its own one, whose number a later connection may then get.
     connected = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     was_reading = transport.is_reading()
     transport.pause_reading()

@@ -38,13 +38,14 @@ _BATCH_PAUSE_S: Final = 0.002
 _PARKED_S: Final = 0.02
 """Interval between two attempts to admit the connections that wait for their rate limit."""
 _ROUNDS_TO_ASK: Final = 8
-"""aiohttp needs six iterations of the loop to read a connection's first request. Until then, the connections accepted
-in as many iterations must not evict it.
+"""aiohttp needs six iterations of the loop to read a connection's first request. The connections that are accepted
+meanwhile must not evict it.
 """
 _NO_DESCRIPTOR_PAUSE_S: Final = 1.0
 _SWEEP_S: Final = 1.0
 _HELD_UP_S: Final = 0.5
-"""If the loop runs later than this, it was delayed, and has to read its sockets before it closes overdue connections.
+"""If the sweep runs later than this, the loop was delayed: requests may lie unread in its sockets, so the sweep closes
+no connection.
 """
 _OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAX_PEEK_BYTES: Final = 16 << 10

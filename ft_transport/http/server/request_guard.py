@@ -274,7 +274,7 @@ class ServerSessions:
             )
         answered = answer_challenge(self._keys.current(), challenge, secrets.token_hex(NONCE_BYTES))
         if answered is None:
-            raise PeerAuthenticationError("expected the id of a key of this job, the peer has another job token")
+            raise PeerAuthenticationError("expected the id of a key of this job, but the peer has another job token")
         answer, session = answered
         self._sessions[transport] = _ServerSession(session)
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

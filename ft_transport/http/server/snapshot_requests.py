@@ -170,15 +170,17 @@ class SnapshotRequests:
         failure = self._cache.failure()
         attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
         if not served:
-            raise PeerNotReadyError(f"expected a snapshot, none has been taken yet{attempt}", after=after, step=step)
+            raise PeerNotReadyError(
+                f"expected a snapshot, but none has been taken yet{attempt}", after=after, step=step
+            )
         if step == LATEST:
             raise PeerNotReadyError(
-                f"expected a snapshot of the current state, the newest one is older (step {served[-1]}): the trainer "
-                f"has not reached the next step boundary, or every snapshot is still being fetched{attempt}",
+                f"expected a snapshot of the current state, but the newest one is older (step {served[-1]}): the "
+                f"trainer has not reached the next step boundary, or every snapshot is still being fetched{attempt}",
                 after=after,
                 step=step,
             )
-        raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
+        raise StepNotServedError(f"expected step {step}, but this replica serves {list(served)}", served=served)
 
 
 class DeltaCache:

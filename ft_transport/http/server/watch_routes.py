@@ -116,7 +116,7 @@ async def _answer(request: web.Request, scraping: Coalescer, form: str) -> web.S
     try:
         body, content_type = await scraping.scrape(form)
     except asyncio.TimeoutError:
-        raise web.HTTPServiceUnavailable(text="expected the process to collect its state in time, it did not") from None
+        raise web.HTTPServiceUnavailable(text="the process did not collect its state in time") from None
     response = web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
     try:
         await response.prepare(request)

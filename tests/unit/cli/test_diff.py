@@ -199,7 +199,7 @@ def test_of_two_replicas_only_what_differs_is_fetched(
     assert text.startswith("✗ different steps: A has step 11, B has step 9")
     result = CliRunner().invoke(app, ["diff", *urls, "--step", "7"])
     assert result.exit_code == 2
-    assert "expected step 7, this replica serves" in result.output
+    assert "expected step 7, but this replica serves" in result.output
 
 
 class Training:

@@ -306,4 +306,4 @@ def test_wrong_usage_and_a_step_that_is_not_there(source: HTTPTransport[Any], tm
     assert fetch(source.metadata(), "--step", -1).exit_code == 2
     gone = fetch(source.metadata(), "--step", STEP - 1, "-o", tmp_path / "m")
     assert gone.exit_code == 1
-    assert "expected step 7, this replica serves [8]" in str(gone.exception)
+    assert "expected step 7, but this replica serves [8]" in str(gone.exception)

@@ -148,7 +148,7 @@ def test_an_unknown_step_is_refused_with_those_that_are_served(served: Serving, 
 
 def test_the_refusal_says_which_steps_there_are(served: Serving) -> None:
     served.put(5)
-    assert "expected step 4, this replica serves [5]" in served.ask("/checkpoint/4/full").body.decode()
+    assert "expected step 4, but this replica serves [5]" in served.ask("/checkpoint/4/full").body.decode()
 
 
 def test_latest_is_the_newest(served: Serving) -> None:

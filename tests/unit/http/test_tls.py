@@ -200,7 +200,7 @@ def test_a_receiver_with_tls_takes_nothing_in_the_clear(issued: Issued, is_told:
         address = sender.metadata()
         error = refusal(receiver, address if is_told else address.replace("http:", "https:"))
     assert isinstance(error, PeerAuthenticationError)
-    assert ("https://" if is_told else "expected TLS, the peer speaks plain HTTP") in error.message
+    assert ("https://" if is_told else "expected TLS, but the peer speaks plain HTTP") in error.message
 
 
 def test_an_older_version_is_refused_on_both_sides(source: HTTPTransport[Any], issued: Issued) -> None:
