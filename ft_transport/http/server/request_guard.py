@@ -217,7 +217,7 @@ class RequestGuard:
         shown = _sent_token(scheme, credentials)
         if not any(is_equal(shown, token) for token in self.keys.watch_tokens()):
             raise PeerAuthenticationError(
-                "expected the watch token, as the password of any user or as a bearer token; "
+                "expected the watch token, as a password with any user name or as a bearer token; "
                 "`ft-transport watch-token` prints it where the job token is set"
             )
         return False

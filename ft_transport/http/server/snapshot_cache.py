@@ -148,7 +148,7 @@ class SnapshotCache:
         with self._lock:
             if self._closed:
                 raise SnapshotError("expected a running transport, but this one was shut down")
-            alive = (*self._entries, *self._leaving)
+            alive = self._in_memory()
             if len(alive) + self._reserved.num_taken() < self.max_snapshots:
                 return self._reserved.take()
             idle = next((entry for entry in self._entries if not entry.is_held(self.clock())), None)
@@ -265,10 +265,10 @@ class SnapshotCache:
     def alive(self) -> list[tuple[int, int, int]]:
         """Return step, size in bytes and number of readers of each snapshot in memory, oldest first."""
         with self._lock:
-            return [
-                (entry.snapshot.step, entry.snapshot.total_bytes, entry.num_readers)
-                for entry in sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
-            ]
+            return [(entry.snapshot.step, entry.snapshot.total_bytes, entry.num_readers) for entry in self._in_memory()]
+
+    def _in_memory(self) -> list[_Entry]:
+        return sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
 
     def num_readers(self) -> int:
         """Return the number of requests that are reading a snapshot."""
@@ -301,25 +301,19 @@ class SnapshotCache:
             reader: The reader; by default a new reader within this process.
         """
         with self._lock:
-            entry = self._newest(step, snapshot_id, after_sequence)
-            if entry is None:
+            for entry in reversed(self._entries):
+                snapshot = entry.snapshot
+                is_match = step in (LATEST, snapshot.step) and snapshot_id in (None, snapshot.snapshot_id)
+                if is_match and entry.sequence > after_sequence:
+                    break
+            else:
                 return None
             self._forget_past_want(entry)
             reader = reader or Reader()
             lease = entry.leases.setdefault(reader.is_closed, _Lease(reader))
             lease.num_readings += 1
             entry.was_read = True
-        return Reading(entry.snapshot, entry.manifest_digest, self, entry, lease)
-
-    def _newest(self, step: StepSelector, snapshot_id: SnapshotId | None, after_sequence: int) -> _Entry | None:
-        for entry in reversed(self._entries):
-            if (
-                (step in (LATEST, entry.snapshot.step))
-                and (snapshot_id is None or entry.snapshot.snapshot_id == snapshot_id)
-                and entry.sequence > after_sequence
-            ):
-                return entry
-        return None
+        return Reading(snapshot, entry.manifest_digest, self, entry, lease)
 
     def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
         """Evict a snapshot, and older snapshots of the same step; free each of them when it has no readers.
@@ -371,7 +365,7 @@ class SnapshotCache:
     def _want_oldest(self) -> list[Callable[[], None]]:
         """Record that the memory of the oldest snapshot is needed; return functions that cut off late receivers."""
         now_s = self.clock()
-        alive = sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
+        alive = self._in_memory()
         if any(entry.cut_off for entry in alive):
             return []
         for entry in alive:
