@@ -150,7 +150,7 @@ class SnapshotRequests:
         return fresh if earlier is None else min(earlier, fresh)
 
     def _is_past(self, step: int) -> bool:
-        """Request a snapshot of a step from the owner; return whether the step is past, so that none will arrive."""
+        """Request a snapshot of a step from the owner; return whether the step is past and no snapshot will arrive."""
         ask = self.fresh_snapshot
         if ask is None or step in self._cache.steps() or ask(step) is not None:
             return False

@@ -208,7 +208,7 @@ class TLSTransport(asyncio.Transport):
         return self._channel
 
     def give_back(self) -> None:
-        """Take the TLS state back from the thread, and make up for the delayed writes and reads."""
+        """Take the TLS state back from the thread, and perform the delayed writes and reads."""
         self._is_lent = False
         unwritten, self._unwritten = self._unwritten, []
         self.writelines(unwritten)
