@@ -18,7 +18,6 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from ft_transport.credentials import Keys
 from ft_transport.errors import (
@@ -66,7 +65,7 @@ _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestGuard:
-    """The middlewares of one server. Used only on the server's event loop.
+    """The middleware of one server. Used only on the server's event loop.
 
     Attributes:
         cache: The cache of served snapshots; refusals list their steps.
@@ -91,12 +90,9 @@ class RequestGuard:
     def __post_init__(self) -> None:
         self._sessions = ServerSessions(self.keys, reached_at=self.reached_at) if self.keys is not None else None
 
-    def middlewares(self) -> list[Middleware]:
-        """Return the middlewares of every route, outermost first."""
-        return [self._serve_in_slot, self._guard]
-
     def add_to(self, app: web.Application) -> None:
-        """Add the route for challenges, and let each response carry a proof of the job token."""
+        """Guard all routes, add the route for challenges, and let each response carry a proof of the job token."""
+        app.middlewares.append(self._guard)
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
         app.on_response_prepare.append(self._prove)
 
@@ -124,11 +120,6 @@ class RequestGuard:
             await asyncio.wait(tuple(self._handlers), timeout=_CANCEL_AGAIN_S)
 
     @web.middleware
-    async def _serve_in_slot(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        with self.slots.serving(slot_of(request)):
-            return await handler(request)
-
-    @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Require a proof of the job token, and turn errors into responses with the error's message."""
         task = asyncio.current_task()
@@ -136,53 +127,63 @@ class RequestGuard:
         self._handlers.add(task)
         slot = slot_of(request)
         try:
-            if self.names is not None and not self.names.has(request.headers.get("Host")):
-                self.peer_log.note(logging.WARNING, slot.address, f"a request was refused: {REFUSAL}")
-                misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
-                misdirected.force_close()
-                raise misdirected
-            is_watching = request.path in WATCH_ROUTES
-            is_member = self.keys is not None or self.is_encrypted
-            if request.path != CHALLENGE_ROUTE:
-                if is_watching:
-                    if _is_cross_site(request.headers):
-                        raise web.HTTPForbidden(text="expected a request by a page of this server, got one by another")
-                    # A certificate proves membership of the job, as a session does; a watch token does not.
-                    is_member = self._admit_watcher(request) or (self.keys is None and self.is_encrypted)
-                elif self._sessions is not None:
-                    self._sessions.admit(request)
-                self.slots.authenticated(slot)
-                if is_member:
-                    self.slots.limits.refund_member(slot)
-            if is_member:
-                return await handler(request)
-            return await self._in_turn(slot, request, handler, is_watching=is_watching)
+            with self.slots.serving(slot):
+                if self._admit(request, slot):
+                    return await handler(request)
+                return await self._in_turn(slot, request, handler)
         except TransportError as error:
-            # The log names only the type: the message, which the response contains, may quote the request.
-            refusal = f"a request was refused: {type(error).__name__}"
-            self.peer_log.note(logging.INFO, slot.address, refusal)
-            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self.cache.steps()))}
-            if isinstance(error, PeerNotReadyError):
-                headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-                if error.after is not None:
-                    headers[AFTER_HEADER] = str(error.after)
-            if isinstance(error, PeerAuthenticationError):
-                headers = {"WWW-Authenticate": _WATCH_SCHEME if request.path in WATCH_ROUTES else SCHEME}
-            is_past = isinstance(error, StepNotServedError) and error.is_past
-            response = web.json_response(
-                {"error": type(error).__name__, "message": str(error)},
-                status=410 if is_past else error.http_status,
-                headers=headers,
-            )
-            if not slot.is_authenticated:
-                response.force_close()
-            return response
+            return self._refusal(error, request, slot)
         finally:
             self._handlers.discard(task)
 
-    async def _in_turn(
-        self, slot: Slot, request: web.Request, handler: _Handler, *, is_watching: bool
-    ) -> web.StreamResponse:
+    def _admit(self, request: web.Request, slot: Slot) -> bool:
+        """Check the host name and the authentication of a request; return whether its client is a member of the job.
+
+        Raises:
+            PeerAuthenticationError: The client has to authenticate itself, and has not done so.
+        """
+        if self.names is not None and not self.names.has(request.headers.get("Host")):
+            self.peer_log.note(logging.WARNING, slot.address, f"a request was refused: {REFUSAL}")
+            misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
+            misdirected.force_close()
+            raise misdirected
+        is_member = self.keys is not None or self.is_encrypted
+        if request.path == CHALLENGE_ROUTE:
+            return is_member
+        if request.path in WATCH_ROUTES:
+            if _is_cross_site(request.headers):
+                raise web.HTTPForbidden(text="expected a request by a page of this server, got one by another")
+            # A certificate proves membership of the job, as a session does; a watch token does not.
+            is_member = self._admit_watcher(request) or (self.keys is None and self.is_encrypted)
+        elif self._sessions is not None:
+            self._sessions.admit(request)
+        self.slots.authenticated(slot)
+        if is_member:
+            self.slots.limits.refund_member(slot)
+        return is_member
+
+    def _refusal(self, error: TransportError, request: web.Request, slot: Slot) -> web.StreamResponse:
+        """Return the response that tells the client about an error, and log its type."""
+        # The log names only the type: the message, which the response contains, may quote the request.
+        self.peer_log.note(logging.INFO, slot.address, f"a request was refused: {type(error).__name__}")
+        headers = {SERVED_STEPS_HEADER: ",".join(map(str, self.cache.steps()))}
+        if isinstance(error, PeerNotReadyError):
+            headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+            if error.after is not None:
+                headers[AFTER_HEADER] = str(error.after)
+        if isinstance(error, PeerAuthenticationError):
+            headers = {"WWW-Authenticate": _WATCH_SCHEME if request.path in WATCH_ROUTES else SCHEME}
+        is_past = isinstance(error, StepNotServedError) and error.is_past
+        response = web.json_response(
+            {"error": type(error).__name__, "message": str(error)},
+            status=410 if is_past else error.http_status,
+            headers=headers,
+        )
+        if not slot.is_authenticated:
+            response.force_close()
+        return response
+
+    async def _in_turn(self, slot: Slot, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Process a request by an unauthenticated client or a watcher, as soon as the rate limit allows it."""
         limits = self.slots.limits
         after_s = limits.turn_after_s(slot)
@@ -191,7 +192,7 @@ class RequestGuard:
                 await asyncio.sleep(after_s)
         response = await handler(request)
         # No refund for a watcher: a request for the process's state is costly whatever the length of its response.
-        if not is_watching and request.method != "HEAD":
+        if request.path not in WATCH_ROUTES and request.method != "HEAD":
             limits.refund_transfer(slot, response.content_length or 0)
         return response
 

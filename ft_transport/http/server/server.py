@@ -188,7 +188,7 @@ class SnapshotServer:
             self._server.join()
 
     def _make_app(self) -> web.Application:
-        app = web.Application(middlewares=self._guard.middlewares(), client_max_size=MAX_REQUEST_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_REQUEST_BODY_BYTES)
         self._routes.add_to(app.router)
         self._watch_routes.add_to(app.router)
         self._guard.add_to(app)
