@@ -216,7 +216,7 @@ class SnapshotCache:
         }
         for name, lease in granted.items():
             del self._waits[name]
-            # A lease without an end gets it when the reader's request ends.
+            # While the reader's request waits, the lease has no end; `waiting` sets the end.
             if lease.until_s != math.inf:
                 lease.until_s = now_s + self.lease_s
         return granted
