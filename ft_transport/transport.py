@@ -227,14 +227,15 @@ class HTTPTransport(Generic[T]):
             step: A step; or ``latest``: the peer takes a new snapshot if its state has changed since the last one.
             relays: The ``metadata()`` of each receiver that fetches this state now; the same list for all receivers.
                 Each receiver relays verified data to the others, so that every byte leaves the sources about once. This
-                process continues to relay for some seconds after the fetch, at most until its memory is about to change
-                (`StateServer.materialize`) or it fetches again. Receivers detect changed data by its digests.
+                process continues to relay for some seconds after the fetch. It stops earlier if its memory is about to
+                change (`StateServer.materialize`), or if it fetches again. Receivers detect changed data by its
+                digests.
             timeout: Longest time of the whole fetch; by default the transport's ``timeout``. The peer may be
                 unreachable for all of this time, so that a receiver can start before its source. A `FetchTimeout` sets
                 shorter times for an unreachable peer and for a transfer without progress.
             into: The receiver's own state, into which the fetch writes. The caller must not use its tensors until this
-                method returns, and may have queued device work on them only on this thread's stream. The fetch does not
-                change a tensor that differs from the incoming tensor in dtype or shape; a warning names it once.
+                method returns. Device work on them that is still queued must be on this thread's stream. The fetch does
+                not change a tensor that differs from the incoming tensor in dtype or shape; a warning names it once.
             check: Called with the incoming manifest before any data arrives. If it raises, the fetch ends and ``into``
                 is unchanged.
             is_comparable: Whether the caller will call `Received.differences`. Then that call, and not the fetch,
@@ -308,7 +309,7 @@ class HTTPTransport(Generic[T]):
                 and ``like``, the fetch receives whole tensors, as a consolidated checkpoint or an inference engine
                 needs them.
             group_rank: Index of this rank in its group. This rank receives unsharded data from the source with this
-                index, modulo the number of sources, so that the ranks of a group use different sources.
+                index (modulo the number of sources). So the ranks of a group use different sources.
             timeout: As for `fetch`. But without a `FetchTimeout`, a source may be unreachable for only 5 seconds, or a
                 quarter of ``timeout`` if that is less. If a source is unreachable for longer, or hangs, the fetch uses
                 the other sources, if they have all the data.

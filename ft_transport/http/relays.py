@@ -5,8 +5,9 @@ that this memory stays unchanged. Instead, each receiver compares a chunk with i
 changed chunk from another peer.
 
 All relays close before their memory changes: at the next fetch, at a write section (`StateServer.materialize`) and at
-the shutdown (`Relays.close_all`). A single relay closes if its fetch fails or its memory is freed (`Relay.close`), if a
-newer relay of the same content opens (`Relays.open`), or if it is complete and gets no request for 10 s.
+the shutdown (`Relays.close_all`). A single relay closes if its fetch fails or its memory is freed (`Relay.close`). It
+also closes if a newer relay of the same content opens (`Relays.open`), or if it is complete and gets no request for
+10 s.
 """
 
 from __future__ import annotations

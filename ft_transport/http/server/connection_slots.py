@@ -13,8 +13,8 @@ unread. After the client has authenticated itself, the server refunds the charge
 may connect at once.
 A server without authentication cannot recognize genuine peers. There, the first requests of a connection are free, and
 so are responses with much data; other requests are charged. Each address has a budget, and all addresses share a larger
-one. Clients that send what only members know, such as the id of the job's key, have separate budgets, so that a flood
-does not use up the budget of genuine peers at the same address.
+one. Clients that send what only members know, such as the id of the job's key, have separate budgets. So a flood does
+not use up the budget of genuine peers at the same address.
 
 This module uses no sockets: the owner of a connection returns the slot when the connection ends.
 """

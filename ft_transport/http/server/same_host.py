@@ -4,10 +4,10 @@ Only processes of the same user can borrow: the kernel reports the user of a con
 server closes connections of other users. A receiver sends a ticket, which it has received over HTTP (``wire.routes``).
 Receivers cannot change the memory, because it is sealed and the lent descriptor is read-only.
 
-The cache keeps a snapshot while a connection that borrows it is open, but no longer than a slow transfer over HTTP may
-take. If a newer snapshot needs the memory, the cache cuts the receiver off. The receiver's descriptor then still works,
-but the content of the memory changes. So a receiver verifies digests, or asks the source at the end whether the memory
-was unchanged.
+The cache keeps a snapshot while a connection borrows it, but no longer than a slow transfer over HTTP may take. If a
+newer snapshot needs the memory, the cache cuts the receiver off. The receiver's descriptor then still works, but the
+content of the memory changes. So a receiver verifies digests, or asks the source at the end whether the memory was
+unchanged.
 """
 
 from __future__ import annotations
