@@ -172,7 +172,7 @@ def test_who_asks_meanwhile_is_told_that_it_takes_too_long(watch: ProcessStatus,
         assert served.ask("/state").status == 200
 
     assert answer.status == 503
-    assert b"to collect its state in time" in answer.body
+    assert b"did not collect its state in time" in answer.body
 
 
 def test_a_server_ends_while_it_is_scraped(watch: ProcessStatus, source: Source) -> None:
