@@ -140,14 +140,6 @@ class Assignment(Generic[Unit]):
         return following
 
 
-@dataclass(frozen=True, slots=True)
-class Undeliverable:
-    """Says why no source can deliver a unit; ``path`` is the path of its tensor, if it belongs to one tensor."""
-
-    reason: str
-    path: str | None = None
-
-
 class Work(Protocol[Unit]):
     """The units to fetch, and the choice of their sources. Only the `FetchMachine` calls these methods."""
 
@@ -169,11 +161,11 @@ class Work(Protocol[Unit]):
             ``None`` if the worker has nothing to do.
         """
 
-    def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | bool:
+    def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> FetchFailedError | bool:
         """Records that a unit from ``source`` landed.
 
         Returns:
-            Whether waiting workers have something to do now; an `Undeliverable` if some unit can no longer land.
+            Whether waiting workers have something to do now; an error if no source can deliver some unit any more.
         """
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> bool:
@@ -181,8 +173,8 @@ class Work(Protocol[Unit]):
 
     def put_back(
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
-    ) -> Undeliverable | None:
-        """Takes back units that ``source`` did not deliver; returns an `Undeliverable` if they can no longer land."""
+    ) -> FetchFailedError | None:
+        """Takes back units that ``source`` did not deliver; returns an error if no source can deliver them any more."""
 
 
 class FetchMachine(Generic[Unit]):
@@ -258,8 +250,8 @@ class FetchMachine(Generic[Unit]):
         state.num_landed += 1
         if not assignment.num_left:
             self._release(worker)
-        if isinstance(effect, Undeliverable):
-            self._stop = self._outcome(effect)
+        if isinstance(effect, FetchFailedError):
+            self._fail(effect)
         elif not self._work.num_left:
             self._stop = Stop(None)
         return self._stop is not None or bool(effect)
@@ -309,19 +301,19 @@ class FetchMachine(Generic[Unit]):
 
     def _put_back(self, assignment: Assignment[Unit]) -> None:
         self._nothing_to_do = False
-        undeliverable = self._work.put_back(assignment.source, assignment.left(), self._sources)
-        if undeliverable is not None:
-            self._stop = self._outcome(undeliverable)
+        error = self._work.put_back(assignment.source, assignment.left(), self._sources)
+        if error is not None:
+            self._fail(error)
 
     def _release(self, worker: WorkerIndex) -> Assignment[Unit]:
         assignment = self._assignments.pop(worker)
         self._sources[assignment.source].num_active -= 1
         return assignment
 
-    def _outcome(self, undeliverable: Undeliverable) -> Stop:
+    def _fail(self, error: FetchFailedError) -> None:
         # Only the last failures: twice as many as are needed to exclude every source.
-        last = self._failures[-2 * len(self._sources) * self._max_failures :]
-        return Stop(FetchFailedError(undeliverable.reason, failures=tuple(last), path=undeliverable.path))
+        error.failures = tuple(self._failures[-2 * len(self._sources) * self._max_failures :])
+        self._stop = Stop(error)
 
 
 def _retry_delay_s(num_failures: int) -> float:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, TypeAlias
 
+from ft_transport.errors import FetchFailedError
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
+from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState
 from ft_transport.wire.reshard import Read
 from ft_transport.wire.slices import MAX_BLOCKS_PER_FRAME, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST, Slice
 
@@ -103,21 +104,21 @@ class ReadWork:
             self._relieve(chosen, sources)
         return SourceIndex(chosen), self._take_frames(self._queues[chosen])
 
-    def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> Undeliverable | bool:
+    def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> FetchFailedError | bool:
         """Record that a frame landed. If its source was replaced before, request the frame's unsharded reads again."""
         queue = self._queues[source]
-        undeliverable: Undeliverable | None = None
+        error: FetchFailedError | None = None
         if sources[source].is_excluded and queue.stand_in is not None:
             # The frame may have overwritten data that the substitute has delivered.
-            undeliverable = self._hand_over(source, [read for read in unit if read.is_whole], sources)
+            error = self._hand_over(source, [read for read in unit if read.is_whole], sources)
         if queue.whole_left:
             queue.whole_left.difference_update(map(id, unit))
         self.num_left -= 1
-        return undeliverable or False
+        return False if error is None else error
 
     def put_back(
         self, source: SourceIndex, units: Sequence[FrameOfReads], sources: Sequence[SourceState]
-    ) -> Undeliverable | None:
+    ) -> FetchFailedError | None:
         """Take back frames that a source did not deliver, and assign their reads to sources again.
 
         If the source is excluded, other sources get all its reads. Otherwise it keeps its reads, except those that a
@@ -215,7 +216,7 @@ class ReadWork:
 
     def _hand_over(
         self, excluded: int, orphans: Sequence[AnyRead], sources: Sequence[SourceState]
-    ) -> Undeliverable | None:
+    ) -> FetchFailedError | None:
         """Assign the undelivered reads of an excluded source to other sources that have the same bytes."""
         taken: dict[int, list[AnyRead]] = {}
         loads = {index: queue.num_bytes for index, queue in enumerate(self._queues)}
@@ -226,9 +227,10 @@ class ReadWork:
             else:
                 alive = [index for index in read.sources if not sources[index].is_excluded]
             if not alive:
-                return Undeliverable(
+                return FetchFailedError(
                     f"expected all parts of the state; {sources[excluded].name} failed, and no other source that "
                     f"answers has its part of {read.path}",
+                    failures=(),
                     path=read.path,
                 )
             chosen = min(alive, key=loads.__getitem__)

@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from ft_transport.errors import FetchFailedError
 from ft_transport.wire.chunks import runs_of
-from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
+from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState
 from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.routes import MAX_RANGES
 from ft_transport.wire.swarm import BlockQueue, Blocks, Delivery, RelayRates, Swarm, slowest_to_end
@@ -168,7 +169,7 @@ class SwarmWork:
 
     def put_back(
         self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]
-    ) -> Undeliverable | None:
+    ) -> FetchFailedError | None:
         """Take back the rest of a request, so that it is requested first (``Work.put_back``).
 
         If the relay lacked chunks of a block that was assigned to another receiver, these chunks are requested last:
@@ -192,7 +193,9 @@ class SwarmWork:
         if relays and (min(relays) < 3 or sum(relays) < _HOPELESSLY_DRY):
             return None
         names = ", ".join(each.name for each in sources)
-        return Undeliverable(f"expected the whole snapshot from {names}, but {self.num_left} chunks are missing")
+        return FetchFailedError(
+            f"expected the whole snapshot from {names}, but {self.num_left} chunks are missing", failures=()
+        )
 
     def _find_hopeless(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
