@@ -104,7 +104,9 @@ class ReadWork:
             self._relieve(chosen, sources)
         return SourceIndex(chosen), self._take_frames(self._queues[chosen])
 
-    def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> FetchFailedError | bool:
+    def landed(
+        self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]
+    ) -> FetchFailedError | bool:
         """Record that a frame landed. If its source was replaced before, request the frame's unsharded reads again."""
         queue = self._queues[source]
         error: FetchFailedError | None = None

@@ -181,19 +181,6 @@ def _mixed(run: int, receiver: int) -> int:
     return (mixed ^ mixed >> 15) * 0xC2B2AE3D & 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """The progress of one relay.
-
-    Attributes:
-        num_left: Number of chunks that the relay still has to deliver.
-        num_landed: Number of chunks that the relay has delivered.
-    """
-
-    num_left: int
-    num_landed: int
-
-
 class RelayRates:
     """Finds relays that are slower than the sources, by counting chunks in windows of time.
 
@@ -206,13 +193,15 @@ class RelayRates:
         self._own_s = 0.0
         self._num_own = 0
         self._since_s = 0.0
-        self._then: Mapping[int, Delivery] = {}
+        self._landed_then: Mapping[int, int] = {}
 
     def restart(self) -> None:
         """Begin a new window, because other peers deliver chunks from now on."""
-        self._then = {}
+        self._landed_then = {}
 
-    def too_slow(self, elapsed_s: float, *, num_from_sources: int, relays: Mapping[int, Delivery]) -> int | None:
+    def too_slow(
+        self, elapsed_s: float, *, num_from_sources: int, num_left: Mapping[int, int], num_landed: Mapping[int, int]
+    ) -> int | None:
         """Return the slowest relay if the sources would deliver the missing chunks much sooner; ``None`` otherwise.
 
         "Much sooner" means: sooner by more than the time that the own block took. Call this only when the own block is
@@ -221,27 +210,32 @@ class RelayRates:
         Args:
             elapsed_s: Seconds since the fetch began.
             num_from_sources: Number of chunks that the sources have delivered.
-            relays: Progress of the relays, by receiver number. They have to deliver all missing chunks.
+            num_left: Number of chunks that each relay still has to deliver. The relays have to deliver all missing
+                chunks.
+            num_landed: Number of chunks that each relay has delivered. The keys are those of ``num_left``.
+
+        Returns:
+            The key of the relay.
         """
         if not self._num_own:
             self._own_s, self._num_own = elapsed_s, num_from_sources
-        if self._then.keys() != relays.keys():
-            self._since_s, self._then = elapsed_s, relays
+        if self._landed_then.keys() != num_landed.keys():
+            self._since_s, self._landed_then = elapsed_s, num_landed
         waited_s = elapsed_s - self._since_s
         # A busy machine, or a connection that has lost a packet (RFC 6298), may pause for half a second.
         if not self._num_own or waited_s < max(0.5, self._own_s / 4):
             return None
-        landed = {relay: each.num_landed - self._then[relay].num_landed for relay, each in relays.items()}
-        num_left, num_landed = sum(each.num_left for each in relays.values()), sum(landed.values())
+        landed = {relay: number - self._landed_then[relay] for relay, number in num_landed.items()}
+        total_left, total_landed = sum(num_left.values()), sum(landed.values())
         # One more chunk is under way.
-        from_relays_s = waited_s * num_left / (num_landed + 1)
-        from_sources_s = self._own_s * num_left / self._num_own
+        from_relays_s = waited_s * total_left / (total_landed + 1)
+        from_sources_s = self._own_s * total_left / self._num_own
         if from_relays_s > from_sources_s + self._own_s:
             self.restart()
-            return max(relays, key=lambda relay: relays[relay].num_left / (landed[relay] + 1))
-        if num_landed:
+            return max(num_left, key=lambda relay: num_left[relay] / (landed[relay] + 1))
+        if total_landed:
             # A new window: a relay that stops later must not benefit from the chunks of this window.
-            self._since_s, self._then = elapsed_s, relays
+            self._since_s, self._landed_then = elapsed_s, num_landed
         return None
 
 

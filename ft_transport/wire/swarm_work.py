@@ -26,7 +26,7 @@ from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState
 from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.routes import MAX_RANGES
-from ft_transport.wire.swarm import BlockQueue, Blocks, Delivery, RelayRates, Swarm, slowest_to_end
+from ft_transport.wire.swarm import BlockQueue, Blocks, RelayRates, Swarm, slowest_to_end
 
 MAX_CHUNKS_PER_REQUEST: Final = 64
 _MAX_WORKERS: Final = 16
@@ -135,10 +135,13 @@ class SwarmWork:
             return False
         ring = self._ring if self._ring is not None and self._ring.num_asked else None
         if ring is not None:
-            relays = {self._swarm.own: Delivery(ring.num_asked, ring.num_relayed_landed)}
+            num_left, num_landed = {self._swarm.own: ring.num_asked}, {self._swarm.own: ring.num_relayed_landed}
         else:
-            relays = {queue.receiver: Delivery(queue.num_left, queue.num_landed) for _, queue in self._others}
-        slow = self._rates.too_slow(elapsed_s, num_from_sources=self._num_from_sources, relays=relays)
+            num_left = {queue.receiver: queue.num_left for _, queue in self._others}
+            num_landed = {queue.receiver: queue.num_landed for _, queue in self._others}
+        slow = self._rates.too_slow(
+            elapsed_s, num_from_sources=self._num_from_sources, num_left=num_left, num_landed=num_landed
+        )
         if slow is None:
             return False
         if ring is not None:

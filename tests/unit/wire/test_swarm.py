@@ -6,7 +6,7 @@ import pytest
 
 from ft_transport.errors import PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Wait, WorkerIndex
-from ft_transport.wire.swarm import Delivery, RelayRates, Swarm
+from ft_transport.wire.swarm import RelayRates, Swarm
 from ft_transport.wire.swarm_work import SwarmWork
 
 
@@ -14,8 +14,10 @@ def _looked(
     pace: RelayRates, elapsed_s: float, *num_left: int, of: int = 100, num_from_sources: int = 100
 ) -> int | None:
     """Which relay is too slow, where so many chunks are left of each."""
-    relays = {number: Delivery(left, of - left) for number, left in enumerate(num_left)}
-    return pace.too_slow(elapsed_s, num_from_sources=num_from_sources, relays=relays)
+    landed = {number: of - left for number, left in enumerate(num_left)}
+    return pace.too_slow(
+        elapsed_s, num_from_sources=num_from_sources, num_left=dict(enumerate(num_left)), num_landed=landed
+    )
 
 
 def _is_too_slow(elapsed_s: float, num_left: int, *, num_from_sources: int = 100) -> bool:
