@@ -136,7 +136,7 @@ def reshard(
 
 
 class _Builder:
-    """Merges the trees of all sources; a ``wire.merging.LeafVisitor``.
+    """Merges the trees of all sources, and plans the receiver's part of each tensor.
 
     Args:
         manifests: The manifest of each source.
@@ -178,7 +178,13 @@ class _Builder:
 
     def build(self) -> Node:
         trees = [manifest.tree for manifest in self._manifests]
-        return merge_trees(trees, self, names=self._names, check_time=self._check_time)
+        return merge_trees(
+            trees,
+            merge_tensor=self.tensor,
+            merge_stored=self.stored,
+            names=self._names,
+            check_time=self._check_time,
+        )
 
     def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
         """Add the part of a tensor that the receiver needs, and return the node of this part."""

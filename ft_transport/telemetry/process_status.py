@@ -9,9 +9,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from ft_transport.telemetry.metrics import Metrics
 from ft_transport.telemetry.process_state import NUM_RECORDS, VERSION, ErrorStatus, shortened
@@ -24,6 +24,7 @@ _MAX_TEXT: Final = 400
 _WINDOW_S: Final = 0.8
 """Shortest time over which `Rates` computes a rate, where possible."""
 _MAX_VALUES: Final = 4096
+_Sample: TypeAlias = tuple[float, int]
 
 Part = Callable[[], object]
 """Returns a value that can be encoded as JSON. Any thread may call it; it must not block."""
@@ -101,12 +102,6 @@ class ProcessStatus:
         return {name: _read(name, part) for name, part in parts.items()}
 
 
-@dataclass(slots=True)
-class _Samples:
-    earlier: tuple[float, int]
-    latest: tuple[float, int]
-
-
 class Rates:
     """Computes recent rates of growing byte counts from samples at each request. Thread-safe.
 
@@ -116,7 +111,8 @@ class Rates:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._samples: dict[Hashable, _Samples] = {}
+        # Two samples of each count: their time, and the count at that time.
+        self._samples: dict[Hashable, tuple[_Sample, _Sample]] = {}
 
     def of(self, key: Hashable, num_bytes: int, *, began_s: float, now_s: float) -> float:
         """Return the recent rate of one count, in bytes per second.
@@ -128,16 +124,17 @@ class Rates:
             now_s: Current time by the same clock.
         """
         with self._mutex:
-            samples = self._samples.pop(key, None)
-            if samples is None or num_bytes < samples.latest[1]:
-                samples = _Samples((began_s, 0), (began_s, 0))
-            if now_s - samples.latest[0] >= _WINDOW_S:
-                samples.earlier, samples.latest = samples.latest, (now_s, num_bytes)
-            self._samples[key] = samples  # moves the key to the end
+            beginning = began_s, 0
+            earlier, latest = self._samples.pop(key, (beginning, beginning))
+            if num_bytes < latest[1]:
+                earlier = latest = beginning
+            if now_s - latest[0] >= _WINDOW_S:
+                earlier, latest = latest, (now_s, num_bytes)
+            self._samples[key] = earlier, latest  # moves the key to the end
             if len(self._samples) > _MAX_VALUES:
                 del self._samples[next(iter(self._samples))]
-            length_s = now_s - samples.earlier[0]
-            return (num_bytes - samples.earlier[1]) / length_s if length_s > 0 else 0.0
+            length_s = now_s - earlier[0]
+            return (num_bytes - earlier[1]) / length_s if length_s > 0 else 0.0
 
 
 def _read(name: str, part: Part) -> object:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
@@ -217,26 +218,16 @@ def _ns(unix_s: float) -> int:
     return round(unix_s * 1_000_000_000)
 
 
-class ProfiledPhase:
-    """The span of the current phase in ``torch.profiler``, if a profiler runs. Used by one thread at a time."""
+def profiler_span(kind: str, phase: str) -> AbstractContextManager[object]:
+    """Return a span of ``torch.profiler`` named ``ft_transport::<kind>::<phase>``, without effect if no profiler runs.
 
-    def __init__(self) -> None:
-        self._span: Any = None
-
-    def begin(self, kind: str, phase: str) -> None:
-        """End the previous span, and begin a span named ``ft_transport::<kind>::<phase>``."""
-        self.end()
-        profiler: Any = sys.modules.get("torch.autograd.profiler")
-        if profiler is not None and profiler._is_profiler_enabled:
-            span = profiler.record_function(f"ft_transport::{kind}::{phase}")
-            span.__enter__()
-            self._span = span
-
-    def end(self) -> None:
-        """End the span, if there is one."""
-        span, self._span = self._span, None
-        if span is not None:
-            span.__exit__(None, None, None)
+    Enter and leave the span on the same thread.
+    """
+    profiler: Any = sys.modules.get("torch.autograd.profiler")
+    if profiler is None or not profiler._is_profiler_enabled:
+        return nullcontext()
+    span: AbstractContextManager[object] = profiler.record_function(f"ft_transport::{kind}::{phase}")
+    return span
 
 
 def encode_trace(records: Sequence[Record]) -> bytes:

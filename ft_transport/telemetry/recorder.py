@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +26,12 @@ from ft_transport.telemetry.record import (
     Kind,
     Outcome,
     Phase,
-    ProfiledPhase,
     Record,
     Retry,
     Transfer,
     encode_json,
     now_unix_s,
+    profiler_span,
     send_spans,
 )
 
@@ -207,11 +208,11 @@ class Recording:
         self._step: int | None = None
         self._num_bytes = 0
         self._has_ended = False
-        self._profiled = ProfiledPhase()
+        self._span = ExitStack()
         self._running_transfers: Callable[[], Sequence[Transfer]] | None = None
         if whole is None:
             _open.set(weakref.ref(self))
-            self._profiled.begin(beginning.kind, self._phase)
+            self._span.enter_context(profiler_span(beginning.kind, self._phase))
             recorder._add_running(self)
         elif phase:
             whole.phase(phase)
@@ -228,7 +229,8 @@ class Recording:
             if name != whole._phase and not whole._has_ended:
                 whole._end_phase(whole._clock())
                 whole._phase = name
-                whole._profiled.begin(whole._beginning.kind, name)
+                whole._span.close()
+                whole._span.enter_context(profiler_span(whole._beginning.kind, name))
 
     def leave(self) -> None:
         """Detach this recording from its thread: the thread's next recording does not become a part of it."""
@@ -298,7 +300,7 @@ class Recording:
             if self._has_ended:
                 return None
             self._has_ended = True
-            self._profiled.end()
+            self._span.close()
             now_s = self._clock()
             self._end_phase(now_s)
             text = error if isinstance(error, str) else _describe(error)

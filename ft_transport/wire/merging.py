@@ -7,8 +7,8 @@ pipeline stages. Values at the same path in two trees are the same value of the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -26,20 +26,17 @@ _KEYS: Final = (
 _TENSORS: Final[frozenset[type]] = frozenset({nodes.TensorNode, nodes.LayoutNode, nodes.ViewNode, nodes.DTensorNode})
 
 
-class LeafVisitor(Protocol):
-    """Creates the merged nodes of leaves with tensor data."""
-
-    def tensor(self, path: Path, sources: tuple[int, ...], found: tuple[TensorLike, ...]) -> nodes.Node:
-        """Returns the merged node of a tensor; ``found`` has the tensor's node at each of ``sources``."""
-
-    def stored(self, path: Path, source: int, node: StoredLeaf) -> nodes.Node:
-        """Returns the merged node of an array or bytes; ``node`` is its node at ``source``."""
+MergeTensor: TypeAlias = Callable[[Path, tuple[int, ...], tuple[TensorLike, ...]], nodes.Node]
+"""Returns the merged node of a tensor, from its path, the sources that have it, and its node at each of them."""
+MergeStored: TypeAlias = Callable[[Path, int, StoredLeaf], nodes.Node]
+"""Returns the merged node of an array or bytes, from its path, one source that has it, and its node there."""
 
 
 def merge_trees(
     trees: Sequence[nodes.Node],
-    visitor: LeafVisitor,
     *,
+    merge_tensor: MergeTensor,
+    merge_stored: MergeStored,
     names: Sequence[str] | None = None,
     check_time: nodes.CheckTime = nodes.unbounded,
 ) -> nodes.Node:
@@ -47,7 +44,8 @@ def merge_trees(
 
     Args:
         trees: The tree of each source.
-        visitor: Creates the merged nodes of leaves with tensor data.
+        merge_tensor: Merges the nodes of a tensor.
+        merge_stored: Merges the nodes of an array or bytes whose content is in the tensor table.
         names: Names of the sources, for errors.
         check_time: Called repeatedly; raises an error after a deadline.
 
@@ -56,7 +54,7 @@ def merge_trees(
         ManifestError: A tree is malformed.
     """
     try:
-        return _Merge(visitor, names, check_time).merge((), tuple(range(len(trees))), tuple(trees))
+        return _Merge(merge_tensor, merge_stored, names, check_time).merge((), tuple(range(len(trees))), tuple(trees))
     except RecursionError as error:
         raise ManifestError("expected a tree whose nesting does not exceed Python's recursion limit") from error
 
@@ -67,8 +65,15 @@ def path_name(path: Path) -> str:
 
 
 class _Merge:
-    def __init__(self, visitor: LeafVisitor, names: Sequence[str] | None, check_time: nodes.CheckTime) -> None:
-        self._visitor = visitor
+    def __init__(
+        self,
+        merge_tensor: MergeTensor,
+        merge_stored: MergeStored,
+        names: Sequence[str] | None,
+        check_time: nodes.CheckTime,
+    ) -> None:
+        self._merge_tensor = merge_tensor
+        self._merge_stored = merge_stored
         self._names = names
         self._check_time = check_time
         self._num_merged = 0
@@ -87,7 +92,7 @@ class _Merge:
         if kind in _TENSORS:
             if not kinds <= _TENSORS:
                 raise self._conflict(path, sources, found)
-            return self._visitor.tensor(path, sources, found)
+            return self._merge_tensor(path, sources, found)
         if len(kinds) > 1:
             raise self._conflict(path, sources, found)
         match first:
@@ -107,7 +112,7 @@ class _Merge:
                 return nodes.CustomNode(first.name, merged)
             case nodes.NumpyArrayNode() | nodes.StoredBytesNode():
                 self._check_equal(path, sources, found, "index")
-                return self._visitor.stored(path, sources[0], first)
+                return self._merge_stored(path, sources[0], first)
             case _:
                 if any(node != first for node in found):
                     raise self._conflict(path, sources, found)
