@@ -22,6 +22,7 @@ _BLOCK_BYTES: Final = 1 << 20
 _SPAN_BYTES: Final = 8 << 20
 """Number of bytes that a thread compares before it asks for more work."""
 _NUM_THREADS: Final = 2
+_memcmp: Final = ctypes.CDLL(None).memcmp
 _Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _FLOATS: Final = {"float16": "f2", "float32": "f4", "float64": "f8"}
@@ -94,13 +95,13 @@ def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
     spans, lock, found = _spans(pairs), threading.Lock(), dict[str, Tally]()
 
     def work() -> None:
-        comparer = _Comparer()
+        buffers = bytearray(_BLOCK_BYTES), bytearray(_BLOCK_BYTES)
         while True:
             with lock:
                 span = next(spans, None)
             if span is None:
                 return
-            tally = comparer.compare(span)
+            tally = _compare_span(span, *buffers)
             if tally.num_bytes:
                 with lock:
                     found.setdefault(span.pair.name, Tally()).add(tally)
@@ -111,35 +112,28 @@ def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
     return found
 
 
-class _Comparer:
-    """Compares spans in one thread. Each thread creates its own comparer, with buffers."""
+def _compare_span(span: _Span, buffer: bytearray, other_buffer: bytearray) -> Tally:
+    """Compare a span. The buffers have the length of a block, and belong to the calling thread."""
+    tally, tensor = Tally(), span.pair.one
+    if span.starts is None:
+        import numpy as np
 
-    def __init__(self) -> None:
-        buffers = [bytearray(_BLOCK_BYTES) for _ in range(2)]
-        self._one, self._other = (memoryview(buffer) for buffer in buffers)
-        self._in_place = [(ctypes.c_char * _BLOCK_BYTES).from_buffer(buffer) for buffer in buffers]
-        self._compare = ctypes.CDLL(None).memcmp
-
-    def compare(self, span: _Span) -> Tally:
-        tally, tensor = Tally(), span.pair.one
-        if span.starts is None:
-            import numpy as np
-
-            ones, others = (_array(piece, span.box, tensor.item_bytes) for piece in (span.one, span.other))
-            for first, second in _blocks(ones, others):
-                if not np.array_equal(first, second):
-                    flat, flat_other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
-                    tally.add(_compare_bytes(flat, flat_other, tensor))
-            return tally
-        for at in range(0, span.num_bytes, _BLOCK_BYTES):
-            num_bytes = min(_BLOCK_BYTES, span.num_bytes - at)
-            one, other = self._one[:num_bytes], self._other[:num_bytes]
-            _read(span.one.file, span.starts[0] + at, one)
-            _read(span.other.file, span.starts[1] + at, other)
-            # memcmp runs without the interpreter's lock.
-            if self._compare(*self._in_place, ctypes.c_size_t(num_bytes)):
-                tally.add(_compare_bytes(one, other, tensor))
+        ones, others = (_array(piece, span.box, tensor.item_bytes) for piece in (span.one, span.other))
+        for first, second in _blocks(ones, others):
+            if not np.array_equal(first, second):
+                flat, flat_other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
+                tally.add(_compare_bytes(flat, flat_other, tensor))
         return tally
+    in_place = [(ctypes.c_char * _BLOCK_BYTES).from_buffer(each) for each in (buffer, other_buffer)]
+    for at in range(0, span.num_bytes, _BLOCK_BYTES):
+        num_bytes = min(_BLOCK_BYTES, span.num_bytes - at)
+        one, other = memoryview(buffer)[:num_bytes], memoryview(other_buffer)[:num_bytes]
+        _read(span.one.file, span.starts[0] + at, one)
+        _read(span.other.file, span.starts[1] + at, other)
+        # memcmp runs without the interpreter's lock.
+        if _memcmp(*in_place, ctypes.c_size_t(num_bytes)):
+            tally.add(_compare_bytes(one, other, tensor))
+    return tally
 
 
 def _spans(pairs: Sequence[Pair]) -> Iterator[_Span]:

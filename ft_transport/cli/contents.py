@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -26,6 +26,8 @@ Form: TypeAlias = Literal["file", "files", "dcp"]
 """One safetensors file, a directory of safetensors files, or a directory of a DCP checkpoint."""
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A rectangular part of a tensor: its first index and its shape."""
+Read: TypeAlias = Callable[[int, int], bytes]
+"""Reads bytes of a file, given a position and a length. Returns fewer bytes at the end of the file."""
 
 _MAX_BOXES_EXAMINED: Final = 5_000_000
 """Limit of the time to search for overlaps: how many boxes may be examined, over all dimensions."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -21,6 +21,7 @@ from ft_transport.cli.contents import (
     ITEM_BITS,
     MAX_DIMENSIONS,
     Contents,
+    Read,
     StoredPart,
     TensorEntry,
     TensorPiece,
@@ -48,10 +49,6 @@ _DTYPES: Final = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-
-Read = Callable[[int, int], bytes]
-"""A function of position and length that returns bytes."""
-
 
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A length or position that fits in a signed 64-bit integer."""

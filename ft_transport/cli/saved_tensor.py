@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
-from ft_transport.cli.contents import UnreadableError
-
-Read = Callable[[int, int], bytes]
-"""A function of position and length that returns bytes; fewer bytes at the end of the file."""
+from ft_transport.cli.contents import Read, UnreadableError
 
 _END: Final = struct.Struct("<4sHHHHIIH")
 _END_64: Final = struct.Struct("<4sQHHIIQQQQ")

@@ -6,7 +6,6 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -16,6 +15,7 @@ from ft_transport.cli.contents import (
     Box,
     Contents,
     NotFoundError,
+    Read,
     StoredPart,
     TensorEntry,
     TensorPiece,
@@ -301,7 +301,7 @@ class StoredState:
             file.close()
 
     @staticmethod
-    def reader(file: StoredFile, part: StoredPart) -> Callable[[int, int], bytes]:
+    def reader(file: StoredFile, part: StoredPart) -> Read:
         """Return a function that reads bytes of a part, at positions relative to the start of the part."""
         if part.num_bytes <= _READ_WHOLE_BYTES:
             whole = file.read(part.start, part.num_bytes)
