@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import CheckpointError, CheckpointInUseError
-from ft_transport.runtime.regular_files import NotRegularFileError, is_in_place, make_directory, open_regular, try_lock
+from ft_transport.runtime.regular_files import UnusableFileError, is_in_place, make_directory, open_regular, try_lock
 
 _OWNER_NAME: Final = ".owner"
 _OWNER_MODE: Final = 0o600
@@ -139,7 +139,7 @@ def _open(path: Path) -> int:
     """Open or create the lock file, and remove read permission from users who could lock it but not write."""
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _OWNER_MODE)
-    except NotRegularFileError as error:
+    except UnusableFileError as error:
         raise CheckpointError(
             f"expected a regular file as lock file, {path} is a link, directory or device; delete it if no group saves "
             "here"

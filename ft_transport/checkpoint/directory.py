@@ -208,7 +208,7 @@ class NumberedDirectory:
 
     def _is_complete(self, path: Path) -> bool:
         if self._last_file is None:
-            return is_directory(path, follows_links=False)
+            return is_directory(path)
         return is_regular(path / self._last_file)
 
     def _is_foreign(self, path: Path) -> bool:
@@ -276,7 +276,7 @@ class NumberedDirectory:
 
 def _delete(path: Path) -> None:
     """Delete a directory with its content, or a file. Of a link, delete only the link."""
-    if is_directory(path, follows_links=False):
+    if is_directory(path):
         shutil.rmtree(path)
     else:
         os.unlink(path)

@@ -34,7 +34,7 @@ from ft_transport.errors import (
     CheckpointUntrustedError,
     TransportError,
 )
-from ft_transport.runtime.regular_files import NotRegularFileError, is_regular, open_regular
+from ft_transport.runtime.regular_files import UnusableFileError, is_regular, open_regular
 from ft_transport.settings import check_number
 
 T = TypeVar("T")
@@ -362,7 +362,7 @@ def _identity(directory: Path) -> tuple[int, int] | None:
         # A network file system may answer stat from its cache, but not open.
         with os.fdopen(open_regular(directory / MANIFEST_NAME), "rb") as file:
             status = os.fstat(file.fileno())
-    except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
+    except (FileNotFoundError, NotADirectoryError, UnusableFileError):
         return None
     return status.st_ino, status.st_mtime_ns
 

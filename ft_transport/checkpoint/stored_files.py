@@ -33,13 +33,13 @@ from ft_transport.checkpoint.manifest import (
     rank_file_name,
 )
 from ft_transport.errors import CheckpointDamagedError, TransportError
-from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError, open_regular, read_regular
+from ft_transport.runtime.regular_files import UnusableFileError, open_regular, read_regular
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 1.0
-_ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularFileError, FileTooLargeError)
+_ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnusableFileError)
 
 
 def _sleep(pause_s: float) -> None:

@@ -49,7 +49,7 @@ from ft_transport.publish.deltas import (
 )
 from ft_transport.publish.engines.engine import Delivery, EngineConnection
 from ft_transport.publish.versions import weights_in
-from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError, make_read_only, read_regular
+from ft_transport.runtime.regular_files import UnusableFileError, make_read_only, read_regular
 from ft_transport.runtime.signal_safe import SafeFuture, SafeThread
 from ft_transport.runtime.threads import at_exit
 from ft_transport.settings import check_duration, check_number
@@ -371,7 +371,7 @@ async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
 def _read(file: Path, max_bytes: int) -> bytes:
     try:
         return read_regular(file, max_bytes=max_bytes)
-    except (NotRegularFileError, FileTooLargeError) as error:
+    except UnusableFileError as error:
         raise RestoreError(f"expected a delta at {file}: {error}") from error
 
 

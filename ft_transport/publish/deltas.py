@@ -21,8 +21,7 @@ import torch
 from ft_transport.errors import IntegrityError, RestoreError
 from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.runtime.regular_files import (
-    FileTooLargeError,
-    NotRegularFileError,
+    UnusableFileError,
     create_file,
     open_regular,
     read_regular,
@@ -136,7 +135,7 @@ def open_file(path: Path) -> FileIO:
     """
     try:
         return FileIO(open_regular(path))
-    except NotRegularFileError as error:
+    except UnusableFileError as error:
         raise RestoreError(f"expected a regular file at {path}, got a link or something else") from error
 
 
@@ -178,7 +177,7 @@ def digests_in(directory: Path) -> dict[str, int]:
     try:
         recorded = _digests_decoder.decode(read_regular(file, max_bytes=64 << 20))
         return {name: int(each, 16) for name, each in recorded.items()}
-    except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, *DECODE_ERRORS) as error:
+    except (FileNotFoundError, UnusableFileError, ValueError, *DECODE_ERRORS) as error:
         raise RestoreError(f"expected a readable record of digests in {file}: {error}") from error
 
 

@@ -31,8 +31,8 @@ _KINDS: Final = {
 }
 
 
-class NotRegularFileError(OSError):
-    """The path is a link, a directory, a FIFO, a socket or a device."""
+class UnusableFileError(OSError):
+    """The path is a link, a directory, a FIFO, a socket or a device, or the file is larger than the caller allows."""
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = _FILE_MODE) -> int:
@@ -44,7 +44,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = _FILE_MODE) -
         mode: Permissions of a new file, before the umask.
 
     Raises:
-        NotRegularFileError: The path is not a regular file.
+        UnusableFileError: The path is not a regular file.
         OSError: The file cannot be opened.
     """
     assert not flags & os.O_TRUNC, "it would empty the file before the check"
@@ -92,14 +92,13 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """Return the content of a small file.
 
     Raises:
-        NotRegularFileError: The path is not a regular file.
-        FileTooLargeError: The file has more than ``max_bytes``.
+        UnusableFileError: The path is not a regular file, or the file has more than ``max_bytes``.
         OSError: The file is unreadable.
     """
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
-            raise FileTooLargeError(
+            raise UnusableFileError(
                 errno.EFBIG, f"expected a file of at most {max_bytes} bytes, got {num_bytes} bytes", str(path)
             )
         # Reads no more than that, even if the file grows meanwhile.
@@ -150,46 +149,40 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class FileTooLargeError(OSError):
-    """The file is larger than the caller allows."""
-
-
 def is_regular(path: Path) -> bool:
     """Return whether the path is a regular file and not a link.
 
     Raises:
         OSError: The path cannot be examined.
     """
-    try:
-        return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    return _kind_of(path) == stat.S_IFREG
 
 
-def is_directory(path: Path, *, follows_links: bool) -> bool:
-    """Return whether the path is a directory.
+def is_directory(path: Path) -> bool:
+    """Return whether the path is a directory and not a link.
 
     Raises:
         OSError: The path cannot be examined.
     """
+    return _kind_of(path) == stat.S_IFDIR
+
+
+def _kind_of(path: Path) -> int:
+    """Return the file type bits of ``st_mode``, without following a link; 0 if the path does not exist."""
     try:
-        return stat.S_ISDIR(os.stat(path, follow_symlinks=follows_links).st_mode)
+        return stat.S_IFMT(os.stat(path, follow_symlinks=False).st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a cycle of links
-            return False
-        raise
+        return 0
 
 
 def _umask(is_private: bool) -> int:
     return PRIVATE_UMASK if is_private else 0
 
 
-def _not_regular(path: Path) -> NotRegularFileError:
+def _not_regular(path: Path) -> UnusableFileError:
     try:
         found = stat.S_IFMT(os.stat(path, follow_symlinks=False).st_mode)
     except OSError:
         found = 0
     what = _KINDS.get(found, "something else")
-    return NotRegularFileError(errno.EINVAL, f"expected a regular file, got {what}", str(path))
+    return UnusableFileError(errno.EINVAL, f"expected a regular file, got {what}", str(path))

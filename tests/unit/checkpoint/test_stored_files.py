@@ -9,7 +9,7 @@ import pytest
 
 from ft_transport.checkpoint.stored_files import ReadRetries
 from ft_transport.errors import CheckpointDamagedError, RankGoneError
-from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError
+from ft_transport.runtime.regular_files import UnusableFileError
 
 _PASSING = (
     errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EINTR, errno.EAGAIN, errno.ENOMEM,
@@ -62,7 +62,7 @@ def test_what_does_not_pass_is_raised_in_time(number: int) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [of(errno.ENOENT), of(errno.ENOTDIR), NotRegularFileError(errno.EINVAL, "x"), FileTooLargeError(errno.EFBIG, "x")],
+    [of(errno.ENOENT), of(errno.ENOTDIR), UnusableFileError(errno.EINVAL, "x")],
 )
 def test_what_is_not_there_is_damage_at_once(error: OSError) -> None:
     action = Failing(error, 1 << 30)
