@@ -1,4 +1,4 @@
-"""Chunks, the consecutive ranges into which data is divided for fetching, and their digests.
+"""Chunks (the consecutive byte ranges in which data is fetched) and their digests.
 
 Without a job token, digests are xxh3-64, which one core computes faster than it reads memory. These digests detect
 bytes that were damaged by a disk, a memory module, a network card or a wrong offset. They do not detect forgery,
@@ -28,12 +28,13 @@ A damaged chunk of this size costs little to fetch again, and a manifest has few
 
 _LEAST_CHUNK_BYTES: Final = 1 << 20
 _NUM_CHUNKS_WANTED: Final = 256
-"""Wanted minimum number of chunks. With few chunks relaying is slow: in a chain, each receiver lags by a chunk."""
+"""Wanted minimum number of chunks. With few chunks relaying is slow: in a chain of receivers, each one lags
+one chunk behind the previous one."""
 
 DIGEST_HEX_DIGITS: Final = 16
 
 Hasher: TypeAlias = xxhash.xxh3_64
-"""Computes a plain digest of several buffers with ``update`` and ``intdigest``. Releases the GIL for long ones."""
+"""Computes a plain digest of several buffers with ``update`` and ``intdigest``. Releases the GIL for long buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class ChunkTable:
         return -(-self.data_bytes // self.chunk_bytes)
 
     def range_of(self, first: int, end: int) -> tuple[int, int]:
-        """Return the half-open byte range of chunks ``first`` to ``end`` (exclusive)."""
+        """Return the half-open byte range of the chunks ``first`` to ``end - 1``."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, self.data_bytes)
 
     def length_of(self, chunk: int) -> int:
@@ -59,7 +60,7 @@ class ChunkTable:
 
 
 def runs_of(chunks: Sequence[int]) -> Iterator[range]:
-    """Divide a sequence of chunk numbers into runs of consecutive numbers, in order."""
+    """Divide a sequence of chunk indices into runs of consecutive indices, in order."""
     if isinstance(chunks, range):
         yield chunks
         return
@@ -71,7 +72,7 @@ def runs_of(chunks: Sequence[int]) -> Iterator[range]:
 
 
 def chunk_bytes_for(data_bytes: int, *, most: int) -> int:
-    """Return the chunk length for data of a given size: a power of two that depends on the arguments alone.
+    """Return the length of chunks for data of a given size. The result is the same on every host.
 
     Args:
         data_bytes: Length of the data.
@@ -105,12 +106,12 @@ class Digester:
 
     @classmethod
     def of(cls, key: Key) -> Digester:
-        """Return the digester that uses a key."""
+        """Return a digester that uses ``key``."""
         return cls(f"{_KEYED_NAME} {key.key_id}", key.mac(_PURPOSE, _KEYED_NAME.encode()))
 
     @classmethod
     def named(cls, name: str, keys: Sequence[Key]) -> Digester | None:
-        """Return the digester that a manifest names; ``None`` if this process cannot verify its digests.
+        """Return the digester with a name from a manifest; ``None`` if this process cannot verify such digests.
 
         Args:
             name: The name in the manifest.
@@ -125,14 +126,15 @@ class Digester:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether digests need a key."""
+        """Whether the digests are computed with a key."""
         return self.name != _PLAIN_NAME
 
     def hasher(self, context: bytes = b"") -> Hasher | _Blake3:
         """Return an object that computes one digest with ``update`` and ``intdigest``.
 
         Args:
-            context: Says what the bytes are, so that the digest cannot be used for other bytes. Ignored without a key.
+            context: Description of the digested bytes. It is part of the digest, which is therefore not valid for other
+                bytes. Ignored without a key.
         """
         hasher = _Blake3(self._key) if self._key else Hasher()
         if context and self.is_keyed:

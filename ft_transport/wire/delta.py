@@ -1,14 +1,14 @@
-"""The `Delta` between two versions of weights, which encodes only the elements that differ.
+"""A `Delta` encodes the difference between two versions of weights: only the elements that changed.
 
 Between two steps of reinforcement learning about 1 % of the bfloat16 elements change, all over the model, so that every
-chunk differs. A delta has the distance from each changed element to the next, and the changed bits of each element. If
-1 % of the elements change, a delta has 1.5 % of the size of the weights, or less if only low bits change. A delta is
-lossless. Applying the same delta again restores the older version.
+chunk differs. A delta contains the distance from each changed element to the next, and the changed bits of each
+element. If 1 % of the elements change, a delta has 1.5 % of the size of the weights, or less if only low bits change. A
+delta is lossless. Applying the same delta again restores the older version.
 
 Format: the length of the header (8 bytes, little-endian), the header (msgpack), and zstandard frames with checksums
-(RFC 8878). The header has the lengths of the frames. The first frame has a byte for each distance; 255 stands for a far
-distance. The second frame has the far distances, 8 bytes each. The third frame has byte 0 of the changed bits of each
-element, the fourth frame has byte 1, and so on.
+(RFC 8878). The header contains the lengths of the frames. The first frame has a byte for each distance; 255 stands for
+a far distance. The second frame has the far distances, 8 bytes each. The third frame has byte 0 of the changed bits of
+each element, the fourth frame has byte 1, and so on.
 """
 
 from __future__ import annotations

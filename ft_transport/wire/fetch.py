@@ -1,19 +1,19 @@
-"""The `FetchMachine`, which decides what each connection of a fetch does next, without any input or output.
+"""The `FetchMachine` decides what each connection of a fetch does next. It does no input or output itself.
 
 A worker has one connection. It calls ``next`` for an instruction, carries the instruction out, and reports the result.
 A fetch consists of units, which arrive one by one: chunks of a file (``wire.swarm_work``) or frames of planned reads
 (``wire.read_work``). A unit has landed when it has arrived and was verified.
 
 The `Work` object tracks which units are missing and which sources may deliver them. The machine tracks workers and
-sources: it excludes sources that keep failing, delays retries, and stops when all units have landed, or when no source
-can deliver one of the missing units.
+sources: it excludes sources that keep failing, and delays retries. It stops when all units have landed, or when some
+unit cannot be delivered by any source.
 
              ┌── request_failed, request_cut: the rest returns ──┐
              ▼                                                   │
     the work's units ── Request ──► assigned to a worker ── unit_landed ──► landed
 
 The machine has no clock. All sources start at the same time, so the numbers of units that they have delivered show
-their speeds. If a `Work` object needs the elapsed time as well, it gets the time in `Work.time_passed`.
+their speeds. A `Work` object that needs the elapsed time as well receives it in `Work.time_passed`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Instruction: interrupt the request of ``worker``, because another source will deliver its rest sooner."""
+    """Instruction: interrupt the request of ``worker``; another source will deliver its missing units sooner."""
 
     worker: WorkerIndex
 
@@ -94,7 +94,7 @@ class SourceState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the source, if it is a relay, has failed too often or was silent too long to be worth waiting for."""
+        """Whether a relay is not worth waiting for: it is excluded, failed repeatedly, or was silent for too long."""
         return self.is_excluded or self.failures >= _FAILED_ENOUGH or self.num_silent > 0
 
     @property
@@ -165,11 +165,11 @@ class Work(Protocol[Unit]):
         """Records that a unit from ``source`` landed.
 
         Returns:
-            Whether waiting workers have something to do now; an error if no source can deliver some unit any more.
+            Whether waiting workers have something to do now; an error if some other unit cannot be delivered any more.
         """
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> bool:
-        """Takes the seconds since the start of the fetch; returns whether waiting workers have something to do."""
+        """Receives the seconds since the start of the fetch; returns whether waiting workers have something to do."""
 
     def put_back(
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
@@ -233,7 +233,7 @@ class FetchMachine(Generic[Unit]):
 
         Args:
             worker: The worker.
-            unit: The unit. Default: the next unit of the request.
+            unit: The unit; ``None`` for the next unit of the request.
 
         Returns:
             Whether waiting workers have something to do now.
@@ -257,7 +257,7 @@ class FetchMachine(Generic[Unit]):
         return self._stop is not None or bool(effect)
 
     def time_passed(self, elapsed_s: float) -> bool:
-        """Pass on the seconds since the start of the fetch. Callers do this repeatedly while workers wait.
+        """Pass the seconds since the start of the fetch to the work. Call this repeatedly while workers wait.
 
         Returns:
             Whether waiting workers have something to do now.

@@ -172,7 +172,7 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
 
 
 def region_of(mesh: Mesh, placements: Sequence[Placement], global_shape: Sequence[int]) -> Region | None:
-    """Return the part of a tensor that the process at the mesh's coordinate has.
+    """Return the part of a tensor that the process at ``mesh.coordinate`` has.
 
     Args:
         mesh: The mesh.
@@ -212,7 +212,7 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
     Args:
         size: Length of the tensor dimension.
         cuts: For each mesh dimension that shards the tensor dimension, in order: ``split_factor``, number of parts, and
-            number of the process's part.
+            index of the process's part.
 
     Raises:
         ManifestError: More than `MAX_INTERVALS` pieces would result.
@@ -222,7 +222,9 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
         length = sum(end - start for start, end in intervals)
         piece = max(1, -(-length // split_factor))
         if -(-length // piece) > MAX_INTERVALS:
-            raise ManifestError(f"expected a strided shard of at most {MAX_INTERVALS} pieces, got {split_factor}")
+            raise ManifestError(
+                f"expected a strided shard of at most {MAX_INTERVALS} pieces, got a split_factor of {split_factor}"
+            )
         taken = []
         for first in range(0, length, piece):
             num_items = min(piece, length - first)
@@ -233,7 +235,7 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
 
 
 def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
-    """Number the indices in ``intervals`` in order; return the indices whose numbers are in ``positions``."""
+    """Return the elements at some positions of the sequence of all elements of ``intervals``."""
     taken: list[Interval] = []
     which = before = 0
     for position, end in positions:
@@ -279,14 +281,14 @@ class Part:
 
 
 def overlapping_parts(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterator[Part]:
-    """Yield the parts of a sharded dimension that may have a needed index, with their overlaps."""
+    """Yield the parts of a sharded dimension that may contain a needed index, with their overlaps."""
     for coordinate in _candidates(size, cuts, wanted):
         held = intervals_of(size, tuple((*cut, part) for cut, part in zip(cuts, coordinate, strict=True)))
         yield Part(coordinate, sum(end - start for start, end in held), tuple(_overlaps(wanted, held)))
 
 
 def _candidates(size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> Iterable[tuple[int, ...]]:
-    """Return coordinates of the parts that may have a needed index. For a plain shard, each of them has one."""
+    """Return the coordinates of parts that may contain a needed index. For a plain shard, all of them contain one."""
     if len(cuts) == 1 and cuts[0][0] == 1 and wanted:
         share = max(1, -(-size // cuts[0][1]))
         return ((part,) for part in range(wanted[0][0] // share, (wanted[-1][1] - 1) // share + 1))

@@ -77,7 +77,7 @@ class Manifest:
         layouts: The layouts of DTensors, to which nodes of the tree refer by index.
         chunks: The division of the data into chunks.
         digests: The digest of each chunk, in order; ``None`` if the sender computes the digests while it sends the
-            data, so that the receiver requests them later.
+            data. Then the receiver requests them later.
         header_bytes: Length of the file before the data: 8 bytes, and the JSON header with padding.
         digester: Computes digests of the same kind as ``digests``.
     """
@@ -104,7 +104,7 @@ class Manifest:
         return self.header_bytes + self.data_bytes
 
     def header(self, digests: Sequence[int]) -> bytes:
-        """Return the first bytes of the safetensors file, up to the data, with these digests in the header."""
+        """Return the bytes of the safetensors file before the data, with ``digests`` in the header."""
         return encode_header(
             step=self.step,
             snapshot_id=self.snapshot_id,
@@ -146,7 +146,7 @@ def encode_header(
     layouts: LayoutTable | None = None,
     digester: Digester = PLAIN,
 ) -> bytes:
-    """Encode the first bytes of a snapshot's file, up to the data: length prefix, JSON header, padding of spaces.
+    """Encode the bytes of a snapshot's file before the data: length prefix, JSON header, padding of spaces.
 
     Args:
         step: The committed step.
@@ -370,7 +370,7 @@ def content_id(manifest: Manifest) -> ContentId:
 
 
 def parse_content_id(text: str) -> ContentId | None:
-    """Return the content id in a text from a peer; ``None`` if the text is not a content id."""
+    """Return a text from a peer as a content id; ``None`` if it has another format."""
     if len(text) != 2 * _CONTENT_ID_BYTES or not set(text) <= set("0123456789abcdef"):
         return None
     return ContentId(text)

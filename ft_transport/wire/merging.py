@@ -133,7 +133,7 @@ class _Merge:
             # Other keys are not hashable, or have hashes that a sender could choose to collide.
             if not (key is None or isinstance(key, _KEYS)):
                 raise RestoreError(
-                    f"expected keys that are a str or an int, or the same from every source, got {repr(key)[:100]}",
+                    f"expected keys of type str or int, or equal keys from every source, got {repr(key)[:100]}",
                     path=path_name(path),
                 )
         by_key = [dict(zip(node.items[::2], node.items[1::2], strict=True)) for node in found]

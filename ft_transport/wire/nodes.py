@@ -174,7 +174,7 @@ class LayoutNode(_Node, frozen=True, tag="L"):
 
 
 class ViewNode(_Node, frozen=True, tag="V"):
-    """A view of another tensor's memory, which is entry ``index``; ``offset`` and ``stride`` are in elements."""
+    """A view of the memory of another tensor, entry ``index``; ``offset`` and ``stride`` are in elements."""
 
     index: Count
     shape: Dimensions

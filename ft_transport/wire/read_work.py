@@ -107,7 +107,7 @@ class ReadWork:
     def landed(
         self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]
     ) -> FetchFailedError | bool:
-        """Record that a frame landed. If its source was replaced before, request the frame's unsharded reads again."""
+        """Record that a frame landed. If its source has a substitute by now, request the unsharded reads again."""
         queue = self._queues[source]
         error: FetchFailedError | None = None
         if sources[source].is_excluded and queue.stand_in is not None:

@@ -133,7 +133,7 @@ class Planner:
             The reads of each source, in the order of ``wanted``.
 
         Raises:
-            RestoreError: No source has some part of a tensor.
+            RestoreError: Some part of a tensor is at no source.
             ManifestError: A layout is invalid.
         """
         reads: list[list[Read]] = [[] for _ in self._manifests]
@@ -175,7 +175,7 @@ class Planner:
         """Return boxes that cover a needed part, without overlap, each with the sources that have it.
 
         Raises:
-            RestoreError: No source has some element of the part.
+            RestoreError: Some element of the part is at no source.
         """
         key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region)
         boxes = self._boxes.get(key)
@@ -233,7 +233,7 @@ class Planner:
         return piece
 
     def _check_layout(self, wanted: Wanted, first: int, holder: int) -> None:
-        """Check that two sources on the same mesh have the same layout of a tensor, which the plan assumes."""
+        """Check an assumption of the plan: two sources on the same mesh have the same layout of a tensor."""
         expected, actual = self._layout(wanted, first), self._layout(wanted, holder)
         if (actual.global_shape, actual.placements) != (wanted.global_shape, expected.placements):
             raise RestoreError(

@@ -8,9 +8,9 @@ its predecessor, by the time of one chunk.
 If its predecessor fails, a receiver switches to the next receiver upstream, and the ring continues without the failed
 one. If its predecessor is too slow, a receiver leaves the ring: it fetches each remaining block from the block's owner.
 The receivers behind it may stay in the ring, because it still relays chunks to them. Leaving without need is expensive,
-because the links of the ring are full: the receiver, and all receivers behind it, would get less. To decide, the
-receiver compares the chunks from the ring with those from the sources, and with the progress of other receivers. For
-this, the predecessor sends with each chunk how many chunks the furthest receiver that it knows of has received.
+because the links of the ring are full: the receiver, and all receivers behind it, would become slower. To decide, the
+receiver compares the chunks from the ring with those from the sources, and with the progress of other receivers. So
+each receiver sends, with each chunk, the number of chunks that the furthest receiver has, as far as it knows.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Ring:
 
     @property
     def is_settled(self) -> bool:
-        """Whether enough own chunks have landed to judge the predecessor."""
+        """Whether enough chunks from the sources have landed to judge the predecessor."""
         return self._num_own_landed >= self._num_settled
 
     def report_progress(self, num_landed: int) -> None:
@@ -116,7 +116,7 @@ class Ring:
     def _is_held_up(self) -> bool:
         """Return whether the ring delivers nothing, or less than a source while other receivers are ahead.
 
-        The progress of the others matters because a source may serve one receiver before all others. Then no
+        The progress of other receivers matters because a source may serve one receiver before all others. Then no
         predecessor has chunks to relay at first.
         """
         # The ring may deliver half as much as a source until 10 own chunks have landed, or if requests share the link.
@@ -127,12 +127,12 @@ class Ring:
         return (is_little and is_behind) or self._num_silent >= max(self._num_settled, self._num_own // 2)
 
     def _has_brought_less(self, by: int) -> bool:
-        """Return whether the delivered share of the sources' chunks exceeds ``by`` times that of the ring's chunks."""
+        """Return whether the sources delivered over ``by`` times as large a share of their chunks as the ring did."""
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
         return of_sources > by * of_ring
 
     def _is_left_behind(self) -> bool:
-        """Return whether others are far ahead and get further ahead, while the ring delivers less than the sources."""
+        """Return whether other receivers get ever further ahead, while the ring delivers less than the sources."""
         behind = self._num_behind
         if behind <= self._num_chunks / 8:
             self._least_behind = None

@@ -124,7 +124,7 @@ def parse_served_steps(text: str | None) -> tuple[int, ...]:
 
 
 CHUNK_HEADER: Final = struct.Struct(">QI")
-"""The header before each chunk in a relay's response: the chunk's position in the data, and the progress of others.
+"""The header before each chunk in a relay's response: the chunk's position, and the progress of other receivers.
 
 A request to a relay names half-open byte ranges of the data, each of whole chunks:
 ``?ranges=4194304-8388608,0-1048576``. The response has all these chunks as they land at the relay, beginning with those
@@ -193,8 +193,8 @@ class MemoryTicket(Struct, frozen=True):
     The response with the manifest names a Unix socket of the source (``FT-Same-Host``). A receiver that can connect to
     this socket is on the same host. The receiver requests a ticket by HTTP, with the usual authentication, and sends
     the ticket through the socket. The source answers `LENT` with a file descriptor of the snapshot's memory. The
-    receiver copies the memory, and sends `DONE`. The source answers `HELD` if the memory did not change until then, and
-    `GONE` otherwise. The source does not change the memory while the socket is open, unless a newer snapshot has waited
+    receiver copies the memory, and sends `DONE`. The source answers `HELD` if the memory has not changed, and `GONE`
+    otherwise. The source does not change the memory while the socket is open, unless a newer snapshot has waited
     for the memory for too long.
 
     Attributes:
@@ -266,8 +266,8 @@ def exchange_digest(request: RequestRead, status: int, answered: Headers) -> str
     The data of a fetch has digests, but requests do not. A request that was damaged in transit may lead to a wrong
     error status, or to bytes that were not requested but match their digest. So each response has a digest of the
     request as the server read it, and of status and headers of the response. The client computes the same digest. If
-    the two differ, or the response has none, the request or the response was damaged, and the client may retry. If they
-    are equal, an error status is the server's real answer.
+    the two digests differ, or the response has no digest, the request or the response was damaged, and the client may
+    retry. If they are equal, an error status is the server's real answer.
 
     Args:
         request: The request.

@@ -1,6 +1,6 @@
-"""Keys, and the protocol by which two peers prove to each other that they know the job's key, without sending it; pure.
+"""Keys, and the protocol by which two peers prove to each other that they know the job's key, without sending it.
 
-All signatures are HMAC-SHA256 (RFC 2104), each for one purpose.
+All signatures are HMAC-SHA256 (RFC 2104), each for one purpose. This module does no I/O.
 
 The client sends a random nonce. The server answers with a nonce of its own and a proof of the key. Both sides derive a
 session key from the two nonces, the job's key, and the address at which the client reached the server. So a response
@@ -43,7 +43,7 @@ class Key:
         return cls(_mac(secret, "id")[:_ID_BYTES].hex(), secret)
 
     def mac(self, purpose: str, *parts: Bytes) -> bytes:
-        """Return the HMAC-SHA256 (32 bytes) of a purpose and parts. In the input, each part follows its length."""
+        """Return the HMAC-SHA256 (32 bytes) of a purpose and parts. Each part is hashed after its length."""
         return _mac(self._secret, purpose, *parts)
 
     def derived(self, purpose: str, *parts: bytes) -> Key:
@@ -95,7 +95,7 @@ class Headers(Protocol):
     """The headers of a request or a response, as in HTTP libraries."""
 
     def get(self, name: str, default: str, /) -> str:
-        """Returns the first header with a name, or the default."""
+        """Returns the first header named ``name``; ``default`` if there is none."""
 
 
 _MAX_KEYS: Final = 2
@@ -203,7 +203,7 @@ class Session:
 
 
 def answer_challenge(keys: Sequence[Key], challenge: Challenge, nonce: str) -> tuple[ChallengeAnswer, Session] | None:
-    """Answer a challenge on the server; return the answer and the session. ``None`` if both sides have no common key.
+    """Answer a challenge on the server; return the answer and the session. ``None`` without a common key.
 
     Args:
         keys: Keys of the job.

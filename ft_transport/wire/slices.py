@@ -1,4 +1,4 @@
-"""Slices, which are the bytes of a box of a tensor, and HTTP requests for slices.
+"""Slices (each has the bytes of a box of a tensor), and HTTP requests for slices.
 
 A request (`SlicesRequest`) lists frames, and each frame is a list of slices. For each frame, the response has the bytes
 of the slices, one after the other, and then the frame's digest: 8 bytes, big-endian. So a receiver can verify any part
@@ -37,7 +37,7 @@ Loop: TypeAlias = tuple[Annotated[int, Meta(ge=2, le=2**62)], Count]
 
 
 class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Bytes of the data: a block of ``block_bytes`` at ``start``, repeated by nested ``loops``, the last innermost."""
+    """Bytes of the data: a block of ``block_bytes`` at ``start``, repeated by nested ``loops``, outermost first."""
 
     start: Count
     block_bytes: _Positive
@@ -53,7 +53,7 @@ class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 
     @property
     def end(self) -> int:
-        """Position behind the last byte of the slice."""
+        """Position after the last byte of the slice."""
         return self.start + self.block_bytes + sum((count - 1) * stride for count, stride in self.loops)
 
 
@@ -98,7 +98,7 @@ def slice_of(
 
 
 def row_major_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """Return the strides in bytes of a contiguous tensor with a shape."""
+    """Return the strides, in bytes, of a contiguous tensor of shape ``shape``."""
     strides = []
     for size in reversed(shape):
         strides.append(item_bytes)
@@ -107,7 +107,7 @@ def row_major_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def joined(slices: Sequence[Slice]) -> SliceFrame:
-    """Join slices that follow each other in the data, so that a frame has fewer slices with the same bytes."""
+    """Join slices that follow each other in the data, so that a frame has the same bytes in fewer slices."""
     joint: list[Slice] = []
     for piece in slices:
         last = joint[-1] if joint else None
@@ -141,7 +141,7 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
         data_bytes: Length of the snapshot's data.
 
     Raises:
-        ConfigurationError: The body is invalid, a slice ends behind the data, or the request exceeds a limit.
+        ConfigurationError: The body is invalid, a slice ends after the data, or the request exceeds a limit.
     """
     try:
         with collector_paused():
@@ -196,7 +196,7 @@ class Box(NamedTuple):
 
 
 def in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
-    """Divide a box into pieces that fit into a frame, and that can be fetched from several sources."""
+    """Divide a box into pieces that fit into a frame; into smaller pieces if several sources can share the work."""
     piece_bytes = CHUNK_BYTES if len(box.holders) == 1 else CHUNK_BYTES // 2
     # A frame with many short rows may have fewer bytes, because each row costs time.
     piece_bytes = min(piece_bytes, block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)

@@ -1,4 +1,4 @@
-"""The `Snapshot`, the memory that has its bytes at a source or a receiver, and functions that copy slices.
+"""A `Snapshot`, the memory that contains its bytes, and functions that copy slices of memory.
 
 ``state`` makes snapshots, and ``http`` sends them. Slices are copied by numpy, as arrays, without a Python loop.
 """
@@ -44,7 +44,7 @@ class SharedFile(Protocol):
     """A safetensors file whose data is live memory of the trainer. The trainer copies the data before changing it."""
 
     def pin(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Returns a context that yields bytes ``[start, end)`` of the file, in order, with their values at the step.
+        """Returns a context that yields bytes ``[start, end)`` of the file, in order, with the values of the snapshot.
 
         The bytes do not change during the context, because the trainer waits for its end. So the caller must not wait
         for a receiver during the context.
@@ -54,7 +54,7 @@ class SharedFile(Protocol):
         """
 
     def pin_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Returns a context as `pin` does, for bytes ``[start, end)`` of the tensor data. No tensor is in two views.
+        """Returns a context as `pin` does, for bytes ``[start, end)`` of the tensor data. Each tensor lies in one view.
 
         Raises:
             SnapshotError: The bytes are lost.

@@ -1,4 +1,4 @@
-"""Parts of ``wire.swarm_work``: receivers' blocks, substitutes for failed receivers, and detection of slow peers."""
+"""The blocks of receivers, substitutes for failed receivers, and detection of slow peers, for ``wire.swarm_work``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Swarm:
     Attributes:
         num_sources: Number of sources.
         num_receivers: Number of receivers of the state, including this one.
-        own: Number of this receiver among all receivers.
+        own: Index of this receiver among all receivers.
     """
 
     num_sources: int = 1
@@ -28,7 +28,7 @@ class Swarm:
         return SourceIndex(self.num_sources + receiver - (receiver > self.own))
 
     def receiver_of(self, relay: SourceIndex) -> int:
-        """Return the receiver number of a relay."""
+        """Return the index, among all receivers, of the receiver that is this relay."""
         number = relay - self.num_sources
         return number + (number >= self.own)
 
@@ -38,13 +38,13 @@ class BlockQueue:
     """The chunks to fetch from one receiver; those in this receiver's own queue are fetched from the sources.
 
     Attributes:
-        receiver: Number of the receiver.
+        receiver: Index of the receiver.
         block: The chunks of the receiver's block.
         missing: Chunks that have not landed and are not requested at the moment, in the order of requesting.
         num_missing: Number of chunks in ``missing``.
         num_left: Number of chunks of this queue that have not landed, including requested ones.
         num_lacking: Number of chunks of ``block`` that have not landed, whichever peer is to deliver them.
-        num_landed: Number of chunks that have landed through this queue, without those from the ring.
+        num_landed: Number of chunks that have landed through this queue, except chunks from the ring.
         is_given_up: Whether this receiver has stopped waiting for the queue's receiver. ``missing`` is empty then.
         is_slow: Whether the sources would deliver the rest sooner than the queue's receiver.
     """
@@ -60,7 +60,7 @@ class BlockQueue:
     is_slow: bool = False
 
     def add(self, chunks: range) -> None:
-        """Add missing chunks: chunks of the block before those of other blocks, otherwise in order of their numbers."""
+        """Add missing chunks, ordered by index; chunks of ``block`` come before chunks of other blocks."""
         insort(self.missing, chunks, key=self._place)
         self.num_missing += len(chunks)
 
@@ -96,7 +96,7 @@ class Blocks:
         is_ring: Whether the receivers began as a ring.
 
     Attributes:
-        queues: The queue of each receiver, by receiver number.
+        queues: The queue of each receiver, in the order of their indices.
         own: The queue of this receiver.
     """
 
@@ -124,7 +124,7 @@ class Blocks:
             chunks = chunks[num_chunks:]
 
     def owner(self, chunk: int) -> BlockQueue:
-        """Return the queue of the receiver whose block has a chunk."""
+        """Return the queue of the receiver whose block contains ``chunk``."""
         return self.queues[bisect_right(self._starts, chunk, hi=len(self.queues)) - 1]
 
     def deal(self, queue: BlockQueue) -> None:
@@ -160,7 +160,7 @@ class Blocks:
             chunks = chunks[num_in_run:]
 
     def _nearest_behind(self, owner: int) -> BlockQueue:
-        """Return the first working receiver on the way from this one upstream to the failed owner, else this one."""
+        """Return the first working receiver upstream of this one, before the failed owner; this one if none works."""
         number, own = len(self.queues), self.own.receiver
         between = (self.queues[(own - far) % number] for far in range(1, (own - owner) % number))
         return next((queue for queue in between if not queue.is_given_up), self.own)
@@ -204,8 +204,8 @@ class RelayRates:
     ) -> int | None:
         """Return the slowest relay if the sources would deliver the missing chunks much sooner; ``None`` otherwise.
 
-        "Much sooner" means: sooner by more than the time that the own block took. Call this only when the own block is
-        complete.
+        "Much sooner" means: sooner by more than the time that this receiver's own block took. Call this only when that
+        block is complete.
 
         Args:
             elapsed_s: Seconds since the fetch began.

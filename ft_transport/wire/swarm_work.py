@@ -38,7 +38,7 @@ _HOPELESSLY_DRY: Final = 8
 
 
 class SwarmWork:
-    """The `Work` of a fetch of chunks; its units are chunk numbers.
+    """The `Work` of a fetch of chunks; its units are chunk indices.
 
     Args:
         ranges: Half-open, ascending ranges of the chunks to fetch.
@@ -230,7 +230,7 @@ class SwarmWork:
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
 
     def _take_over(self, under_way: Collection[Assignment[int]]) -> tuple[SourceIndex, range] | None:
-        """Take over half of what the largest running request lacks; ``None`` if its rest may already be in buffers."""
+        """Take over half of what the largest running request lacks; ``None`` if buffers may contain that already."""
         slowest = max(under_way, key=lambda each: each.end - each.next, default=None)
         num_taken = (slowest.end - slowest.next - 1) // 2 if slowest is not None else 0
         if slowest is None or num_taken < self._num_in_flight:
