@@ -1,6 +1,6 @@
 """The entry point of ``ft-transport`` and of ``python -m ft_transport.cli``.
 
-After Ctrl-C it prints one line instead of a traceback, even while the command's modules are being imported.
+After Ctrl-C, the command prints one line instead of a traceback, even while its modules are being imported.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _clone_samples(transport: HTTPTransport[Any], state: dict[str, Any], num_rou
 
 
 def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds that each fetch took, by kind of fetch. A process with an interpreter of its own receives."""
+    """Return the seconds that each fetch took, by kind of fetch. A separate process receives the data."""
     with bare_sender(num_bytes) as port:
         command = child_command(__name__, _receive.__name__, url, *map(str, (port, num_bytes, num_rounds)))
         try:
@@ -172,7 +172,7 @@ def _fetch_samples(url: str, num_bytes: int, num_rounds: int) -> dict[str, list[
 
 
 def _receive() -> None:
-    """Run as the receiving process: make the kinds of fetches in turn, and print how long each took, as JSON."""
+    """Run as the receiving process: run each kind of fetch in turn, and print how long each fetch took, as JSON."""
     from ft_transport import HTTPTransport, TransportSettings
 
     url, port, num_bytes, num_rounds = sys.argv[1], *map(int, sys.argv[2:])
@@ -331,7 +331,7 @@ def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1"
                     destination[position : min(position + READ_BYTES, end)], 0, socket.MSG_WAITALL
                 )
                 if not got:
-                    raise ConnectionError(f"expected {end - position} more bytes, the sender closed the connection")
+                    raise ConnectionError(f"expected {end - position} more bytes, but the sender closed the connection")
                 position += got
 
     def fetch() -> None:

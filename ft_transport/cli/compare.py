@@ -54,7 +54,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two tensors of the same dtype and shape, which are to be compared.
+    """Two tensors of the same dtype and shape to compare.
 
     If ``ranges`` is given, only these byte ranges are compared; then each tensor must be stored in one piece.
     """
@@ -87,7 +87,7 @@ class _Span:
 
 
 def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
-    """Return the counted differences of all pairs that differ, by name.
+    """Compare pairs of tensors; return the counted differences of each pair that differs, by the name of the pair.
 
     Raises:
         UnreadableError: A file cannot be read, or became shorter during the comparison.
@@ -154,7 +154,7 @@ def _spans(pairs: Sequence[Pair]) -> Iterator[_Span]:
 
 
 def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
-    """Return the position in the file at which a box of a piece begins; ``None`` if it is not contiguous there."""
+    """Return the position in the file at which a box of a piece begins; ``None`` if the box is not contiguous there."""
     sizes = piece.box[1]
     if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major(sizes)):
         return None
@@ -206,7 +206,7 @@ def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
 
 
 def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
-    """Divide both arrays into corresponding blocks of at most 1 MiB: halve the first dimension above 1, repeatedly."""
+    """Divide both arrays into corresponding blocks of at most 1 MiB, by halving the first dimension longer than 1."""
     if one.nbytes <= _BLOCK_BYTES:
         yield one, other
         return

@@ -126,7 +126,7 @@ class Contents:
 
 
 def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Describe why boxes do not cover a tensor exactly once, such as a gap; return an empty text if they do.
+    """Describe why boxes do not cover a tensor exactly once, such as a gap; return an empty text if they cover it.
 
     Time and memory depend on the number of boxes, not on their sizes.
 
@@ -170,7 +170,7 @@ def _find_overlap(boxes: list[Box]) -> str:
 
 
 def _divide(group: list[Box], dim: int) -> list[list[Box]] | None:
-    """Divide boxes into groups by planes across ``dim`` that cut no box; return ``None`` if no such plane exists."""
+    """Divide boxes along dimension ``dim`` by planes that cut no box; return ``None`` if no such plane exists."""
     divided: list[list[Box]] = []
     end = -1
     for box in sorted(group, key=lambda box: box[0][dim]):

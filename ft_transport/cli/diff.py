@@ -288,7 +288,7 @@ class Comparison:
     """The result of a comparison of two states.
 
     Attributes:
-        differences: The differences, in the order of state A; tensors that only state B has come after them.
+        differences: The differences, in the order of state A, followed by those in tensors that only state B has.
         num_common: Number of tensors that both states have.
         num_bytes: Number of bytes of the tensors and values that both states have.
         num_bytes_by_digest: Number of bytes that were not read, because the digests of their chunks are equal.

@@ -21,17 +21,17 @@ from ft_transport.telemetry.record import KINDS, Record, Retry, Transfer, decode
 _INTERFACES: Final = Path("/sys/class/net")
 _shown: Final = partial(escape, max_characters=600)
 _DOMINANT: Final = 0.25
-"""Fraction of the whole time from which a phase is reported."""
+"""A phase is reported if it took at least this fraction of the whole time."""
 _MUCH_SLOWER: Final = 3.0
-"""Factor between the rates of two network paths from which the slower one is reported."""
+"""A network path is reported if another path is more than this many times as fast."""
 _LEAST_BYTES: Final = 1 << 20
-"""Size of a transfer from which its rate is meaningful."""
+"""Least size of a transfer whose rate is meaningful."""
 _NEAR_THE_LINK: Final = 0.7
-"""Fraction of a link's speed from which the link is the limit of a transfer."""
+"""The link limits a transfer that reaches at least this fraction of the link's speed."""
 _LEAST_WAIT_S: Final = 1.0
-"""Length of a wait for a quorum from which a replica may be missing."""
+"""A shorter wait for a quorum is normal."""
 _LONG_WAIT: Final = 0.5
-"""Fraction of the whole time from which a wait for a quorum may mean that a replica is missing."""
+"""A wait for a quorum that took a smaller fraction of the whole time is normal, too."""
 _LOOPBACK: Final = "lo"
 
 _PHASES: Final[Mapping[str, tuple[str, str]]] = {

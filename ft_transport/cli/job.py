@@ -1,7 +1,7 @@
 """Collects the state of a job for ``ft-transport top``: requests ``/state`` of all processes, and merges the responses.
 
-It contacts only addresses that a quorum or the Lighthouse names, never an address in a browser's request. If the job
-has a token, each process must first prove that it knows the token.
+This module contacts only addresses that a quorum or the Lighthouse names, never an address in a browser's request. If
+the job has a token, each process must first prove that it knows the token.
 """
 
 from __future__ import annotations
@@ -167,10 +167,10 @@ class JobState:
 
 @dataclass(slots=True)
 class _Seen:
-    """Data about a process that is stored between collections.
+    """The data about one process that is stored between collections.
 
     Attributes:
-        process: The process; its state has all lists of the last response.
+        process: The process. Its ``state`` has all lists of the last response.
         since_s: Time of the last change of its presence, by the clock of `JobWatch`.
         ahead_s: Seconds by which the clock of this host is ahead of the process's clock.
     """

@@ -223,7 +223,7 @@ def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
 def _moved(tensor: TensorEntry, offsets: tuple[int, ...] | None) -> TensorEntry:
     """Return a shard of a tensor with the shard's position in the whole tensor.
 
-    As in DCP's reader, the shape of the whole tensor becomes the smallest one that contains the shard.
+    As in DCP's reader, the whole tensor gets the smallest shape that contains the shard.
     """
     (piece,) = tensor.pieces
     if offsets is None or len(offsets) != len(piece.sizes):
@@ -291,7 +291,7 @@ def _parts(tensors: Iterable[TensorEntry]) -> Iterator[StoredPart]:
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse a field that occurs twice, as the library does. Of two tensors of the same name, both use the last one."""
+    """Refuse a field that occurs twice, as the library does. Of two tensors with one name, the last one counts."""
     fields = [name for name, _ in pairs if name in _FIELDS]
     if len(fields) > len({*fields}):
         raise ValueError(f"expected each field once, got one of {', '.join(sorted({*fields}))} twice")

@@ -98,7 +98,7 @@ def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
     """Return the position of the data of an entry.
 
     Raises:
-        UnreadableError: The entry is not at the position that the directory names, or exceeds the file.
+        UnreadableError: The entry is not at the position that the zip directory names, or is longer than the file.
     """
     head = read(entry.head, _LOCAL.size)
     if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):

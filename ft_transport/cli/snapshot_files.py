@@ -93,7 +93,8 @@ class SnapshotFiles:
         Args:
             url: URL of the replica.
             step: The step of the snapshot.
-            wanted: Function of the manifest that returns the indices of the chunks to fetch; ``None`` for all chunks.
+            wanted: Function that is called with the manifest, and returns the indices of the chunks to fetch. ``None``
+                for all chunks.
 
         Raises:
             TransportError: The replica is unreachable, or the file cannot be written.
@@ -146,7 +147,7 @@ def _are_the_same(one: Manifest, other: Manifest) -> bool:
 
 
 def differing_from(known: Manifest | None) -> Callable[[Manifest], Collection[int]] | None:
-    """Return a function that selects the chunks of a manifest that differ from ``known``; ``None`` without it."""
+    """Return a function that selects the chunks of a manifest that differ from ``known``, if that is not ``None``."""
     if known is None:
         return None
 

@@ -249,7 +249,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     with contextlib.closing(StoredFile.at(path)) as file:
         manifest = read_manifest(file)
         if manifest.digests is None:
-            raise ManifestError("expected a file with digests, got one without")
+            raise ManifestError("expected a file with digests, got one without digests")
 
         def views(start: int, end: int) -> Iterator[memoryview]:
             return read_pieces(file.descriptor, manifest.header_bytes + start, manifest.header_bytes + end)

@@ -5,8 +5,8 @@ child lives on, the child keeps the trainer's connections open, so peers wait fo
 descriptors also keep the trainer's shared memory allocated. (Spawned processes inherit no descriptors: PEP 446.)
 
 A child program must import the same modules as its parent. With ``-m`` and ``-c`` Python searches the working directory
-first (https://docs.python.org/3/library/sys.html, ``sys.path``). There the child might import the user's ``queue.py``
-in place of the standard library's, or run code that someone placed beside a checkpoint.
+first (https://docs.python.org/3/library/sys.html, ``sys.path``). From there the child might import the user's
+``queue.py`` instead of the standard library's, or run code that someone placed beside a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class FileHolder(Protocol):
 
 
 making_socket: Final = threading.RLock()
-"""Lock to take while a new socket or file has no registered holder yet. Forks wait for the lock."""
+"""Acquire this lock while a new socket or file has no registered holder yet. Forks wait for the lock."""
 _holders: weakref.WeakSet[SocketHolder] = weakref.WeakSet()
 _file_holders: weakref.WeakSet[FileHolder] = weakref.WeakSet()
 
 
 class _Gate:
-    """Makes a fork wait until no thread is in a block of `delaying_forks`."""
+    """Makes a fork wait until no thread is inside a block of `delaying_forks`."""
 
     def __init__(self) -> None:
         self._changed = SafeCondition()
@@ -82,7 +82,7 @@ _gate = _Gate()
 def delaying_forks() -> Iterator[None]:
     """Delay forks by other threads until the end of the block, for 5 seconds at most.
 
-    Use this around a library call that opens sockets, because their holder can be registered only after the call.
+    Use this around a library call that opens sockets: their holder can be registered only after the call.
     Several threads may be in such blocks at the same time.
     """
     gate = _gate
@@ -143,7 +143,7 @@ def _open_descriptors() -> Iterable[int]:
 
 
 def _is_of_any(holders: list[SocketHolder], file_holders: list[FileHolder], number: int) -> bool:
-    """Return whether a holder uses a descriptor. Asks the kernel: Python's own data may be half updated."""
+    """Return whether any holder uses a descriptor. Ask the kernel, because Python's own data may be half updated."""
     try:
         status = os.fstat(number)
     except OSError:
@@ -176,8 +176,8 @@ def child_command(module: str, function: str, *arguments: str) -> tuple[str, ...
     """Return a command that calls a function in a new Python process.
 
     Args:
-        module: Name of the module, which is part of this distribution.
-        function: Name of the function, which has no parameters and reads ``sys.argv[1:]``.
+        module: Name of a module of this distribution.
+        function: Name of a function of the module, without parameters. It reads ``sys.argv[1:]``.
         arguments: Arguments of the command.
     """
     return (sys.executable, "-c", _PROGRAM.format(module=module, function=function), *arguments)

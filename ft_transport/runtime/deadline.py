@@ -24,7 +24,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: timedelta | None) -> Deadline:
-        """Return a deadline at ``timeout`` from now; one that never passes if ``timeout`` is ``None``."""
+        """Return the deadline ``timeout`` from now; for ``None``, a deadline that never passes."""
         return cls() if timeout is None else cls(at_s=time.monotonic() + timeout.total_seconds())
 
     def cap(self, timeout: timedelta) -> timedelta:
@@ -49,7 +49,7 @@ thread."""
 
 
 class Backoff:
-    """Pauses between the polls of one wait, which grow with the time waited so far.
+    """Pauses between the polls of one wait. The pauses grow with the time waited so far.
 
     Args:
         longest_s: The longest pause, in seconds.

@@ -16,7 +16,7 @@ brackets, even under an ignored key, raise ``RecursionError``: 2 KB from a peer 
 
 
 class _Pause:
-    """One pause of the collector. It ends with its last reference, even if a signal handler raises in between."""
+    """One pause of the garbage collector. It ends when its last reference is dropped, for example by an exception."""
 
     __slots__ = ("__weakref__",)
 
@@ -27,7 +27,7 @@ _is_disabled_here = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector of the whole process while code creates many objects, none of them garbage.
+    """Pause the garbage collector of the whole process while the block creates many objects that are no garbage.
 
     Pauses may nest, and pauses of several threads may overlap. A process that has imported torch has several hundred
     thousand objects, and a full collection takes about 0.1 s. Ten thousand new objects, such as a state of ten thousand

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def import_on_use(namespace: dict[str, Any]) -> None:
-    """Turns a package into a facade, whose own source code lists its public names.
+    """Turn a package into a facade whose own source code lists its public names.
 
     Every ``from module import name as name`` in the package's source adds ``name`` to ``__all__``. If that import is
     under ``TYPE_CHECKING``, the module is imported when the program first reads ``name``, on any thread.

@@ -1,8 +1,8 @@
 """Opens regular files safely in directories to which other users may write.
 
 A FIFO in place of a file would block its reader until a process writes to the FIFO. A symbolic link would make the
-caller read or overwrite another file. ``O_NOFOLLOW`` refuses a link only as the last part of a path (open(2)), so the
-directory may be reached through links.
+caller read or overwrite another file. ``O_NOFOLLOW`` refuses a link only as the last component of a path (open(2)), so
+the directory may be reached through links.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def create_file(path: Path, *, is_private: bool = False) -> int:
 
     Args:
         path: Path of the file.
-        is_private: Whether only its owner may read the file; otherwise the umask decides.
+        is_private: Whether only the file's owner may read it; otherwise the umask decides.
 
     Raises:
         OSError: The file exists or cannot be created.
@@ -141,7 +141,7 @@ def is_in_place(descriptor: int, path: Path) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Write the names in a directory to the disk, so that they survive a power failure."""
+    """Write the entries of a directory to the disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

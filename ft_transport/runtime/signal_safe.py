@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class SafeCondition(threading.Condition):
-    """A ``threading.Condition`` with a reentrant lock, safe from signal handlers.
+    """A ``threading.Condition`` with a reentrant lock that stays usable if a signal handler raises.
 
     Args:
         beside: Another condition, whose lock this condition shares.
@@ -43,7 +43,7 @@ class SafeCondition(threading.Condition):
         super().__init__(self._mutex)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a notification. The calling thread has acquired the lock exactly once."""
+        """Wait for a notification. The calling thread must have acquired the lock exactly once."""
         try:
             return super().wait(timeout)
         except BaseException:
@@ -54,7 +54,7 @@ class SafeCondition(threading.Condition):
 
 
 class SafeEvent(threading.Event):
-    """A ``threading.Event`` safe from signal handlers."""
+    """A ``threading.Event`` that stays usable if a signal handler raises."""
 
     def __init__(self) -> None:
         """Create an event that is not set."""
@@ -63,7 +63,7 @@ class SafeEvent(threading.Event):
 
 
 class SafeFuture(Future[T]):
-    """A ``concurrent.futures.Future`` that is safe from signal handlers; ``concurrent.futures.wait`` is not."""
+    """A ``Future`` that stays usable if a signal handler raises, unlike one used with ``concurrent.futures.wait``."""
 
     def __init__(self) -> None:
         """Create a future that is not done."""
@@ -81,7 +81,7 @@ class ThreadRefusedError(RuntimeError):
 
 
 class SafeThread(threading.Thread):
-    """A ``threading.Thread`` safe from signal handlers.
+    """A ``threading.Thread`` that stays usable if a signal handler raises.
 
     If a handler raises in ``threading.Thread.start``, the new thread may wait forever. If a handler raises in
     ``threading.Thread.join``, Python may treat a running thread as ended.
@@ -207,14 +207,14 @@ class Place:
 
 
 class Places:
-    """Counts current uses of a limited resource. Each use ends with `give_back` or the last reference to its `Place`.
+    """Counts current uses of a limited resource. A use ends with `give_back`, or when its `Place` is freed.
 
-    If a signal handler raises between the call of `take` and the ``try`` after it, the place is freed with its last
-    reference; a plain counter would stay too high forever. The caller must hold one lock around all calls.
+    If a signal handler raises between the call of `take` and the ``try`` after it, the use still ends; a plain
+    counter would stay too high forever. The caller must hold one lock around all calls.
     """
 
     def __init__(self) -> None:
-        """Begin to count; no uses have begun."""
+        """Begin to count, at zero uses."""
         self._taken: list[weakref.ref[Place]] = []
 
     def take(self) -> Place:
@@ -236,8 +236,8 @@ def _is_in_use(reference: weakref.ref[Place]) -> bool:
 class SafeEnd:
     """Closes an object once, on a separate thread, where no signal handler can interrupt the closing.
 
-    If a handler raises in a call, only the caller's wait ends. The closing continues; the next call waits for the
-    closing, and so does the interpreter before it exits.
+    If a handler raises while a caller waits, only the wait ends. The closing continues; the next call waits for it, and
+    so does the interpreter before it exits.
     """
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class SafeEnd:
             wait: Whether to wait until ``end`` has returned.
 
         Raises:
-            BaseException: The error that ``end`` raised, if ``wait`` is set.
+            BaseException: ``wait`` is set, and ``end`` raised this error.
         """
         if not self._is_made:
             try:

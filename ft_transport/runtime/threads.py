@@ -1,4 +1,4 @@
-"""Executors and groups of threads, safe from signal handlers, and functions to call before the process exits."""
+"""Executors and groups of threads that stay usable if a signal handler raises, and functions to call at exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExecutorClosedError(RuntimeError):
 
 
 class SafeExecutor(Executor):
-    """A thread pool executor that is safe from signal handlers. The first job starts the threads.
+    """A thread pool executor that stays usable if a signal handler raises. The first job starts the threads.
 
     The threads finish their jobs and end after `shutdown`, after the last reference to the executor is dropped, or when
     the interpreter ends. As a context manager, the executor waits for its jobs; if the block raises, the executor
@@ -161,16 +161,16 @@ def run_on_threads(
     failed: Callable[[BaseException], None],
     needs_all: bool,
 ) -> None:
-    """Call ``work`` on several threads at once: on this thread with the number 0, on new threads with 1, 2, ...
+    """Call ``work`` on several threads at once: ``work(0)`` on this thread, ``work(1)``, ``work(2)``, … on new threads.
 
     Returns only when no thread is in ``work`` any more, even if signal handlers raise meanwhile.
 
     Args:
-        work: Function that each thread calls with the thread's number.
+        work: Function that each thread calls with the thread's index.
         num_threads: Number of threads, including this thread.
         name: Prefix of the new threads' names.
         failed: Called with each error that ``work`` or a signal handler raises, on the thread that raised the error.
-        needs_all: Whether it is an error if a thread cannot be started; otherwise fewer threads do the work.
+        needs_all: Whether to report an error if a thread cannot be started; otherwise fewer threads do the work.
     """
     ended: set[int] = set()
     ends: SimpleQueue[None] = SimpleQueue()

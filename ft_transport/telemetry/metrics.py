@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "ft_transport_"
 OTHER: Final = "other"
-"""The last label of the series that counts everything beyond the first `_MAX_SERIES` series of a metric."""
+"""The last label of the series that counts all events beyond the first `_MAX_SERIES` series of a metric."""
 
 OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0"
 TEXT: Final = "text/plain; version=0.0.4"
@@ -140,7 +140,7 @@ class Distribution:
     """The observations of a histogram.
 
     Attributes:
-        bounds: Upper bound of each bucket but the last, ascending.
+        bounds: Upper bound of each bucket, ascending; the last bucket has none.
         counts: Number of observations in each bucket.
         total: Sum of all observations.
     """
@@ -169,12 +169,12 @@ Source: TypeAlias = Callable[[], Iterable[Reading]]
 
 
 class MetricValues:
-    """The values of all metrics of one source, by labels. Any thread may read the values.
+    """The values of all metrics of one source, by metric and labels. Any thread may read them.
 
     Args:
         source: Name of the source in the table of metrics.
-        mutex: Lock for additions, needed if several threads add. It must be reentrant, because a signal handler may add
-            in the middle of an addition. A child that was forked in the middle of an addition must not add.
+        mutex: Lock for `add` and `set`, needed if several threads call them. It must be reentrant, because a signal
+            handler may call `add` during a call of `add`. A child that was forked during a call must not call them.
     """
 
     def __init__(self, source: str, mutex: AbstractContextManager[object] | None = None) -> None:
@@ -219,7 +219,7 @@ class MetricValues:
 
 
 def _zeros(metric: Metric) -> list[float]:
-    """Return a 0 for each bucket of a histogram and one for its sum, or a single 0 for another metric."""
+    """Return a 0 for each bucket of a histogram and a 0 for its sum; a single 0 for any other metric."""
     return [0] * (len(metric.bounds) + bool(metric.bounds) + 1)
 
 
@@ -237,8 +237,8 @@ class Metrics:
     def collect(self, source: Source) -> Callable[[], None]:
         """Add a source that each scrape reads.
 
-        This object references the source strongly. So the source must reference an object with a shorter lifetime only
-        weakly (see `weakly`). The source must limit the number of label values.
+        This object keeps the source alive. So a source that reads an object with a shorter lifetime must reference that
+        object weakly (see `weakly`). The source must limit the number of label values.
 
         Returns:
             A function that removes the source.
@@ -302,7 +302,7 @@ def _count(values: MetricValues, record: Record) -> None:
 
 
 def weakly(method: Callable[[], Iterable[Reading]]) -> Source:
-    """Return a source that calls ``method`` but references its object weakly. It is empty after the object is freed."""
+    """Return a source that calls ``method`` but does not keep its object alive; empty after the object is freed."""
     reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
 
     def read() -> Iterator[Reading]:
@@ -316,7 +316,7 @@ def weakly(method: Callable[[], Iterable[Reading]]) -> Source:
 
 @cache
 def build_readings(replica: str) -> tuple[Reading, ...]:
-    """Return the value of ``build_info``, with an empty version if the package is not installed.
+    """Return the reading of ``build_info``, with an empty version if the package is not installed.
 
     Args:
         replica: Name of the replica in the transport's settings.
@@ -328,7 +328,7 @@ def build_readings(replica: str) -> tuple[Reading, ...]:
 
 
 def _merged(first: Reading, second: Reading) -> Reading:
-    """Merge the readings of two sources of the same series: return the sum, or the second reading for gauges."""
+    """Merge two readings of the same series: return their sum, or the second reading for a gauge."""
     match first.value, second.value:
         case Distribution() as one, Distribution() as other:
             counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))

@@ -100,7 +100,7 @@ class MemberStatus:
     Attributes:
         replica_id: Id of the member.
         step: Committed step of the member when it requested the quorum; -1 without a committed step.
-        addresses: URLs at which the member's ranks serve their states, by rank.
+        addresses: URLs at which the member's ranks serve their states, in the order of ranks.
     """
 
     replica_id: str
@@ -142,7 +142,7 @@ class LockStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStatus:
-    """An attempted step. Each step begins at its step boundary (before ``forward``).
+    """An attempted step. It begins at its step boundary, before ``forward``.
 
     Attributes:
         step: Committed step of the state when the attempt began.
@@ -166,13 +166,13 @@ class ManagerStatus:
     """The state of a manager.
 
     Attributes:
-        replica_id: Id of this start of the replica; empty before the first quorum.
+        replica_id: Id of the replica, new at each start; empty before the first quorum.
         group_rank: Rank of this process in its replica.
         activity: Current activity of the replica.
         activity_s: Duration of the activity so far, in seconds; 0 if it is unknown.
         step: Committed step of the state.
         batches: Total number of batches that the replicas have trained on, up to this state.
-        partial: Why the state is a mix of steps; empty if the state is that of one step.
+        partial: Why the state is a mix of several steps; empty if it is the state of one step.
         quorum: Name of the last quorum's process group.
         members: Members of the last quorum.
         num_participants: Number of members that contribute gradients.
@@ -184,7 +184,7 @@ class ManagerStatus:
         num_committed: Number of steps that were committed since the start.
         num_refused: Number of steps that were attempted and not committed since the start.
         rules: Settings that all replicas must share; empty before the first quorum, and on ranks other than 0.
-        structure: Digests of the structure of the replica's state, by part; empty whenever ``rules`` is empty.
+        structure: Name and digest of each part of the replica's state; empty whenever ``rules`` is empty.
         store_address: Address of the store in which the replica describes its state; empty whenever ``rules`` is empty.
     """
 
@@ -237,7 +237,7 @@ class ErrorStatus:
 
     Attributes:
         unix_s: Time of the error, in seconds since 1970.
-        about: The peer, or the replica and its step, that the error concerns.
+        about: The peer that the error concerns, or the replica and its step.
         text: Message of the error.
         count: Number of times that the error occurred in a row.
     """
@@ -250,14 +250,14 @@ class ErrorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """The state of a process, as ``/state`` sends it.
+    """The state of a process, as the response to ``/state`` contains it.
 
     Attributes:
         version: Version of this format.
         unix_s: Time of the process's clock, in seconds since 1970.
         transport: State of the transport.
         manager: State of the manager; ``None`` if the process has no manager.
-        records: Records of the operations that ended last, the newest at the end.
+        records: Records of the last operations that have ended, the newest at the end.
         running: Records of running operations, with the outcome ``running``.
         errors: The last errors, the newest at the end.
         changes: The last changes of membership, the newest at the end.

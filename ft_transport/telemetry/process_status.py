@@ -1,4 +1,4 @@
-"""Builds the state of a process for ``/state``, from parts that are read only when a client requests the state.
+"""Builds the state of a process for ``/state``, from parts that are read only when a client requests ``/state``.
 
 A training step does no work for ``/state``: each part reads values that its owner stores for its own use.
 """
@@ -41,7 +41,7 @@ class LastErrors:
         """Add an error, or increase the count of the last error if it is the same.
 
         Args:
-            about: The peer's address, or the replica, that the error concerns.
+            about: Address of the peer that the error concerns, or name of the replica.
             text: Message of the error.
         """
         error = ErrorStatus(unix_s=now_unix_s(), about=about[:_MAX_TEXT], text=text[:_MAX_TEXT])
@@ -61,7 +61,8 @@ class LastErrors:
 class ProcessStatus:
     """The parts of a process's state, by name, and the process's metrics. Thread-safe.
 
-    It has the parts for version, clock, errors and records from the start; other packages add parts with `set_part`.
+    At first, the parts are ``version``, ``unix_s``, ``errors``, ``records`` and ``running``. Other packages add parts
+    with `set_part`.
 
     Args:
         recorder: Records the operations of the process.
@@ -84,29 +85,29 @@ class ProcessStatus:
     def set_part(self, name: str, part: Part) -> None:
         """Set the function that returns the part ``name`` of the state; replaces an earlier function of that name.
 
-        This object references the function until the process status is dropped. So a function that reads an object with
-        a shorter lifetime must reference that object weakly.
+        This object keeps the function alive. So a function that reads an object with a shorter lifetime must reference
+        that object weakly.
         """
         with self._mutex:
             self._parts[name] = part
 
     def set_recorders(self, recorders: Sequence[Recorder]) -> None:
-        """Set the recorders that provide the last and the running records of the state."""
+        """Set the recorders from which the state takes the last records and those of running operations."""
         self.set_part("records", partial(_records, tuple(recorders)))
         self.set_part("running", partial(_running, tuple(recorders)))
 
     def state(self) -> dict[str, object]:
-        """Return all parts of the state, by name. A part whose function raises is logged and returned as ``None``."""
+        """Return all parts of the state, by name. A part is ``None`` if its function raises; the log has the error."""
         with self._mutex:
             parts = dict(self._parts)
         return {name: _read(name, part) for name, part in parts.items()}
 
 
 class Rates:
-    """Computes recent rates of growing byte counts from samples at each request. Thread-safe.
+    """Computes recent rates of growing byte counts. Each request of a client adds a sample. Thread-safe.
 
-    Several clients may send requests at different times. Each client receives a rate over at least `_WINDOW_S`, if the
-    first sample is that old.
+    Several clients may send requests at different times. Each client receives a rate over at least `_WINDOW_S`, unless
+    the first sample is more recent.
     """
 
     def __init__(self) -> None:
@@ -120,8 +121,8 @@ class Rates:
         Args:
             key: Identifies the count.
             num_bytes: Current count. If it is smaller than before, the rate starts from ``began_s`` again.
-            began_s: Time at which the count was 0, in seconds of any clock.
-            now_s: Current time by the same clock.
+            began_s: Time at which the count was 0, in seconds by any clock.
+            now_s: Current time, in seconds by the same clock.
         """
         with self._mutex:
             beginning = began_s, 0

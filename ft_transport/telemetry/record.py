@@ -1,10 +1,10 @@
-"""The record of one heal, fetch, save, load or publish, and its forms: a line of JSON, spans, and a trace.
+"""The record of a heal, fetch, save, load or publish, and its export as a line of JSON, as spans, and as a trace.
 
 A record is complete when its operation ends. As JSON, a record is one object on one line, whose keys are the attributes
 of `Record`; readers ignore unknown keys.
 
-The spans are those of OpenTelemetry and ``torch.profiler``; the trace is for Perfetto's viewer. This module imports
-neither OpenTelemetry nor torch: a process that uses one of them has already imported it.
+Spans go to OpenTelemetry and ``torch.profiler``; the trace is for Perfetto's viewer. This module imports neither
+OpenTelemetry nor torch, because a process that uses one of them has already imported it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Phase:
     """A phase of an operation, on the thread that records it. The phases of a record follow each other without gaps.
 
     Attributes:
-        name: Name of the phase. Those of a heal are ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``,
+        name: Name of the phase. The phases of a heal are ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``,
             ``verify``, ``load``, ``compare``, ``rendezvous`` and ``first_step``; docs/recoveries.md explains them. Two
             phases of a record may have the same name.
         start_s: Seconds from the beginning of the record to the beginning of the phase.
@@ -54,14 +54,14 @@ class Transfer:
     """The data that one operation moved between this process and one peer or file.
 
     Attributes:
-        peer: ``host:port`` of a source or relay as configured or announced, the URL of an engine, or the path of a
+        peer: ``host:port`` of a source or relay, as configured or announced; the URL of an engine; or the path of a
             file.
         role: Role of the peer in this operation; ``storage`` for a file.
         num_bytes: Bytes that were received, sent or written.
         length_s: Seconds from the first request to the end of the last request.
         local_address: Local address of the connections; empty without connections.
         peer_address: IP address and port of the peer; empty without connections.
-        interface: Network interface with ``local_address``; empty if the interface is unknown.
+        interface: Network interface that has ``local_address``; empty if the interface is unknown.
         num_connections: Number of connections that were opened.
     """
 
@@ -148,7 +148,7 @@ def now_unix_s() -> float:
 
 
 def encode_json(value: object) -> bytes:
-    """Encode a record, or another value that contains headers or paths, as one line of JSON.
+    """Encode a record, or another value that may contain headers or paths, as one line of JSON.
 
     A header or path whose bytes are not UTF-8 contains lone surrogates (PEP 383), which JSON cannot represent. This
     function replaces each of them with a question mark.
@@ -173,7 +173,7 @@ def decode_record(line: bytes | str) -> Record:
 
 
 _TRANSFERS: Final = 1000
-"""Offset from a rank's line in the trace to the line of the rank's transfers."""
+"""Difference between the number of the track of a rank's transfers and that of the rank's phases, in a trace."""
 
 
 def send_spans(record: Record) -> None:

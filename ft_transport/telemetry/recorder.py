@@ -99,9 +99,9 @@ class Recorder:
             kind: Kind of the operation; ignored for a part.
             replica: Name of this replica in its own settings.
             group_rank: Rank of this process in its replica.
-            phase: Name of the first phase. If empty, a recording names the phase after ``kind``, and a part continues
-                the current phase.
-            began_s: Time by the recorder's clock at which the operation began; ``None`` for now.
+            phase: Name of the first phase. If empty, a recording names it after ``kind``, and a part continues the
+                current phase.
+            began_s: Time at which the operation began, in seconds by the recorder's clock; ``None`` for now.
 
         Returns:
             The recording. End it on the same thread, as a context manager or with `Recording.end`.
@@ -219,11 +219,11 @@ class Recording:
 
     @property
     def is_part(self) -> bool:
-        """Whether this recording is a part of another recording, which was opened before."""
+        """Whether this recording is a part of another recording, opened earlier."""
         return self._whole is not None
 
     def phase(self, name: str) -> None:
-        """End the current phase and begin the phase ``name``. A part does this for the whole recording."""
+        """End the current phase, and begin the phase ``name``. Called on a part, this affects the whole recording."""
         whole = self._whole or self
         with whole._lock:
             if name != whole._phase and not whole._has_ended:
@@ -233,13 +233,13 @@ class Recording:
                 whole._span.enter_context(profiler_span(whole._beginning.kind, name))
 
     def leave(self) -> None:
-        """Detach this recording from its thread: the thread's next recording does not become a part of it."""
+        """Detach this recording from its thread, so that the thread's next recording does not become a part of it."""
         ref = _open.get()
         if ref is not None and ref() is self:
             _open.set(None)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Add the data that was moved from or to one peer. Sums transfers that have the same peer and role."""
+        """Add a transfer from or to one peer. Transfers with the same peer and role are summed."""
         whole = self._whole or self
         with whole._lock:
             _add(whole._transfers, transfer)
@@ -282,14 +282,14 @@ class Recording:
             whole._notes.update(notes)
 
     def describe(self, *, step: int | None = None, num_bytes: int | None = None) -> None:
-        """Set the step and the size of the state, as soon as the operation determines them."""
+        """Set the step and the size of the state. Call this as soon as the operation knows them."""
         whole = self._whole or self
         with whole._lock:
             whole._step = whole._step if step is None else step
             whole._num_bytes = whole._num_bytes if num_bytes is None else num_bytes
 
     def end(self, outcome: Outcome = "ok", *, error: BaseException | str = "") -> Record | None:
-        """End the recording. Has no effect on a part, or after the first call.
+        """End the recording. On a part, and after the first call, this has no effect.
 
         Returns:
             The record; ``None`` if the call had no effect.
@@ -365,7 +365,7 @@ def _add(transfers: dict[tuple[str, str], Transfer], more: Transfer) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append a line to a file with one write, so that lines of several processes stay whole."""
+    """Append a line to a file with one write, so that lines of several processes do not mix."""
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, line)

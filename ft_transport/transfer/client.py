@@ -1,4 +1,4 @@
-"""The client of a transport: receives a state from peers that have all of it, or from ranks with another layout."""
+"""The client of a transport: receives a state from peers with the whole state, or from ranks with another layout."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class StateClient(Generic[T]):
         )
 
     def group_fetch_settings(self, timeout: timedelta | FetchTimeout | None) -> FetchSettings:
-        """Return `fetch_settings` with a shorter timeout for unreachable sources: other sources can replace them."""
+        """Return `fetch_settings` with a shorter timeout for unreachable sources, which other sources can replace."""
         settings = self.fetch_settings(timeout)
         if isinstance(timeout, FetchTimeout) and timeout.unreachable is not None:
             return settings
@@ -159,7 +159,7 @@ class StateClient(Generic[T]):
             )
 
     def fetch(self, request: FetchRequest) -> Received[T]:
-        """Receive a state from sources that have all of it."""
+        """Receive a state from sources that each have the whole state."""
         known = request.known
         part = known if isinstance(known, PartialState) else PartialState(known)
         with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
@@ -175,7 +175,7 @@ class StateClient(Generic[T]):
             return with_restarts(request.settings, lambda: self._receive_sharded(request))
 
     def _receive(self, request: FetchRequest, part: PartialState) -> Received[T]:
-        """Receive a state in three steps: ask the sources, plan with what the receiver has, fetch the rest."""
+        """Receive a state: ask the sources, plan what is needed besides the data that the receiver has, fetch that."""
         phase("manifest")
         began_s = time.monotonic()
         with contextlib.ExitStack() as connections:
@@ -192,7 +192,7 @@ class StateClient(Generic[T]):
             received = self._fetch(plan, part, request)
         took_s, num_bytes = time.monotonic() - began_s, received.num_bytes_fetched or 0
         logger.info(
-            "step %d from %s at %s%s: %d bytes in %.2f s, %.1f MB/s",
+            "received step %d from %s at %s%s: %d bytes in %.2f s, %.1f MB/s",
             received.step,
             ", ".join(str(file.peer) for file in agreed.files),
             agreed.connection.reached,
@@ -301,8 +301,8 @@ class StateClient(Generic[T]):
         )
         more = f"; and {len(new) - _MAX_SHOWN_PATHS} more" if len(new) > _MAX_SHOWN_PATHS else ""
         logger.warning(
-            "step %d from %s: the received state has new tensors where the receiver's own tensors do not fit; the "
-            "receiver's own ones stay unchanged (%d): %s%s",
+            "step %d from %s: the received state has new tensors where the receiver's own tensors do not fit; %d of "
+            "the receiver's tensors stay unchanged: %s%s",
             incoming.step,
             source,
             len(new),
@@ -311,7 +311,7 @@ class StateClient(Generic[T]):
         )
 
     def _receive_sharded(self, request: FetchRequest) -> Received[T]:
-        """Receive this rank's part: ask all ranks of the group, plan which rank has which bytes, fetch them."""
+        """Receive this rank's part of a state: ask all ranks of the group, plan which rank sends which bytes, fetch."""
         settings, check_time = request.settings, request.settings.timeouts.check_deadline
         part = PartialState()
         try:

@@ -1,4 +1,4 @@
-"""Receives a snapshot into ``FILE.part``, and renames that to ``FILE`` when it is complete. Does not import torch.
+"""Receives a snapshot into ``FILE.part``, and renames it to ``FILE`` when complete. Does not import torch.
 
 Each thread receives a chunk into its own buffer, verifies the chunk and writes it to the sparse file. So a fetch needs
 memory for a few chunks only, and a full disk raises an error instead of a signal. A fetch that resumes a ``FILE.part``
@@ -33,12 +33,12 @@ from ft_transport.wire.routes import LATEST, StepSelector
 
 _MODE: Final = 0o666
 _LOCK_S: Final = 0.5
-"""Longest wait for the lock of the part file, in case the process that has the lock is ending."""
+"""Longest wait for the lock of ``FILE.part``: the process that has the lock may be ending."""
 _MAX_CHUNK_BYTES: Final = 256 << 20
 
 
 class ThreadBuffers:
-    """A buffer for each thread, into which a fetch receives chunks; each chunk overwrites the previous one."""
+    """Buffers of a fetch, one for each thread. Each received chunk overwrites the thread's previous chunk."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -53,7 +53,7 @@ class ThreadBuffers:
 
 
 class PartFile:
-    """The file that receives the data of one snapshot, locked against other processes.
+    """The file ``FILE.part`` that receives the data of one snapshot. It is locked against other processes.
 
     Any thread may call `buffers` and `write`; only one thread may call the other methods.
 
@@ -61,12 +61,12 @@ class PartFile:
         path: Path of the final file. If a regular file exists there, `finish` replaces it.
 
     Attributes:
-        part: Path of the file before `finish`.
-        buffers: Function that returns the buffer of the calling thread; `write` writes the content of this buffer.
+        part: Path of the file until `finish` renames it.
+        buffers: Function that returns the buffer of the calling thread, from which `write` writes.
         error: Error of the last failed `write`, if any.
 
     Raises:
-        ConfigurationError: ``path`` is not a regular file, the part file cannot be created, or another process uses it.
+        ConfigurationError: ``path`` is not a regular file, or ``FILE.part`` cannot be created or is in use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +120,8 @@ class PartFile:
 
         Args:
             manifest: Manifest of the snapshot, with digests.
-            all_written: Whether all chunks were written; otherwise this method does not read the holes of the file.
+            all_written: Whether all chunks were written. Otherwise holes in the file are missing chunks, and are not
+                read.
         """
         chunks = range(self._table.num_chunks)
         written = set(chunks) if all_written else self._written()
@@ -148,7 +149,7 @@ class PartFile:
         """Write the header, flush the file to the disk, and rename it to its final name.
 
         Args:
-            manifest: Manifest of the snapshot, with digests, which match all chunks of the file.
+            manifest: Manifest of the snapshot, with the digests of all chunks in the file.
 
         Raises:
             OSError: The file cannot be written or renamed, for example because another process has moved it.
@@ -159,7 +160,9 @@ class PartFile:
         os.pwrite(self._descriptor, header, 0)
         os.fsync(self._descriptor)
         if not is_in_place(self._descriptor, self.part):
-            raise FileNotFoundError(errno.ENOENT, "another process has moved or replaced the part file", str(self.part))
+            raise FileNotFoundError(
+                errno.ENOENT, "another process has moved or replaced the .part file", str(self.part)
+            )
         os.replace(self.part, self._path)
         self._is_named = True
         sync_directory(self._path.absolute().parent)
@@ -202,39 +205,39 @@ def _check_replaceable(path: Path) -> None:
         raise ConfigurationError(f"cannot check whether the output file may be replaced: {error}") from error
     if not is_regular:
         raise ConfigurationError(
-            f"expected the name of a regular or a new file to write, got {path}, which is a link, a directory or a "
+            f"expected the name of a regular file or of a new file, got {path}, which is a link, a directory or a "
             "device; name another file"
         )
 
 
 def _open_locked(path: Path) -> int:
-    """Open or create the part file and lock it, until the descriptor is closed or the process ends.
+    """Open or create ``FILE.part``, and lock it until the descriptor is closed or the process ends.
 
-    Raises a `ConfigurationError` if another user owns it, another fetch has locked it, or it has other hard links.
+    Raises a `ConfigurationError` if another user owns the file, another fetch has locked it, or it has several hard
+    links.
     """
     until_s = time.monotonic() + _LOCK_S
     while True:
         try:
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
         except OSError as error:
-            raise ConfigurationError(f"cannot open or create the part file: {error}") from error
+            raise ConfigurationError(f"cannot open or create the .part file: {error}") from error
         try:
             found = os.fstat(descriptor)
             if found.st_uid != os.geteuid() or found.st_nlink > 1:
                 raise ConfigurationError(
-                    f"expected a part file with owner {os.geteuid()} and one hard link, got {path} with owner "
-                    f"{found.st_uid} and {found.st_nlink} hard links; delete it, or name another file"
+                    f"expected {path} with owner {os.geteuid()} and one hard link, got owner {found.st_uid} and "
+                    f"{found.st_nlink} hard links; delete this file, or name another output file"
                 )
             if try_lock(descriptor) and is_in_place(descriptor, path):
                 return descriptor
             if time.monotonic() > until_s:
                 raise ConfigurationError(
-                    f"expected a part file that no other fetch uses, but another fetch writes to {path}; wait until it "
-                    "ends, or name another file"
+                    f"another fetch is writing to {path}; wait until that fetch ends, or name another output file"
                 )
         except OSError as error:
             os.close(descriptor)
-            raise ConfigurationError(f"cannot lock the part file: {error}") from error
+            raise ConfigurationError(f"cannot lock the .part file: {error}") from error
         except BaseException:
             os.close(descriptor)
             raise
@@ -296,8 +299,8 @@ def fetch_to_file(
         recorder: Records the fetch.
         on_plan: Function to call with the plan before any data is fetched, and again if the source replaces the
             snapshot by a newer one.
-        wanted: Function that selects the chunks to fetch from a manifest with digests; the file has holes in place of
-            the other chunks. ``None`` for all chunks.
+        wanted: Function that is called with a manifest with digests, and returns the chunks to fetch. The file has
+            holes in place of the other chunks. ``None`` for all chunks.
 
     Raises:
         ConfigurationError: The file cannot be created.
@@ -325,7 +328,7 @@ def fetch_to_file(
 def check_data(peer: PeerAddress, settings: FetchSettings) -> Manifest:
     """Receive a peer's newest snapshot, verify each chunk, drop the data and return the manifest.
 
-    If the peer has no snapshot, it takes one.
+    A peer without a snapshot takes one for this request.
 
     Raises:
         FetchFailedError: Received chunks did not match their digests in any attempt.

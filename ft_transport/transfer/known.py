@@ -1,4 +1,4 @@
-"""The data that a receiver already has from earlier fetches, and the plan of a fetch for the rest."""
+"""The data that a receiver already has from earlier fetches, and the plan of a fetch of the rest."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ class Received(Generic[T]):
         return find_differences(self._manifest, state, num_threads=default_num_threads())
 
     def but_for(self, is_changing: Callable[[torch.Tensor], bool]) -> Received[T]:
-        """Return a copy for ``known=`` of a later fetch, with a function that selects tensors that may have changed.
+        """Return a copy for ``known=`` of a later fetch. ``is_changing`` selects the tensors that may have changed.
 
-        The later fetch requests these tensors at once. Of the others, it requests only the chunks whose digests differ.
+        The later fetch requests these tensors at once. Of the other tensors, it requests only the chunks whose digests
+        differ.
 
         Args:
             is_changing: Function that returns whether one of the receiver's tensors may have changed since this fetch,
@@ -178,7 +179,7 @@ class PartialState:
         return [chunk for chunk, has_landed in enumerate(self._has_landed) if has_landed]
 
     def discard(self) -> None:
-        """Drop the received chunks. Overwrites the receiver's tensors with NaN patterns if they contain such chunks."""
+        """Drop the received chunks. Overwrite the receiver's tensors with NaN patterns if they contain such data."""
         restore = self._restore
         self.complete()
         if restore is not None and restore.destination_touched:
@@ -217,7 +218,7 @@ class PartialState:
         return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=missing)
 
     def plan_rest(self, plan: Plan, settings: FetchSettings) -> Plan:
-        """Return a second plan after the ranges of the first: the remaining chunks that differ at the source."""
+        """Return the plan that follows the fetch of ``plan.ranges``: the other chunks that differ at the source."""
         assert isinstance(self._known, Received), "only such data determines ranges"
         assert plan.ranges is not None, "the caller has received the ranges"
         manifest = plan.agreed.manifest_with_digests(settings)
@@ -242,7 +243,7 @@ class PartialState:
         self._was_touched = False
 
     def failed(self, error: BaseException, *, is_kept: bool) -> None:
-        """Set attributes of a failed fetch's error, which report whether the receiver's tensors were overwritten.
+        """Set the attributes of an error that report whether the fetch has overwritten the receiver's tensors.
 
         Args:
             error: The error of the fetch.
@@ -290,7 +291,7 @@ class PartialState:
 
 
 Known: TypeAlias = Received[Any] | PartialState | Literal["into"] | None
-"""Data that a fetch does not request: that of an earlier fetch, that of failed fetches, or what ``into`` has."""
+"""Data that a fetch need not request: from an earlier fetch, from failed fetches, or in the tensors of ``into``."""
 
 
 def _merged(ranges: Iterator[Range]) -> list[Range]:

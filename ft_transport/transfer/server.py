@@ -94,7 +94,7 @@ class StateServer:
     Args:
         settings: Settings of the transport.
         keys: The job's keys; each request must prove that its client knows them. ``None`` without a job token.
-        certificates: This process's certificates, with which the server accepts only TLS; ``None`` for plain HTTP.
+        certificates: This process's certificates, for a server that accepts only TLS; ``None`` for plain HTTP.
         max_wait_s: Longest time that a request may wait for a snapshot, in seconds.
         process_status: Status and metrics of this process.
 
@@ -154,9 +154,9 @@ class StateServer:
         Args:
             wanted: The state. A `Taking` must be passed on the thread that owns the state. A `HeldState` may be passed
                 on any thread, once.
-            share: Whether to serve the trainer's own tensors without a copy, if the state is held and ``is_shareable``.
-                Then the caller may release the read lock after this call, and must call `materialize` before anything
-                changes a tensor, including the optimizer's step.
+            share: Whether to serve the trainer's own tensors without a copy, if ``wanted`` is a `HeldState` and is
+                ``is_shareable``. Then the caller may release the read lock after this call, and must call `materialize`
+                before anything changes a tensor, including the optimizer's step.
 
         Raises:
             SnapshotError: The state cannot be captured, there is not enough memory, or receivers still read the maximum

@@ -45,7 +45,7 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 _LEAST_WAIT_S: Final = 1.0
-"""Shortest time for the other manifests after the first manifest; otherwise they have as long again as the first."""
+"""Least time that the other sources have after the first manifest. They have at least as long as the first took."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _MAX_ASKED_AT_ONCE: Final = 16
@@ -99,8 +99,8 @@ class AgreedSources:
     Attributes:
         manifest: Manifest of the first source.
         files: The snapshot's file at each source.
-        connection: Connection to the first source. While it is open, that source does not replace its snapshot for the
-            time of a lease after each request.
+        connection: Connection to the first source. While it is open, each request makes the source keep its snapshot
+            for the length of a lease.
         content: Id of the content; ``None`` for a single source without other receivers.
     """
 
@@ -250,7 +250,7 @@ def asking(
 def _ask_all(
     connections: Sequence[Connection], step: StepSelector, settings: FetchSettings
 ) -> tuple[list[_Served], dict[PeerAddress, BaseException]]:
-    """Return the snapshots of the peers, in the order of the connections, and the errors of the other peers."""
+    """Return the snapshots of the peers that answered, in the order of ``connections``, and the others' errors."""
 
     def ask(connection: Connection) -> _Served:
         manifest = fetch_manifest(connection, step, settings)

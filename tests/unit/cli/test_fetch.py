@@ -227,7 +227,7 @@ def test_two_do_not_write_to_one_file(
     with PartFile(tmp_path / "m"):
         result = fetch(source.metadata(), "-o", tmp_path / "m")
         assert result.exit_code == 1
-        assert "another fetch writes to" in str(result.exception)
+        assert "another fetch is writing to" in str(result.exception)
     assert not list(tmp_path.iterdir())
     assert fetch(source.metadata(), "-o", tmp_path / "m").exit_code == 0
 
@@ -259,7 +259,7 @@ def test_only_a_regular_file_is_replaced(source: HTTPTransport[Any], tmp_path: P
     for place in (tmp_path / "fifo", tmp_path / "link", tmp_path, Path("/dev/full"), Path()):
         result = fetch(source.metadata(), "-o", place)
         assert result.exit_code == 1
-        assert "expected the name of a regular or a new file to write" in str(result.exception)
+        assert "expected the name of a regular file or of a new file" in str(result.exception)
     missing = fetch(source.metadata(), "-o", tmp_path / "no" / "m")
     assert "No such file or directory" in str(missing.exception)
     assert (tmp_path / "real").read_bytes() == b"kept"

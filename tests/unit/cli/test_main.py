@@ -50,7 +50,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["verify", "ftp://x"], "expected a URL like http"),
         (["diff", "ftp://x", "nothing"], "expected a URL like http"),
         (["inspect", "fifo"], "at fifo: expected a regular file, got a FIFO"),
-        (["fetch", "http://127.0.0.1:9", "-o", "."], "expected the name of a regular or a new file to write"),
+        (["fetch", "http://127.0.0.1:9", "-o", "."], "expected the name of a regular file or of a new file"),
         (["fetch", "http://127.0.0.1:9", "-o", "none/x"], "No such file or directory"),
     ],
 )
