@@ -19,7 +19,7 @@ ITEM_BITS: Final = {
 }  # fmt: skip
 """Bits per element, by dtype. Names are torch's, or safetensors' for dtypes that torch lacks."""
 MAX_DIMENSIONS: Final = 64
-"""The limit of torch's own tensors."""
+"""Maximum number of dimensions of a tensor, as in torch."""
 
 
 Form: TypeAlias = Literal["file", "files", "dcp"]
@@ -30,7 +30,7 @@ Read: TypeAlias = Callable[[int, int], bytes]
 """Reads bytes of a file, given a position and a length. Returns fewer bytes at the end of the file."""
 
 _MAX_BOXES_EXAMINED: Final = 5_000_000
-"""Limit of the time to search for overlaps: how many boxes may be examined, over all dimensions."""
+"""Maximum number of boxes that a search for overlaps examines, over all dimensions, to limit its time."""
 _MAX_PAIRS: Final = 1_000_000
 
 

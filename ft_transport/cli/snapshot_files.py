@@ -38,7 +38,7 @@ Manifests = tuple[Manifest, Manifest]
 Peers = tuple[PeerAddress, PeerAddress]
 _Ask = Callable[[StepSelector, float], Manifests]
 _ITEM: Final = 16
-"""Length of the longest element in bytes."""
+"""Length of the longest element of any dtype, in bytes."""
 
 
 def settings_for_files(

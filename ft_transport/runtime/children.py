@@ -104,7 +104,7 @@ def close_files_in_children(holder: FileHolder) -> None:
 
 
 def _before_fork() -> None:
-    # Waits at the gate first: a fork that waits for a library must not block other threads that create sockets.
+    # Wait at the gate first: a fork that waits for a library must not block other threads that create sockets.
     _gate.close()
     making_socket.acquire()
 
@@ -123,8 +123,8 @@ def _close_all() -> None:
     inherited = [number for number in candidates if _is_of_any(holders, file_holders, number)]
     if not inherited:
         return
-    # Replaces each descriptor by /dev/null instead of closing it, because the child's copies of the Python objects will
-    # close the same numbers later. Closes one descriptor first, because the descriptor table may be full.
+    # Replace each descriptor by /dev/null instead of closing it, because the child's copies of the Python objects will
+    # close the same numbers later. Close one descriptor first, because the descriptor table may be full.
     os.close(inherited[0])
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number in inherited:

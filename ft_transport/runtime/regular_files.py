@@ -101,7 +101,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
             raise UnusableFileError(
                 errno.EFBIG, f"expected a file of at most {max_bytes} bytes, got {num_bytes} bytes", str(path)
             )
-        # Reads no more than that, even if the file grows meanwhile.
+        # Read no more than this, even if the file grows meanwhile.
         content = bytearray(num_bytes)
         filled = 0
         while filled < num_bytes and (count := file.readinto(memoryview(content)[filled:])):

@@ -24,9 +24,9 @@ _MAX_PARTS: Final = 20
 _MAX_TEXT: Final = 400
 
 Activity: TypeAlias = Literal["training", "healing", "waiting", "idle"]
-"""``training``: the replica takes part in the current step. ``healing``: the replica receives the state first.
-``waiting``: the replica waits for a quorum or for other replicas. ``idle``: training has not begun, or the replica has
-no quorum."""
+"""``training``: the replica takes part in the current step. ``healing``: the replica receives the state before
+it takes part. ``waiting``: the replica waits for a quorum or for other replicas. ``idle``: training has not begun, or
+the replica has no quorum."""
 
 Change: TypeAlias = Literal["left", "joined", "healed"]
 """``left`` and ``joined``: another replica left or joined. ``healed``: the replica that reports the change healed."""

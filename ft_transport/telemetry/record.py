@@ -173,7 +173,7 @@ def decode_record(line: bytes | str) -> Record:
 
 
 _TRANSFERS: Final = 1000
-"""Difference between the number of the track of a rank's transfers and that of the rank's phases, in a trace."""
+"""In a trace, track ``rank`` shows the phases of a rank, and track ``rank + _TRANSFERS`` its transfers."""
 
 
 def send_spans(record: Record) -> None:

@@ -229,7 +229,7 @@ class StateClient(Generic[T]):
         agreed, restore, settings = plan.agreed, plan.restore, request.settings
         if plan.ranges is not None:
             phase("transfer")
-            # Fetches before it asks for digests, which the source may still be computing.
+            # Fetch first, and request digests later, because the source may still be computing them.
             fetch_ranges(Source(agreed.connection.peer, plan.manifest), plan.ranges, restore, settings)
             plan = part.plan_rest(plan, settings)
         receivers = None

@@ -22,7 +22,7 @@ from ft_transport.wire.manifest import Manifest
 T = TypeVar("T")
 
 _MOST_CHANGING: Final = 0.5
-"""Fraction of the data that may have changed, above which a fetch requests everything."""
+"""If more than this fraction of the data may have changed, a fetch requests everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

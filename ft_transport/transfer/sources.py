@@ -45,7 +45,7 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 _LEAST_WAIT_S: Final = 1.0
-"""Least time that the other sources have after the first manifest. They have at least as long as the first took."""
+"""After the first manifest, the other sources have as much time as it took, but at least this."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _MAX_ASKED_AT_ONCE: Final = 16
@@ -313,7 +313,7 @@ def ask_group(
     unreachable: dict[PeerAddress, TransportError] = {}
 
     def ask(step: StepSelector) -> list[Source]:
-        # Ends the leases of snapshots from an earlier call, which would count towards the sources' max_snapshots.
+        # End the leases of snapshots from an earlier call: they would count towards the sources' max_snapshots.
         _close_all(connections)
         connections.update({peer: Connection.of(peer, settings) for peer in peers if peer not in unreachable})
         at_once = min(len(connections), _MAX_ASKED_AT_ONCE)

@@ -26,7 +26,7 @@ _BYTES_PER_READ: Final = 1 << 10
 """A plan may have more than `MAX_READS` reads if their average length in bytes is at least this."""
 MAX_WORK: Final = 1 << 22
 """Maximum number of parts that a plan examines, for all distinct shapes and layouts together. 64 ranks and 10,000
-shapes need a tenth."""
+shapes need a tenth of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

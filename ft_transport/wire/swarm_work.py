@@ -359,7 +359,7 @@ class SwarmWork:
         if not queue.num_lacking:
             # The relay has delivered its own block. It substitutes for others, and may be waiting itself.
             return False
-        # Compares only with relays whose block has landed completely: with fewer chunks, differences are random.
+        # Compare only with relays whose block has landed completely: with fewer chunks, differences are random.
         of_best_relay = max((other.num_landed for _, other in self._others if not other.num_lacking), default=0)
         if of_best_relay > 2 * (queue.num_landed + 1):
             return True
