@@ -217,7 +217,7 @@ class MemoryCopy:
 
     Args:
         sources: The tensors to copy.
-        memory: The destination, a uint8 tensor of the total size; ``None`` for a new one.
+        memory: The destination, a uint8 tensor as large as all sources; ``None`` for a new tensor.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], memory: torch.Tensor | None = None) -> None:

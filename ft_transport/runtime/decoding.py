@@ -27,11 +27,11 @@ _is_disabled_here = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector of the whole process while the block creates many objects that are no garbage.
+    """Pause the garbage collector of the whole process while the block creates many objects that stay alive.
 
     Pauses may nest, and pauses of several threads may overlap. A process that has imported torch has several hundred
-    thousand objects, and a full collection takes about 0.1 s. Ten thousand new objects, such as a state of ten thousand
-    tensors, trigger a full collection. Use this only for blocks of milliseconds, because no thread's garbage is
+    thousand objects, and a full collection takes about 0.1 s. Ten thousand new objects, such as those of a state of ten
+    thousand tensors, trigger a full collection. Use this only for blocks of milliseconds, because no thread's garbage is
     collected meanwhile. There is no lock: if two threads enter and leave at the same moment, the collector may run
     within a block, which only costs time.
     """

@@ -126,7 +126,7 @@ class SafeThread(threading.Thread):
                 super().join()
 
     def run(self) -> None:
-        """Call the target."""
+        """Call the thread's target; the thread calls this method."""
         try:
             super().run()
         finally:

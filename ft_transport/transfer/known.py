@@ -229,7 +229,7 @@ class PartialState:
         return dataclasses.replace(plan, manifest=manifest, chunks=chunks)
 
     def own(self, restore: Restore) -> None:
-        """Store the memory of a fetch that does not call `plan`, so that `failed` can overwrite the received data."""
+        """Reference the memory of a fetch that does not call `plan`, so that `failed` can overwrite received data."""
         self._restore = restore
 
     def note(self, chunk: int) -> None:

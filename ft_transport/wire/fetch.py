@@ -207,7 +207,7 @@ class FetchMachine(Generic[Unit]):
         return self._failures[-1] if self._failures else None
 
     def has_request(self, worker: WorkerIndex) -> bool:
-        """Return whether the worker has a running request, of which at least one unit has not landed."""
+        """Return whether the worker has a running request with a unit that has not landed."""
         return worker in self._assignments
 
     def next(self, worker: WorkerIndex) -> Instruction[Unit]:

@@ -235,7 +235,7 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
 
 
 def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
-    """Return the elements at some positions of the sequence of all elements of ``intervals``."""
+    """Join the indices of all intervals to one sequence; return the indices at ``positions``, as intervals."""
     taken: list[Interval] = []
     which = before = 0
     for position, end in positions:

@@ -127,7 +127,7 @@ class Ring:
         return (is_little and is_behind) or self._num_silent >= max(self._num_settled, self._num_own // 2)
 
     def _has_brought_less(self, by: int) -> bool:
-        """Return whether the sources delivered over ``by`` times as large a share of their chunks as the ring did."""
+        """Return whether the ring's delivered fraction of its chunks, times ``by``, is below that of the sources."""
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
         return of_sources > by * of_ring
 

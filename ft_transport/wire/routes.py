@@ -105,7 +105,7 @@ def relay_path(content: ContentId, ranges: str, *, wait_s: float, follow_s: floa
 
 
 def parse_after(text: str | None) -> int | None:
-    """Parse the number in an ``FT-After`` header or an ``after`` parameter; return ``None`` if there is none."""
+    """Parse the number in an ``FT-After`` header or an ``after`` parameter; return ``None`` for any other text."""
     number = parse_step(text) if text is not None else None
     return number if isinstance(number, int) else None
 

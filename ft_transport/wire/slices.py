@@ -1,4 +1,4 @@
-"""Slices (each has the bytes of a box of a tensor), and HTTP requests for slices.
+"""Slices (each contains a box of a tensor: an index range in each dimension), and HTTP requests for slices.
 
 A request (`SlicesRequest`) lists frames, and each frame is a list of slices. For each frame, the response has the bytes
 of the slices, one after the other, and then the frame's digest: 8 bytes, big-endian. So a receiver can verify any part
