@@ -49,9 +49,7 @@ def top_command(
     ],
     *,
     once: Annotated[bool, typer.Option("--once", help="Show the job once, and exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, on one line, at each refresh.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, in one line, per refresh.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Serve a page about the job to browsers.")] = False,
     host: Annotated[str, typer.Option("--host", help="With --serve: the address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="With --serve: the port, 0 for any.")] = 0,

@@ -31,9 +31,9 @@ def collector_paused() -> Iterator[None]:
 
     Pauses may nest, and pauses of several threads may overlap. A process that has imported torch has several hundred
     thousand objects, and a full collection takes about 0.1 s. Ten thousand new objects, such as those of a state of ten
-    thousand tensors, trigger a full collection. Use this only for blocks of milliseconds, because no thread's garbage is
-    collected meanwhile. There is no lock: if two threads enter and leave at the same moment, the collector may run
-    within a block, which only costs time.
+    thousand tensors, trigger a full collection. Use this only for blocks of milliseconds, because no garbage of any
+    thread is collected meanwhile. There is no lock: if two threads enter and leave at the same moment, the collector
+    may run within a block, which only costs time.
     """
     global _is_disabled_here  # noqa: PLW0603 - a process has only one collector
     pause = _Pause()
