@@ -217,11 +217,6 @@ class Recording:
         elif phase:
             whole.phase(phase)
 
-    @property
-    def is_part(self) -> bool:
-        """Whether this recording is a part of another recording, opened earlier."""
-        return self._whole is not None
-
     def phase(self, name: str) -> None:
         """End the current phase, and begin the phase ``name``. Called on a part, this affects the whole recording."""
         whole = self._whole or self

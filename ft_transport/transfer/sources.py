@@ -94,7 +94,7 @@ class FetchPeers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedSources:
-    """The sources of a fetch, which serve the same content.
+    """One or several sources of a fetch that serve the same content.
 
     Attributes:
         manifest: Manifest of the first source.
@@ -116,13 +116,6 @@ class AgreedSources:
             TransportError: The source did not send the digests.
         """
         return with_digests(self.connection, self.manifest, max_failures=settings.max_failures)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Served:
-    connection: Connection
-    manifest: Manifest
-    content: ContentId
 
 
 def ask_sources(
@@ -154,9 +147,9 @@ def ask_sources(
     """
     if len(peers) == 1 and not is_relayed:
         connection = connections.enter_context(Connection.of(peers[0], settings))
-        manifest = fetch_manifest(connection, step, settings)
+        source = _source_at(connection, fetch_manifest(connection, step, settings))
         settings.timeouts.note_progress()
-        return AgreedSources(manifest=manifest, files=(SourceFile.of(peers[0], manifest),), connection=connection)
+        return source
     opened = [connections.enter_context(Connection.of(peer, settings)) for peer in peers]
     served, failed = _ask_all(opened, step, settings)
     if not served:
@@ -187,12 +180,12 @@ def ask_sources(
                 f"; its digests are {each.manifest.digester.name} in place of {digest_name}" if is_other_digest else "",
             )
     settings.timeouts.note_progress()
-    return AgreedSources(
-        manifest=agreed[0].manifest,
-        files=tuple(SourceFile.of(each.connection.peer, each.manifest) for each in agreed),
-        connection=agreed[0].connection,
-        content=content,
-    )
+    return dataclasses.replace(agreed[0], files=tuple(file for each in agreed for file in each.files))
+
+
+def _source_at(connection: Connection, manifest: Manifest, content: ContentId | None = None) -> AgreedSources:
+    file = SourceFile.of(connection.peer, manifest)
+    return AgreedSources(manifest=manifest, files=(file,), connection=connection, content=content)
 
 
 def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
@@ -249,13 +242,13 @@ def asking(
 
 def _ask_all(
     connections: Sequence[Connection], step: StepSelector, settings: FetchSettings
-) -> tuple[list[_Served], dict[PeerAddress, BaseException]]:
+) -> tuple[list[AgreedSources], dict[PeerAddress, BaseException]]:
     """Return the snapshots of the peers that answered, in the order of ``connections``, and the others' errors."""
 
-    def ask(connection: Connection) -> _Served:
+    def ask(connection: Connection) -> AgreedSources:
         manifest = fetch_manifest(connection, step, settings)
         manifest = with_digests(connection, manifest, max_failures=settings.max_failures)
-        return _Served(connection=connection, manifest=manifest, content=content_id(manifest))
+        return _source_at(connection, manifest, content_id(manifest))
 
     began_s = time.monotonic()
     until_s: float | None = None
@@ -270,7 +263,7 @@ def _ask_all(
                 now_s = time.monotonic()
                 until_s = now_s + max(_LEAST_WAIT_S, now_s - began_s)
         are_in_time = [each.done() for each in futures]
-    served: list[_Served] = []
+    served: list[AgreedSources] = []
     failed: dict[PeerAddress, BaseException] = {}
     for connection, each, is_in_time in zip(connections, futures, are_in_time, strict=True):
         error = each.exception()
