@@ -241,8 +241,8 @@ def _advertised_on_the_loopback() -> Check:
         found = "without a job token, servers on this host listen on the loopback alone: other hosts cannot reach them"
         return _check("advertised", found, remedy)
     found = (
-        f"{ADVERTISE_VARIABLE} is {chosen}, but without a job token a server listens on the loopback alone, so that it "
-        "cannot start with this address"
+        f"{ADVERTISE_VARIABLE} is {chosen}, but without a job token a server listens on the loopback alone, and cannot "
+        "start with this address"
     )
     return _check("advertised", found, remedy, "bad")
 

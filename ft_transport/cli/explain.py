@@ -116,7 +116,7 @@ def explain_command(
     chosen = chosen[-last:]
     if not chosen:
         wanted = f"a record of kind {kind}" if kind else "a record"
-        typer.echo(f"expected {wanted} in {', '.join(map(str, files))}, there is none", err=True)
+        typer.echo(f"expected {wanted} in {', '.join(map(str, files))}, got none", err=True)
         raise typer.Exit(1)
     links = link_speeds()
     for number, record in enumerate(chosen):
@@ -145,7 +145,7 @@ def trace_command(
     """
     records = read_records(files)
     if not records:
-        typer.echo(f"expected a record in {', '.join(map(str, files))}, there is none; nothing was written", err=True)
+        typer.echo(f"expected a record in {', '.join(map(str, files))}, got none; nothing was written", err=True)
         raise typer.Exit(1)
     try:
         output.write_bytes(encode_trace(records))

@@ -85,5 +85,5 @@ def _advice_for_other_servers(peer: str) -> str:
                 return ""
             if b"Lighthouse" in response.read(4096):
                 return f"this is a Lighthouse; expected a replica's URL; ft-transport top http://{peer} shows its job"
-            return "expected a replica's URL, as its transport's metadata() returns it; another program answers there"
+            return "expected the URL that a transport's metadata() returns, but another program answers there"
     return ""

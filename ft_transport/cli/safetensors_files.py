@@ -276,13 +276,13 @@ def _size_troubles(tensor: TensorEntry) -> Iterator[str]:
         num_bits *= length
         if num_bits > _MAX_COUNT:
             # The library refuses this even if a later dimension is 0.
-            yield f"{escape(tensor.path)}: its number of bits exceeds 64 bits"
+            yield f"{escape(tensor.path)}: its number of bits does not fit into 64 bits"
             return
     if num_bits != 8 * piece.stored.num_bytes:
         size = f"{num_bits // 8} bytes" + (f" and {num_bits % 8} bits" if num_bits % 8 else "")
         yield (
-            f"{escape(tensor.path)}: {tensor.dtype} of {list(tensor.shape)} takes {size}, {piece.stored.num_bytes} are "
-            "stored"
+            f"{escape(tensor.path)}: {tensor.dtype} of {list(tensor.shape)} takes {size}, but {piece.stored.num_bytes} "
+            "are stored"
         )
 
 

@@ -101,7 +101,7 @@ def watch_token_command(as_json: Annotated[bool, typer.Option("--json", help="Pr
     """
     keys = TransportSettings().keys()
     if keys is None:
-        typer.echo("expected a job token in FT_TRANSPORT_TOKEN or FT_TRANSPORT_TOKEN_FILE, there is none", err=True)
+        typer.echo("expected a job token in FT_TRANSPORT_TOKEN or FT_TRANSPORT_TOKEN_FILE, got none", err=True)
         raise typer.Exit(1)
     token = keys.watch_tokens()[0]
     typer.echo(msgspec.json.encode({"watch_token": token}) if as_json else token)

@@ -183,7 +183,7 @@ def _headline(job: JobState, rows: list[_Row]) -> Text:
     elif not any(row.condition == "training" for row in rows) and job.status:
         text.append(f"  {escape(job.status, 80)}", style="yellow")
     if job.num_left_out:
-        text.append(f"  {job.num_left_out} not asked", style="yellow")
+        text.append(f"  {job.num_left_out} processes not shown", style="yellow")
     return text
 
 

@@ -207,8 +207,8 @@ def tensor_troubles(contents: Contents) -> Iterator[str]:
                 yield f"{name}: its part at {list(piece.offsets)} is not stored"
             elif piece.stored is not None and not piece.stored.is_zstd and piece.stored.num_bytes < num_bytes:
                 yield (
-                    f"{name}: {tensor.dtype} of {list(piece.sizes)} takes {num_bytes} bytes, {piece.stored.num_bytes} "
-                    "are stored"
+                    f"{name}: {tensor.dtype} of {list(piece.sizes)} takes {num_bytes} bytes, but "
+                    f"{piece.stored.num_bytes} are stored"
                 )
 
 

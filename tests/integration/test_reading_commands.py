@@ -331,10 +331,10 @@ def test_tensors_that_lie_over_each_other_are_found(tmp_path: Path) -> None:
         ({"a": ("U8", [4], [0, 4]), "b": ("U8", [4], [6, 10])}, 10, "m: bytes [4, 6) belong to no tensor"),
         ({"a": ("U8", [4], [0, 4])}, 7, "m: 3 bytes after the last tensor belong to no tensor"),
         ({}, 7, "m: 7 bytes after the last tensor belong to no tensor"),
-        ({"a": ("F32", [4], [0, 12])}, 12, "a: float32 of [4] takes 16 bytes, 12 are stored"),
-        ({"a": ("F32", [1 << 62], [0, 12])}, 12, "a: its number of bits exceeds 64 bits"),
+        ({"a": ("F32", [4], [0, 12])}, 12, "a: float32 of [4] takes 16 bytes, but 12 are stored"),
+        ({"a": ("F32", [1 << 62], [0, 12])}, 12, "a: its number of bits does not fit into 64 bits"),
         ({"a": ("X9", [1], [0, 4])}, 4, "a: its dtype X9 is unknown"),
-        ({"a": ("F4", [3], [0, 1])}, 1, "a: F4 of [3] takes 1 bytes and 4 bits, 1 are stored"),
+        ({"a": ("F4", [3], [0, 1])}, 1, "a: F4 of [3] takes 1 bytes and 4 bits, but 1 are stored"),
     ],
 )
 def test_what_is_wrong_with_a_safetensors_file_is_said(
