@@ -41,7 +41,7 @@ METADATA_NAME: Final = ".metadata"
 
 _MAX_LENGTH: Final = (1 << 63) - 1
 _REFUSED: Final = 3
-_WITH_PLACES: Final = "--with-places"
+_WITH_POSITIONS: Final = "--with-positions"
 _LEAST_MEMORY_BYTES: Final = 512 << 20
 _MEMORY_FOR_EACH_BYTE: Final = 64
 """Memory that the child may use for each byte of the file, in bytes: a generous estimate of its objects and JSON."""
@@ -52,12 +52,12 @@ _ZSTD: Final = "stream.zstd/1"
 _contents_decoder: Final = msgspec.json.Decoder(Contents)
 
 
-def read_dcp(directory: Path, *, with_places: bool) -> Contents:
+def read_dcp(directory: Path, *, with_positions: bool) -> Contents:
     """Return the tensors and values of a DCP checkpoint, from its metadata.
 
     Args:
         directory: The directory of the checkpoint.
-        with_places: Whether to include the position of each stored part in its file.
+        with_positions: Whether to include the position of each stored part in its file.
 
     Raises:
         UnreadableError: The file ``.metadata`` is missing or damaged, or is not DCP's.
@@ -67,7 +67,7 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
         encoded = read_regular(Path(os.path.realpath(path)), max_bytes=1 << 30)
     except OSError as error:
         raise UnreadableError(f"expected a DCP checkpoint in {directory}: {error}") from error
-    command = child_command(__name__, _main.__name__, *([_WITH_PLACES] if with_places else []))
+    command = child_command(__name__, _main.__name__, *([_WITH_POSITIONS] if with_positions else []))
     try:
         done = subprocess.run(
             command, input=encoded, capture_output=True, env=child_environment(), timeout=60.0, check=False
@@ -96,7 +96,7 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         gc.disable()  # The process is short-lived, and its memory is limited.
-        answer = msgspec.json.encode(_read(encoded, with_places=_WITH_PLACES in sys.argv[1:]))
+        answer = msgspec.json.encode(_read(encoded, with_positions=_WITH_POSITIONS in sys.argv[1:]))
     # For invalid pickles, the unpickler raises undocumented types of errors.
     except Exception as error:
         reason = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
@@ -109,16 +109,16 @@ def _main() -> None:
     os._exit(0)
 
 
-def _read(encoded: bytes, *, with_places: bool) -> Contents:
+def _read(encoded: bytes, *, with_positions: bool) -> Contents:
     metadata = _fields(_Reader(io.BytesIO(encoded)).load())
     stored = metadata["state_dict_metadata"]
-    places = _places_of(metadata.get("storage_data")) if with_places else None
+    positions = _positions_of(metadata.get("storage_data")) if with_positions else None
     return Contents(
         kind="DCP checkpoint",
         form="dcp",
-        tensors=tuple(_tensor(name, each, places) for name, each in stored.items() if isinstance(each, _Tensor)),
+        tensors=tuple(_tensor(name, each, positions) for name, each in stored.items() if isinstance(each, _Tensor)),
         values={
-            str(name): places.get((name, None)) if places is not None else None
+            str(name): positions.get((name, None)) if positions is not None else None
             for name, each in stored.items()
             if isinstance(each, _Bytes)
         },
@@ -179,7 +179,7 @@ _CLASSES: Final[dict[tuple[str, str], Any]] = {
 }
 
 
-_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredPart]
+_Positions: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredPart]
 """Positions in files, by the name of a value or tensor and, for a tensor, the first index of the box."""
 
 
@@ -197,7 +197,7 @@ class _Reader(pickle.Unpickler):
         raise UnreadableError(f"expected DCP's metadata without persistent ids, got one of type {type(pid).__name__}")
 
 
-def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
+def _tensor(name: str, stored: _Tensor, positions: _Positions | None) -> TensorEntry:
     fields = _fields(stored)
     dtype, shape = _dtype_of(fields["properties"]), _lengths(fields["size"], name)
     num_bytes = math.prod(shape) * ITEM_BITS[dtype] // 8
@@ -209,14 +209,14 @@ def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
         shape=shape,
         num_bytes=num_bytes,
         num_parts=len(fields["chunks"]),
-        pieces=tuple(_piece(name, each, places) for each in fields["chunks"]) if places is not None else (),
+        pieces=tuple(_piece(name, each, positions) for each in fields["chunks"]) if positions is not None else (),
     )
 
 
-def _piece(name: str, chunk: _Stored, places: _Places) -> TensorPiece:
+def _piece(name: str, chunk: _Stored, positions: _Positions) -> TensorPiece:
     fields = _fields(chunk)
     offsets = _lengths(fields["offsets"], name)
-    return TensorPiece(offsets, _lengths(fields["sizes"], name), places.get((name, offsets)))
+    return TensorPiece(offsets, _lengths(fields["sizes"], name), positions.get((name, offsets)))
 
 
 def _lengths(lengths: Any, name: str) -> tuple[int, ...]:
@@ -226,8 +226,8 @@ def _lengths(lengths: Any, name: str) -> tuple[int, ...]:
     return counts
 
 
-def _places_of(storage: Any) -> _Places:
-    places: _Places = {}
+def _positions_of(storage: Any) -> _Positions:
+    positions: _Positions = {}
     for key, info in (storage or {}).items():
         index, stored = _fields(key), _fields(info)
         file, start, num_bytes = stored["relative_path"], stored["offset"], stored["length"]
@@ -241,8 +241,8 @@ def _places_of(storage: Any) -> _Places:
                 f"{escape(str(name))} that another extension has transformed"
             )
         at = _lengths(offset, name) if offset is not None else None
-        places[name, at] = StoredPart(file, start, num_bytes, is_raw=False, is_zstd=bool(transforms))
-    return places
+        positions[name, at] = StoredPart(file, start, num_bytes, is_raw=False, is_zstd=bool(transforms))
+    return positions
 
 
 def _dtype_of(properties: _Stored) -> str:

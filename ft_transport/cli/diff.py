@@ -251,7 +251,7 @@ def _manifest_of(target: str) -> Manifest | None:
 def _open(target: str, fetched: Path | None) -> StoredState:
     if fetched is None:
         path = checkpoint_at(Path(target))
-        state = StoredState(path, open_source(str(path), with_places=True), name=target)
+        state = StoredState(path, open_source(str(path), with_positions=True), name=target)
     else:
         contents = replace(open_source(str(fetched)), kind="snapshot of a replica")
         state = StoredState(fetched, contents, name=target)

@@ -53,12 +53,12 @@ def inspect_command(
         raise typer.Exit(1)
 
 
-def open_source(target: str, *, with_places: bool = False) -> Contents:
+def open_source(target: str, *, with_positions: bool = False) -> Contents:
     """Return the description of a replica's snapshot, a file or a checkpoint.
 
     Args:
         target: A URL or a path.
-        with_places: Whether to include the position of each part of a DCP checkpoint. Positions in safetensors files
+        with_positions: Whether to include the position of each part of a DCP checkpoint. Positions in safetensors files
             are always included.
 
     Raises:
@@ -72,7 +72,7 @@ def open_source(target: str, *, with_places: bool = False) -> Contents:
     path = checkpoint_at(Path(target))
     # A checkpoint of this package may have safetensors files too, but only the files of DCP are complete.
     if path.is_dir() and ((path / METADATA_NAME).exists() or any(path.glob(OF_A_RANK))):
-        return _of_checkpoint(path, with_places=with_places)
+        return _of_checkpoint(path, with_positions=with_positions)
     if path.is_dir():
         indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"), key=lambda index: (not index.name.startswith("model."), index))
         return read_files(path, indexes[0] if indexes else None)
@@ -118,8 +118,8 @@ def _is_stored_in(directory: Path) -> bool:
     return (directory / METADATA_NAME).exists() or any(any(directory.glob(pattern)) for pattern in patterns)
 
 
-def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
-    contents = read_dcp(path, with_places=with_places)
+def _of_checkpoint(path: Path, *, with_positions: bool) -> Contents:
+    contents = read_dcp(path, with_positions=with_positions)
     found = _STEP_DIRECTORY.fullmatch(path.resolve().name)
     if found is None or not (path / MANIFEST).exists():
         return contents

@@ -210,15 +210,15 @@ class StoredState:
         file, part = self.located(part, name)
         read = self.reader(file, part)
         try:
-            places = [
+            positions = [
                 (part.start + start_of(entry, read, part.num_bytes), entry.num_bytes)
                 for entry in zip_entries(read, part.num_bytes)
                 if entry.name not in _NOT_VALUES and not entry.name.startswith(".")
             ]
         except UnreadableError:
-            places = [(part.start, part.num_bytes)]
+            positions = [(part.start, part.num_bytes)]
         pieces, at = [], 0
-        for start, num_bytes in places:
+        for start, num_bytes in positions:
             pieces.append(StoredPiece(((at,), (num_bytes,)), file, start))
             at += num_bytes
         return StoredTensor(dtype="bytes", shape=(at,), item_bytes=1, pieces=tuple(pieces))

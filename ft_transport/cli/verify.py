@@ -78,7 +78,7 @@ def verify_command(
         else:
             # Choose the checkpoint once: a job may complete a newer one in the directory during the check.
             path = checkpoint_at(Path(target))
-            contents = open_source(str(path), with_places=True)
+            contents = open_source(str(path), with_positions=True)
             troubles += _troubles(path, contents, notes)
     except NotFoundError:
         raise
@@ -219,7 +219,7 @@ def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
     for part in filter(None, parts):
         # Two names may share the same bytes, which are no overlap.
         by_file.setdefault(part.file, set()).add((part.start, part.num_bytes))
-    for name, places in by_file.items():
+    for name, positions in by_file.items():
         shown = escape(name)
         try:
             file = StoredFile.at(path_in(path, name))
@@ -229,7 +229,7 @@ def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
         num_bytes = file.num_bytes
         file.close()
         end = 0
-        for start, length in sorted(places):
+        for start, length in sorted(positions):
             if start < 0 or length < 0 or start + length > num_bytes:
                 yield f"{shown}: a part is in bytes [{start}, {start + length}), but the file has {num_bytes} bytes"
             elif start < end and length:

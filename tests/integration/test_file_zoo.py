@@ -530,7 +530,7 @@ def test_what_is_found_good_is_loaded_as_it_was_wherever_it_was_overwritten(tmp_
     state = {"w": torch.randn(30, 20), "b": torch.randn(7), "n": "text"}
     save_with_dcp(tmp_path, state)
     (data,) = tmp_path.glob("*.distcp")
-    contents = read_dcp(tmp_path, with_places=True)
+    contents = read_dcp(tmp_path, with_positions=True)
     whole, draw, num_found = data.read_bytes(), random.Random(5), 0
     for _ in range(300):
         damaged = io.BytesIO(whole)
