@@ -132,7 +132,7 @@ class Ring:
         return of_sources > by * of_ring
 
     def _is_left_behind(self) -> bool:
-        """Return whether other receivers get ever further ahead, while the ring delivers less than the sources."""
+        """Return whether other receivers are far ahead and gain, while the ring delivers less than the sources."""
         behind = self._num_behind
         if behind <= self._num_chunks / 8:
             self._least_behind = None
