@@ -80,7 +80,7 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
 
 
 def flows_of(job: JobState) -> dict[tuple[str, int], str]:
-    """Describe the current transfers of each process, by name and rank."""
+    """Describe the current transfers of each process. The keys are its name and rank."""
     names = {_netloc(process.address): process.name for process in job.processes if process.address}
     flows: dict[tuple[str, int], list[str]] = {}
     for process in job.processes:

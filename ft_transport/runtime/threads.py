@@ -212,7 +212,7 @@ def run_on_threads(
 
 
 def at_exit(function: Callable[[], None]) -> Callable[[], None]:
-    """Register ``function`` to be called when the main thread ends, while thread pools still accept work; a decorator.
+    """Register ``function``, as a decorator, to be called when the main thread ends, before thread pools refuse work.
 
     Functions of ``atexit`` run too late: thread pools, and asyncio with them, already refuse work then.
     ``concurrent.futures`` registers its own end in the same way (Lib/concurrent/futures/thread.py). The functions run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -64,24 +65,18 @@ def path_name(path: Path) -> str:
     return ".".join(step if isinstance(step, str) else repr(step) for step in path)[:400] or "(root)"
 
 
+@dataclass(slots=True)
 class _Merge:
-    def __init__(
-        self,
-        merge_tensor: MergeTensor,
-        merge_stored: MergeStored,
-        names: Sequence[str] | None,
-        check_time: nodes.CheckTime,
-    ) -> None:
-        self._merge_tensor = merge_tensor
-        self._merge_stored = merge_stored
-        self._names = names
-        self._check_time = check_time
-        self._num_merged = 0
+    merge_tensor: MergeTensor
+    merge_stored: MergeStored
+    names: Sequence[str] | None
+    check_time: nodes.CheckTime
+    num_merged: int = 0
 
     def merge(self, path: Path, sources: tuple[int, ...], found: tuple[Any, ...]) -> nodes.Node:
-        self._num_merged += 1
-        if self._num_merged % nodes.STRIDE == 0:
-            self._check_time()
+        self.num_merged += 1
+        if self.num_merged % nodes.STRIDE == 0:
+            self.check_time()
         first = found[0]
         kind = type(first)
         if kind is nodes.LeafNode:
@@ -92,7 +87,7 @@ class _Merge:
         if kind in _TENSORS:
             if not kinds <= _TENSORS:
                 raise self._conflict(path, sources, found)
-            return self._merge_tensor(path, sources, found)
+            return self.merge_tensor(path, sources, found)
         if len(kinds) > 1:
             raise self._conflict(path, sources, found)
         match first:
@@ -112,7 +107,7 @@ class _Merge:
                 return nodes.CustomNode(first.name, merged)
             case nodes.NumpyArrayNode() | nodes.StoredBytesNode():
                 self._check_equal(path, sources, found, "index")
-                return self._merge_stored(path, sources[0], first)
+                return self.merge_stored(path, sources[0], first)
             case _:
                 if any(node != first for node in found):
                     raise self._conflict(path, sources, found)
@@ -169,7 +164,7 @@ class _Merge:
         )
 
     def _name(self, source: int) -> str:
-        return self._names[source] if self._names is not None else f"source {source}"
+        return self.names[source] if self.names is not None else f"source {source}"
 
 
 def _with_items(node: Any, items: list[nodes.Node]) -> nodes.Node:

@@ -127,7 +127,11 @@ class Ring:
         return (is_little and is_behind) or self._num_silent >= max(self._num_settled, self._num_own // 2)
 
     def _has_brought_less(self, by: int) -> bool:
-        """Return whether the ring's delivered fraction of its chunks, times ``by``, is below that of the sources."""
+        """Compare which fractions of their chunks the sources and the ring have delivered.
+
+        Returns:
+            Whether the sources' fraction exceeds ``by`` times the ring's fraction.
+        """
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
         return of_sources > by * of_ring
 
