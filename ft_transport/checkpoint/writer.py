@@ -75,9 +75,7 @@ from ft_transport.runtime.regular_files import open_regular, sync_directory
 from ft_transport.state.tensors import DTYPES_BY_NAME
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header
-from ft_transport.wire.merging import Path as TreePath
-from ft_transport.wire.merging import StoredLeaf, TensorLike, merge_trees
-from ft_transport.wire.nodes import Node
+from ft_transport.wire.merging import merge_trees
 from ft_transport.wire.snapshot import gathered
 
 _NICENESS: Final = 5
@@ -167,7 +165,13 @@ class Writer:
         manifests = [tuple(decode_header(header) for header in headers) for headers in request.headers]
         names = [f"rank {rank}" for rank in range(len(manifests))]
         try:
-            merge_trees([each[SHARED].tree for each in manifests], _IgnoringTensors(), names=names)
+            # Compares only leaves without stored bytes. The writer later compares the digests of stored bytes.
+            merge_trees(
+                [each[SHARED].tree for each in manifests],
+                merge_tensor=lambda _path, _sources, nodes: nodes[0],
+                merge_stored=lambda _path, _source, node: node,
+                names=names,
+            )
         except RestoreError as error:
             what = error.message.rsplit("; ", 1)[0]
             raise ReplicasDivergedError(f"{what}; {OWN_STATE_ADVICE}", path=error.path) from error
@@ -279,20 +283,6 @@ class Writer:
             job=request.job,
         )
         return Bytes(encode_manifest(manifest))
-
-
-class _IgnoringTensors:
-    """Lets `merge_trees` compare all leaves without stored bytes. `Writer` later compares digests of stored bytes."""
-
-    def tensor(self, path: TreePath, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
-        """Accept tensors without a comparison."""
-        del path, sources
-        return nodes[0]
-
-    def stored(self, path: TreePath, source: int, node: StoredLeaf) -> Node:
-        """Accept a leaf with stored bytes without a comparison."""
-        del path, source
-        return node
 
 
 def serve(connection: socket.socket) -> None:
