@@ -84,21 +84,14 @@ def test_applied_twice_it_undoes_itself() -> None:
     assert np.array_equal(applied(encoded, applied(encoded, {"w": base}))["w"], base)
 
 
-def test_where_chunks_are_smaller_there_is_none() -> None:
+def test_where_chunks_are_smaller_or_more_than_an_eighth_would_be_taken_there_is_none() -> None:
     base = weights(1)
-    assert encode_delta(2, 1, [TensorPair("w", 2, base, weights(2))]) is None
-    half = base.copy()
+    half, every_tenth = base.copy(), base.copy()
     half[: 2 << 20] = weights(3, 2 << 20)
-    assert encode_delta(2, 1, [TensorPair("w", 2, base, half)]) is None
-    # Nothing changed: nothing of it would be fetched either.
-    assert encode_delta(2, 1, [TensorPair("w", 2, base, base)]) is None
-
-
-def test_where_more_than_an_eighth_would_be_taken_there_is_none() -> None:
-    base = weights(1)
-    every_tenth = base.copy()
     every_tenth.view("<u2")[::10] ^= 1
-    assert encode_delta(2, 1, [TensorPair("w", 2, base, every_tenth)]) is None
+    # The last one: nothing changed, and nothing of it would be fetched either.
+    for new in (weights(2), half, every_tenth, base):
+        assert encode_delta(2, 1, [TensorPair("w", 2, base, new)]) is None
 
 
 def encoded_delta() -> bytes:

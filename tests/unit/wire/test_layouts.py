@@ -106,16 +106,6 @@ def test_a_process_outside_the_mesh_holds_no_part() -> None:
     assert table.layouts[0].local_offset == (0,)
 
 
-def test_a_layout_is_kept_once() -> None:
-    table = LayoutTable()
-    indices = [
-        table.add(_mesh(2, at=(0,)), [Placement("shard", dim)], global_shape=(4, 4), global_stride=(4, 1))
-        for dim in (0, 1, 0)
-    ]
-    assert indices == [0, 1, 0]
-    assert (len(table.meshes), len(table.layouts)) == (1, 2)
-
-
 def test_a_strided_shard_of_more_pieces_than_memory_is_refused() -> None:
     many = (Placement("strided_shard", 0, 2**40),)
     with pytest.raises(ManifestError, match=f"at most {MAX_INTERVALS} pieces"):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import num_examples
 
 from ft_transport.errors import FetchFailedError, PeerProtocolError, PeerUnreachableError, TransportError
 from ft_transport.wire.chunks import CHUNK_BYTES
@@ -40,10 +41,6 @@ def _machine(reads: list[list[Read]], num_workers: int = 2, max_failures: int = 
 def _fail(machine: FetchMachine[FrameOfReads], worker: int, *, retryable: bool = True) -> None:
     error: TransportError = PeerUnreachableError("gone") if retryable else PeerProtocolError("nonsense")
     machine.request_failed(WorkerIndex(worker), error)
-
-
-def test_nothing_to_read_is_done_at_once() -> None:
-    assert _machine([[], []]).stopped == Stop(None)
 
 
 def test_small_reads_share_a_frame_and_frames_a_request() -> None:
@@ -143,15 +140,8 @@ def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
     assert len(machine.stopped.error.failures) == 2
 
 
-def test_it_can_be_aborted() -> None:
-    machine = _machine([[_read(0, 10, 0)]])
-    error = TransportError("enough")
-    machine.abort(error)
-    assert machine.next(WorkerIndex(0)) == Stop(error)
-
-
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(1000), deadline=None)
 def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.DataObject) -> None:
     num_sources = data.draw(st.integers(1, 4), "sources")
     reads: list[list[Read]] = [[] for _ in range(num_sources)]

@@ -35,11 +35,27 @@ def test_a_ring_is_for_as_many_chunks_as_go_round_it_in_little_time(
     assert has_ring(num_receivers=num_receivers, num_chunks=num_chunks) == is_one
 
 
-def test_all_goes_round() -> None:
+@pytest.mark.parametrize(
+    ("course", "has_left"),
+    [
+        pytest.param([(32, 7, None)], False, id="all goes round"),
+        pytest.param([(5, 0, None), (27, 8, None)], False, id="it begins a moment later"),
+        pytest.param([(12, 7, None), (16, 0, None)], True, id="it stops"),
+        pytest.param([(2, 2, heard) for heard in range(0, 256, 16)], True, id="it brings less than others have"),
+        pytest.param(
+            [(8, 2, 24), *((2, 7, heard) for heard in range(80, 240, 16))],
+            False,
+            id="it was late and brings enough by now",
+        ),
+    ],
+)
+def test_the_one_before_is_left_where_it_does_not_keep_up(
+    course: list[tuple[int, int, int | None]], has_left: bool
+) -> None:
     ring = _ring()
-    _go_on(ring, num_own=32, relayed_each=7)
-    assert ring.num_asked == 0
-    assert not ring.has_left
+    for num_own, relayed_each, heard in course:
+        _go_on(ring, num_own=num_own, relayed_each=relayed_each, heard=heard)
+    assert ring.has_left is has_left
 
 
 def test_where_sources_have_most_of_the_link_the_ring_brings_less_and_nobody_leaves() -> None:
@@ -47,13 +63,6 @@ def test_where_sources_have_most_of_the_link_the_ring_brings_less_and_nobody_lea
     for _ in range(8):
         _go_on(ring, num_own=4, relayed_each=0)
         ring.relayed_landed()
-    assert not ring.has_left
-
-
-def test_who_begins_a_moment_later_is_waited_for() -> None:
-    ring = _ring()
-    _go_on(ring, num_own=5, relayed_each=0)
-    _go_on(ring, num_own=27, relayed_each=8)
     assert not ring.has_left
 
 
@@ -79,28 +88,6 @@ def test_who_brings_little_is_left_as_soon_as_another_has_much_more() -> None:
     ring.report_progress(32)
     ring.own_landed()
     assert ring.has_left
-
-
-def test_who_stops_is_left() -> None:
-    ring = _ring()
-    _go_on(ring, num_own=12, relayed_each=7)
-    _go_on(ring, num_own=16, relayed_each=0)
-    assert ring.has_left
-
-
-def test_who_brings_less_than_others_have_is_left() -> None:
-    ring = _ring()
-    for heard in range(0, 256, 16):
-        _go_on(ring, num_own=2, relayed_each=2, heard=heard)
-    assert ring.has_left
-
-
-def test_who_was_late_and_brings_enough_by_now_is_not_left() -> None:
-    ring = _ring()
-    _go_on(ring, num_own=8, relayed_each=2, heard=24)
-    for heard in range(80, 240, 16):
-        _go_on(ring, num_own=2, relayed_each=7, heard=heard)
-    assert not ring.has_left
 
 
 def test_nobody_leaves_for_what_has_come() -> None:

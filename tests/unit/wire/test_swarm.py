@@ -27,22 +27,21 @@ def _is_too_slow(elapsed_s: float, num_left: int, *, num_from_sources: int = 100
     return _looked(pace, elapsed_s, num_left, num_from_sources=num_from_sources) is not None
 
 
-def test_as_fast_as_the_sources_is_fast_enough() -> None:
-    assert not _is_too_slow(2.5, 75)
-    assert not _is_too_slow(3.9, 5)
-
-
-def test_half_as_fast_is_waited_for_while_the_wait_is_short() -> None:
-    assert not _is_too_slow(3.0, 75)
-
-
-@pytest.mark.parametrize("num_left", [100, 99, 95])
-def test_much_slower_is_too_slow(num_left: int) -> None:
-    assert _is_too_slow(3.0, num_left)
-
-
-def test_a_pause_is_no_sign() -> None:
-    assert not _is_too_slow(2.4, 100)
+@pytest.mark.parametrize(
+    ("elapsed_s", "num_left", "num_from_sources", "expected"),
+    [
+        (2.5, 75, 100, False),
+        (3.9, 5, 100, False),
+        (3.0, 75, 100, False),  # half as fast, and the wait is short
+        *((3.0, num_left, 100, True) for num_left in (100, 99, 95)),
+        (2.4, 100, 100, False),  # a pause
+        (60.0, 100, 0, False),  # no sources to compare with
+    ],
+)
+def test_a_relay_is_slow_that_takes_much_longer_than_the_sources(
+    elapsed_s: float, num_left: int, num_from_sources: int, expected: bool
+) -> None:
+    assert _is_too_slow(elapsed_s, num_left, num_from_sources=num_from_sources) is expected
 
 
 def test_the_longer_it_took_before_the_longer_is_waited() -> None:
@@ -59,10 +58,6 @@ def test_what_has_come_excuses_nobody_who_stops_then(num_left: int) -> None:
     assert _looked(pace, 2.6, num_left) is None
     # No longer than the own block has taken, and the sources take for that.
     assert _looked(pace, 5.0, num_left) == 0
-
-
-def test_without_sources_to_compare_with_nobody_is_slow() -> None:
-    assert not _is_too_slow(60.0, 100, num_from_sources=0)
 
 
 def test_who_follows_is_judged_by_itself() -> None:

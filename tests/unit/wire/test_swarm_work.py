@@ -1,264 +1,179 @@
-"""Whom a receiver asks for which chunk: all of them land, the sources send each about once, whoever dies or dawdles."""
+"""Whom receivers ask, on simulated links: when the last one is done, how much leaves the sources, whoever dies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ft_transport.errors import FetchFailedError, PeerNotReadyError, PeerUnreachableError
-from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
+from benchmarks.simulated_fleet import Host, Outcome, SimulatedFetch
+from ft_transport.wire.fetch import FetchMachine, Request, WorkerIndex
 from ft_transport.wire.swarm import Swarm
 from ft_transport.wire.swarm_work import SwarmWork
 
-_MAX_ROUNDS = 5_000
-_LONGEST_WAIT = 40
-"""Rounds for which a relay holds a request until it has something."""
-_LONGEST_PAUSE = 20
-"""Rounds for which it pauses within an answer for the next chunk."""
+_RATE = 1e8
+_CHUNK_S = (4 << 20) / _RATE
+_GOOD = Host(rate=_RATE)
+_SLOW = Host(rate=_RATE / 10)
 
 
-@dataclass
-class _Receiver:
-    """One receiver with its workers; a chunk takes as many rounds as its slower side needs."""
-
-    number: int
-    machine: FetchMachine[int]
-    work: SwarmWork
-    fleet: Swarm
-    num_workers: int
-    landed: dict[int, None] = field(default_factory=dict)
-    furthest: int = 0
-    requests: dict[WorkerIndex, _Exchange] = field(default_factory=dict)
+def _fetch(num_chunks: int, receivers: list[Host], sources: tuple[Host, ...] = (_GOOD,)) -> Outcome:
+    fetch = SimulatedFetch(sources=sources, receivers=receivers, num_chunks=num_chunks, resolution=0.1)
+    outcome = fetch.run()
+    assert not outcome.errors
+    return outcome
 
 
-@dataclass
-class _Exchange:
-    request: Request[int]
-    missing: list[int]
-    num_waited: int = 0
+def _copies(outcome: Outcome, num_chunks: int) -> float:
+    """How often the state has left the sources."""
+    return sum(outcome.from_sources_bytes) / (num_chunks << 22)
 
 
-class _Job:
-    def __init__(
-        self, num_chunks: int, num_sources: int, num_receivers: int, *, num_workers: int | None = None
-    ) -> None:
-        self.num_chunks = num_chunks
-        self.num_sent = [0] * num_sources
-        self.num_relayed = [0] * num_receivers
-        self.dead_sources: set[int] = set()
-        self.dead_receivers: set[int] = set()
-        self.cut_off: set[int] = set()
-        self.slow_sources: dict[int, int] = {}
-        self.num_rounds = 0
-        names = [f"source{index}" for index in range(num_sources)]
-        relays = [f"relay{index}" for index in range(num_receivers - 1)]
-        self.receivers = []
-        for number in range(num_receivers):
-            fleet = Swarm(num_sources=num_sources, num_receivers=num_receivers, own=number)
-            work = SwarmWork([(0, num_chunks)], num_chunks=num_chunks, swarm=fleet, num_connections=4)
-            machine: FetchMachine[int] = FetchMachine(work, sources=[*names, *relays], max_failures=3)
-            self.receivers.append(_Receiver(number, machine, work, fleet, num_workers or work.num_workers))
-
-    def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Goes on until all who live are done, or so far."""
-        while any(self._is_at_work(receiver) for receiver in self.receivers):
-            self.num_rounds += 1
-            assert self.num_rounds < _MAX_ROUNDS, "it hangs"
-            for receiver in self.receivers:
-                if self._is_at_work(receiver):
-                    self._go_on(receiver)
-            if until():
-                return
-
-    def is_half_done(self) -> bool:
-        return any(len(receiver.landed) > self.num_chunks // 2 for receiver in self.receivers)
-
-    def _is_at_work(self, receiver: _Receiver) -> bool:
-        return receiver.number not in self.dead_receivers and receiver.machine.stopped is None
-
-    def _go_on(self, receiver: _Receiver) -> None:
-        for index in range(receiver.num_workers):
-            worker = WorkerIndex(index)
-            if worker not in receiver.requests:
-                instruction = receiver.machine.next(worker)
-                if isinstance(instruction, Request):
-                    # Its answer begins in the next round.
-                    receiver.requests[worker] = _Exchange(instruction, list(instruction.units))
-                    continue
-                if isinstance(instruction, Interrupt):
-                    receiver.machine.request_failed(instruction.worker, PeerUnreachableError("given up"))
-                    del receiver.requests[instruction.worker]
-                    continue
-            if worker in receiver.requests:
-                self._move(receiver, worker)
-
-    def _move(self, receiver: _Receiver, worker: WorkerIndex) -> None:
-        exchange = receiver.requests[worker]
-        machine, request = receiver.machine, exchange.request
-        is_begun = len(exchange.missing) < len(request.units)
-        if request.source < receiver.fleet.num_sources:
-            if request.source in self.dead_sources or receiver.number in self.cut_off:
-                machine.request_failed(worker, PeerUnreachableError("dead"))
-                del receiver.requests[worker]
-                return
-            if exchange.num_waited < self.slow_sources.get(request.source, 0):
-                exchange.num_waited += 1
-                return
-            self.num_sent[request.source] += 1
-            chunk = exchange.missing[0]
-        else:
-            relay = self.receivers[receiver.fleet.receiver_of(request.source)]
-            if relay.number in self.dead_receivers:
-                if is_begun:
-                    # It might as well have had no more; the next request tells.
-                    machine.request_cut(worker)
-                else:
-                    machine.request_failed(worker, PeerUnreachableError("dead"))
-                del receiver.requests[worker]
-                return
-            ready = next((chunk for chunk in relay.landed if chunk in exchange.missing), None)
-            if ready is None:
-                if exchange.num_waited < (_LONGEST_PAUSE if is_begun else _LONGEST_WAIT):
-                    exchange.num_waited += 1
-                    return
-                if is_begun:
-                    machine.request_cut(worker)
-                else:
-                    machine.request_failed(worker, PeerNotReadyError("not yet", retry_after_s=0.0))
-                del receiver.requests[worker]
-                return
-            self.num_relayed[relay.number] += 1
-            receiver.furthest = max(receiver.furthest, relay.furthest, len(relay.landed))
-            receiver.work.report_progress(receiver.furthest)
-            chunk = ready
-        assert chunk not in receiver.landed, "nothing is fetched twice"
-        receiver.landed[chunk] = None
-        machine.unit_landed(worker, chunk)
-        exchange.missing.remove(chunk)
-        exchange.num_waited = 0
-        if not exchange.missing or not machine.has_request(worker):
-            del receiver.requests[worker]
-
-    def check(self) -> None:
-        for receiver in self.receivers:
-            if receiver.number not in self.dead_receivers:
-                assert receiver.machine.stopped == Stop(None)
-                assert set(receiver.landed) == set(range(self.num_chunks))
+@pytest.mark.parametrize(("num_chunks", "num_receivers"), [(64, 2), (64, 16), (1000, 4), (1000, 8)])
+def test_the_last_receiver_is_done_when_one_alone_would_be(num_chunks: int, num_receivers: int) -> None:
+    outcome = _fetch(num_chunks, [_GOOD] * num_receivers)
+    # Until the first chunk is there, which all share the source for, nobody has anything to pass on.
+    least_s = (num_chunks + num_receivers - 1) * _CHUNK_S
+    assert outcome.last_s <= 1.05 * least_s
+    assert _copies(outcome, num_chunks) == 1.0
+    # Everybody carries about as much as everybody else.
+    assert max(outcome.relayed_bytes) <= 1.5 * sum(outcome.relayed_bytes) / num_receivers
 
 
-@pytest.mark.parametrize("num_receivers", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize("num_sources", [1, 4])
-def test_each_chunk_leaves_the_sources_once(num_sources: int, num_receivers: int) -> None:
-    job = _Job(256, num_sources, num_receivers)
-    job.run()
-    job.check()
-    assert sum(job.num_sent) <= 1.2 * 256
-    if num_receivers > 1:
-        # Everybody carries about as much as everybody else.
-        assert max(job.num_relayed) <= 1.5 * sum(job.num_relayed) / num_receivers
+@pytest.mark.parametrize("num_receivers", [2, 4])
+def test_relays_that_have_all_they_are_asked_for_are_waited_for(num_receivers: int) -> None:
+    # Four sources have a receiver's own block there early, for most of its link is theirs.
+    outcome = _fetch(1000, [_GOOD] * num_receivers, (_GOOD,) * 4)
+    assert outcome.last_s <= 1.02 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.02
 
 
-def test_faster_sources_send_more_and_nobody_waits_for_a_slow_one() -> None:
-    job = _Job(256, 4, 1)
-    job.slow_sources = {2: 20}
-    job.run()
-    job.check()
-    assert job.num_sent[2] < min(job.num_sent[0], job.num_sent[1], job.num_sent[3]) / 4
-    even = _Job(256, 3, 1)
-    even.run()
-    assert job.num_rounds <= 1.3 * even.num_rounds
+def test_more_receivers_than_one_asks_at_once_share_the_relays_evenly() -> None:
+    # Some blocks have one chunk more than others: not all are to ask for those first.
+    fetch = SimulatedFetch(
+        sources=[_GOOD] * 240, receivers=[_GOOD] * 30, num_chunks=356, num_sources_each=8, resolution=0.25
+    )
+    outcome = fetch.run()
+    assert outcome.last_s <= 1.1 * 356 * _CHUNK_S
+    assert _copies(outcome, 356) == 1.0
 
 
-@pytest.mark.parametrize("dead", [{0}, {3}, {1, 2}, {0, 1, 2, 3, 4, 5, 6}])
-def test_dead_receivers_cost_the_sources_about_their_share(dead: set[int]) -> None:
-    job = _Job(256, 1, 8)
-    job.run(until=job.is_half_done)
-    job.dead_receivers = dead
-    job.run()
-    job.check()
-    if len(dead) < 7:
-        assert sum(job.num_sent) <= 1.5 * 256
+def test_a_slow_receiver_holds_nobody_up() -> None:
+    outcome = _fetch(1000, [*[_GOOD] * 7, _SLOW])
+    # The slow one's block, an eighth of all, comes last.
+    assert max(outcome.end_s[number] for number in range(7)) <= (1 + 1 / 8) * 1000 * _CHUNK_S
+    # Others stand in for it, and it takes its block itself.
+    assert _copies(outcome, 1000) <= 1.2
 
 
-def test_receivers_with_one_worker_do_not_wait_for_each_other_for_ever() -> None:
-    job = _Job(30, 1, 6, num_workers=1)
-    job.run(until=job.is_half_done)
-    job.dead_receivers = {2, 3, 5}
-    job.run()
-    job.check()
+@pytest.mark.parametrize(
+    ("num_chunks", "num_sources", "slower"), [(64, 1, 20), (64, 4, 4), (1000, 1, 4), (1000, 1, 100), (1000, 4, 20)]
+)
+def test_of_two_receivers_a_much_slower_one_is_not_waited_for(num_chunks: int, num_sources: int, slower: int) -> None:
+    outcome = _fetch(num_chunks, [_GOOD, Host(rate=_RATE / slower)], (_GOOD,) * num_sources)
+    # Half a second, or a quarter of the time until its own block is there, shows how slow the other one is.
+    assert outcome.end_s[0] <= 1.3 * num_chunks * _CHUNK_S + 0.5
+    # The slow one takes its block, and so does the other one.
+    assert _copies(outcome, num_chunks) <= 1.5
 
 
-def test_receivers_that_never_come_are_done_without() -> None:
-    job = _Job(64, 1, 4)
-    job.dead_receivers = {1, 3}
-    job.run()
-    job.check()
+@pytest.mark.parametrize("late", [0.1, 0.4])
+def test_of_two_receivers_one_that_begins_later_is_waited_for(late: float) -> None:
+    outcome = _fetch(1000, [_GOOD, Host(rate=_RATE, start_s=late * 1000 * _CHUNK_S)])
+    assert outcome.end_s[0] <= 1.25 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.02
+
+
+def test_a_slow_source_among_four_costs_a_tenth_at_most() -> None:
+    with_slow = _fetch(1000, [Host(rate=8 * _RATE)], (_GOOD, _GOOD, _GOOD, _SLOW))
+    without = _fetch(1000, [Host(rate=8 * _RATE)], (_GOOD, _GOOD, _GOOD))
+    assert with_slow.last_s <= 1.1 * without.last_s
+    relayed = _fetch(1000, [_GOOD] * 4, (_GOOD, _GOOD, _GOOD, _SLOW))
+    assert relayed.last_s <= 1.1 * _fetch(1000, [_GOOD] * 4, (_GOOD, _GOOD, _GOOD)).last_s
+    assert _copies(relayed, 1000) <= 1.1
+
+
+@pytest.mark.parametrize(("num_dead", "when"), [(1, 0.5), (3, 0.0), (3, 0.5)])
+def test_others_stand_in_for_the_dead_and_the_sources_send_all_once(num_dead: int, when: float) -> None:
+    dead = Host(rate=_RATE, death_s=when * 1000 * _CHUNK_S)
+    outcome = _fetch(1000, [*[_GOOD] * (8 - num_dead), *[dead] * num_dead])
+    assert outcome.last_s <= 1.15 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.1
+
+
+def test_receivers_that_begin_one_after_the_other_take_all_once() -> None:
+    outcome = _fetch(1000, [Host(rate=_RATE, start_s=number) for number in range(8)])
+    assert outcome.last_s <= 7 + 1.1 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.1
+
+
+def test_who_begins_when_the_others_are_half_done_costs_them_little() -> None:
+    outcome = _fetch(1000, [_GOOD, _GOOD, _GOOD, Host(rate=_RATE, start_s=500 * _CHUNK_S)])
+    assert max(outcome.end_s[number] for number in range(3)) <= 1.2 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.25
+
+
+@pytest.mark.parametrize("num_receivers", [2, 8])
+def test_who_lacks_nothing_of_its_own_block_waits_for_no_slow_relay(num_receivers: int) -> None:
+    receivers = [Host(rate=_RATE, missing=[(500, 1000)]) for _ in range(num_receivers)]
+    receivers[1] = Host(rate=_RATE / 20, missing=[(500, 1000)])
+    outcome = _fetch(1000, receivers)
+    others_s = max(end_s for number, end_s in outcome.end_s.items() if number != 1)
+    # The slow one takes twenty times as long to pass them on.
+    assert others_s <= 2 * 500 * _CHUNK_S
+
+
+def test_those_who_wait_long_for_the_first_chunk_stay_in_the_ring() -> None:
+    # It takes 1.7 s, and a relay holds a request for 1 s.
+    rate = 2e7
+    outcome = _fetch(256, [Host(rate=rate)] * 8, (Host(rate=rate),))
+    quick = _fetch(256, [_GOOD] * 8)
+    assert outcome.num_requests <= quick.num_requests + 2 * 8
+    assert outcome.last_s <= 1.05 * (256 + 7) * (4 << 20) / rate
+
+
+def test_who_stands_behind_a_dead_one_asks_the_next_one_before_it_for_all() -> None:
+    dead = Host(rate=_RATE, death_s=100 * _CHUNK_S)
+    outcome = _fetch(1000, [*[_GOOD] * 3, dead, dead, *[_GOOD] * 3])
+    intact = _fetch(1000, [_GOOD] * 8)
+    # Not every other one for its block.
+    assert outcome.num_requests <= intact.num_requests + 4
+    assert outcome.last_s <= 1.05 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.02
+
+
+@pytest.mark.parametrize("num_receivers", [2, 16])
+def test_what_nobody_has_ends_the_fetch_in_seconds_however_many_wait_for_it(num_receivers: int) -> None:
+    death_s = 100 * _CHUNK_S
+    fetch = SimulatedFetch(
+        sources=[Host(rate=_RATE, death_s=death_s)],
+        receivers=[_GOOD] * num_receivers,
+        num_chunks=300,
+        resolution=0.1,
+    )
+    outcome = fetch.run()
+    assert len(outcome.errors) == num_receivers
+    # Relays hold a request for 1 s.
+    assert outcome.last_s <= death_s + 20
 
 
 def test_without_sources_the_receivers_finish_with_what_they_have_together() -> None:
-    job = _Job(64, 1, 4)
-    job.run(until=lambda: len(set().union(*(receiver.landed for receiver in job.receivers))) == 64)
-    assert any(receiver.machine.stopped is None for receiver in job.receivers)
-    job.dead_sources = {0}
-    job.run()
-    job.check()
+    source = Host(rate=_RATE, death_s=70 * _CHUNK_S)
+    outcome = _fetch(64, [_GOOD] * 16, (source,))
+    assert source.death_s < outcome.last_s <= 1.05 * (64 + 15) * _CHUNK_S
+    assert len(outcome.end_s) == 16
 
 
-def test_what_nobody_has_ends_the_fetch() -> None:
-    job = _Job(64, 1, 2)
-    job.run(until=lambda: any(len(receiver.landed) > 4 for receiver in job.receivers))
-    job.dead_sources = {0}
-    job.run()
-    for receiver in job.receivers:
-        stopped = receiver.machine.stopped
-        assert isinstance(stopped, Stop)
-        assert isinstance(stopped.error, FetchFailedError)
-
-
-@given(
-    num_chunks=st.integers(1, 60),
-    num_sources=st.integers(1, 3),
-    num_receivers=st.integers(1, 6),
-    num_workers=st.integers(1, 6),
-    data=st.data(),
-)
-def test_whoever_lives_ends_with_everything(
-    num_chunks: int, num_sources: int, num_receivers: int, num_workers: int, data: st.DataObject
-) -> None:
-    job = _Job(num_chunks, num_sources, num_receivers, num_workers=num_workers)
-    numbers = st.integers(0, num_receivers - 1)
-    job.slow_sources = data.draw(st.dictionaries(st.integers(0, num_sources - 1), st.integers(0, 9)), "slow")
-    if data.draw(st.booleans(), "dead before the start"):
-        job.dead_receivers = data.draw(st.sets(numbers, max_size=num_receivers - 1), "dead")
-    else:
-        job.run(until=job.is_half_done)
-        job.dead_receivers = data.draw(st.sets(numbers, max_size=num_receivers - 1), "dead")
-        job.dead_sources = data.draw(st.sets(st.integers(0, num_sources - 1), max_size=num_sources - 1), "dead sources")
-    job.run()
-    job.check()
-
-
-@given(
-    num_chunks=st.integers(1, 60),
-    num_receivers=st.integers(2, 6),
-    num_workers=st.integers(1, 6),
-    is_begun=st.booleans(),
-    data=st.data(),
-)
-def test_who_loses_its_sources_gets_everything_from_the_others(
-    num_chunks: int, num_receivers: int, num_workers: int, is_begun: bool, data: st.DataObject
-) -> None:
-    job = _Job(num_chunks, 1, num_receivers, num_workers=num_workers)
-    if is_begun:
-        job.run(until=job.is_half_done)
-    numbers = st.integers(0, num_receivers - 1)
-    job.cut_off = data.draw(st.sets(numbers, min_size=1, max_size=num_receivers - 1), "cut off")
-    job.run()
-    job.check()
+@pytest.mark.parametrize("when", [0.0, 20 * _CHUNK_S])
+def test_who_loses_its_sources_gets_everything_from_the_others(when: float) -> None:
+    fetch = SimulatedFetch(
+        sources=[_GOOD, Host(rate=_RATE, death_s=when)],
+        receivers=[_GOOD] * 3,
+        num_chunks=60,
+        num_sources_each=1,  # the second receiver knows the second source alone
+        resolution=0.1,
+    )
+    outcome = fetch.run()
+    assert not outcome.errors
+    assert outcome.end_s.keys() == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
