@@ -1,80 +1,21 @@
 """Copies to and from a device go through two buffers, none of which is used again before the device is done with it.
 
-There is no device here. The stand-ins play one after the documentation of ``Tensor.copy_(non_blocking=True)`` and
-torch.Event: a copy is queued, and runs when somebody waits for an event behind it; here at the last moment.
+There is no device here: see ``stand_in_device``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from stand_in_device import OnAnother, OnDevice, StandInAccelerator, StandInEvent
 
 from ft_transport.state import copying as module
 from ft_transport.state.copying import BounceBuffers, Pair
 
 HALF_BYTES = 4096
 EMPTY: Any = torch.empty
-
-
-class StandInQueue:
-    """A stream. Each entry is a copy, or the end of an event."""
-
-    def __init__(self) -> None:
-        self.entries: list[Callable[[], object]] = []
-
-
-class StandInEvent:
-    def __init__(self) -> None:
-        self.stream: StandInQueue | None = None
-        self.is_done = False
-
-    def record(self, stream: StandInQueue) -> None:
-        self.stream = stream
-        stream.entries.append(lambda: setattr(self, "is_done", True))
-
-    def synchronize(self) -> None:
-        while not self.is_done:
-            assert self.stream is not None, "an event that was not recorded"
-            self.stream.entries.pop(0)()
-
-
-class StandInAccelerator:
-    def __init__(self) -> None:
-        self.streams: dict[torch.device, StandInQueue] = {}
-
-    def current_stream(self, device: torch.device) -> StandInQueue:
-        return self.streams.setdefault(device, StandInQueue())
-
-    def new_stream(self, device: torch.device) -> Any:
-        raise AssertionError("the copies are ordered behind the caller's own work")
-
-    def new_event(self, _device: torch.device) -> StandInEvent:
-        return StandInEvent()
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says it is on a device. Copies to and from it, or a part of it, are queued."""
-
-    is_cpu = False  # type: ignore[assignment]
-    device = torch.device("cuda", 0)  # type: ignore[assignment]
-    accelerator: StandInAccelerator
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        target, source = (each.as_subclass(torch.Tensor) for each in args)
-        if not (kwargs or {}).get("non_blocking"):
-            return target.copy_(source)
-        cls.accelerator.current_stream(cls.device).entries.append(lambda: target.copy_(source))
-        return args[0]
-
-
-class OnAnother(OnDevice):
-    device = torch.device("cuda", 1)  # type: ignore[assignment]
 
 
 @pytest.fixture
@@ -105,20 +46,15 @@ def are_equal(pairs: list[Pair]) -> bool:
     return all(torch.equal(*(each.as_subclass(torch.Tensor) for each in pair)) for pair in pairs)
 
 
-def test_tensors_of_all_sizes_arrive_on_the_device(buffers: BounceBuffers) -> None:
-    sources = tensors(torch.Tensor)
-    pairs = list(zip(blank(sources, OnDevice), sources, strict=True))
-    buffers.to_device(pairs)
+@pytest.mark.parametrize("is_to_device", [True, False])
+def test_tensors_of_all_sizes_arrive(buffers: BounceBuffers, is_to_device: bool) -> None:
+    there, here = (OnDevice, torch.Tensor) if is_to_device else (torch.Tensor, OnDevice)
+    sources = tensors(here)
+    pairs = list(zip(blank(sources, there), sources, strict=True))
+    (buffers.to_device if is_to_device else buffers.to_host)(pairs)
     assert are_equal(pairs)
-    assert not any(stream.entries for stream in OnDevice.accelerator.streams.values())
-
-
-def test_tensors_of_all_sizes_arrive_on_the_host(buffers: BounceBuffers) -> None:
-    sources = tensors(OnDevice)
-    pairs = list(zip(blank(sources, torch.Tensor), sources, strict=True))
-    buffers.to_host(pairs)
-    assert are_equal(pairs)
-    assert not any(stream.entries for stream in OnDevice.accelerator.streams.values())
+    assert OnDevice.accelerator.is_idle()
+    assert OnDevice.accelerator.num_streams == 0, "the copies are ordered behind the caller's own work"
 
 
 def test_each_device_has_its_own_stream(buffers: BounceBuffers) -> None:
@@ -129,7 +65,7 @@ def test_each_device_has_its_own_stream(buffers: BounceBuffers) -> None:
     pairs = [(targets[index], sources[index]) for index in mixed]
     buffers.to_device(pairs)
     assert are_equal(pairs)
-    assert set(OnDevice.accelerator.streams) == {OnDevice.device, OnAnother.device}
+    assert set(OnDevice.accelerator.training) == {OnDevice.device, OnAnother.device}
     back = [(torch.zeros(target.shape), target) for target, _ in pairs]
     buffers.to_host(back)
     assert are_equal(back)
@@ -142,8 +78,8 @@ def test_the_stand_in_shows_a_buffer_that_is_filled_too_early(
     sources = tensors(torch.Tensor)
     pairs = list(zip(blank(sources, OnDevice), sources, strict=True))
     buffers.to_device(pairs)
-    for entry in OnDevice.accelerator.streams[OnDevice.device].entries:
-        entry()
+    for queued in OnDevice.accelerator.training[OnDevice.device].queue:
+        queued()
     assert not are_equal(pairs)
 
 
@@ -161,7 +97,7 @@ def test_after_an_error_nothing_is_under_way(buffers: BounceBuffers, is_to_devic
     pairs = zip(on_device, on_host, strict=True) if is_to_device else zip(on_host, on_device, strict=True)
     with pytest.raises(RuntimeError, match="the device is gone"):
         (buffers.to_device if is_to_device else buffers.to_host)(list(pairs))
-    assert not any(stream.entries for stream in OnDevice.accelerator.streams.values())
+    assert OnDevice.accelerator.is_idle()
 
 
 def test_where_nothing_can_be_page_locked_all_is_copied_nevertheless(

@@ -19,7 +19,7 @@ from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import HostCopier, HostCopies
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
-from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester, digest
+from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.manifest import decode_digests, decode_header
 
 
@@ -46,20 +46,6 @@ def test_all_copies_arrive_however_they_are_divided(sizes: list[int], num_thread
     assert target[-1] == 0
 
 
-@given(st.lists(st.integers(0, 100), max_size=10), st.integers(1, 120))
-def test_shares_are_as_large_as_asked_and_cover_each_byte_once(sizes: list[int], share_bytes: int) -> None:
-    numbers = np.arange(len(sizes))
-    shares = copying._divide(HostCopies(1000 * numbers, 5000 * numbers, np.array(sizes, dtype=np.int64)), share_bytes)
-    assert all(share.num_bytes.sum() == share_bytes for share in shares[:-1])
-    covered = [
-        (target + at, source + at)
-        for share in shares
-        for target, source, num_bytes in zip(share.targets, share.sources, share.num_bytes, strict=True)
-        for at in range(num_bytes)
-    ]
-    assert covered == [(1000 * index + at, 5000 * index + at) for index, size in enumerate(sizes) for at in range(size)]
-
-
 def test_after_an_error_no_thread_writes_any_more(copier: HostCopier, monkeypatch: pytest.MonkeyPatch) -> None:
     has_failed, has_ended = threading.Event(), threading.Event()
 
@@ -75,14 +61,6 @@ def test_after_an_error_no_thread_writes_any_more(copier: HostCopier, monkeypatc
     with pytest.raises(MemoryError):
         copier.copy(HostCopies(np.array([0, 1 << 40]), np.array([0, 0]), np.array([4 << 20, 4 << 20])))
     assert has_ended.is_set()
-
-
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
-def test_digests_are_those_of_the_chunks_in_order(copier: HostCopier, size: int) -> None:
-    data = bytes(index % 251 for index in range(size))
-    chunks = ChunkTable(data_bytes=size, chunk_bytes=100)
-    expected = [digest(data[at : at + 100]) for at in range(0, size, 100)]
-    assert copier.digests(memoryview(data), chunks) == expected
 
 
 NUM_CHUNKS = 8

@@ -1,8 +1,6 @@
 """Copies from a device wait for the work that makes the tensors, and the lock for the copies.
 
-There is no device here. ``StandIn*`` play one after the documentation of torch.Stream and torch.Event: work is queued
-and runs in order within a stream, between streams only where one waits for an event, and nothing has run for certain
-before somebody synchronises. Here it runs at the last moment that this allows.
+There is no device here: see ``stand_in_device``.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from interruptions import at_every_place
+from stand_in_device import OnAnother, OnDevice, StandInAccelerator, StandInEvent, StandInStream
 from state_tools import file_of, open_stager, receive, take
 
 from ft_transport.errors import SnapshotError
@@ -24,104 +23,13 @@ from ft_transport.state.copying import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.snapshot import Taking
 
-_DEVICE = torch.device("cuda", 0)
-_OTHER = torch.device("cuda", 1)
-
-
-class StandInStream:
-    def __init__(self, device: torch.device, log: list[str], name: str) -> None:
-        self.device, self.log, self.name = device, log, name
-        self.queue: list[Callable[[], object]] = []
-        self.outer: list[StandInStream | None] = []
-
-    def wait_event(self, event: StandInEvent) -> None:
-        self.log.append(f"{self.name} waits")
-        self.queue.append(event.run_until)
-
-    def __enter__(self) -> None:
-        self.outer.append(StandInTensor.stream)
-        StandInTensor.stream = self
-
-    def __exit__(self, *_: object) -> None:
-        StandInTensor.stream = self.outer.pop()
-
-
-class StandInEvent:
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.is_done = False
-        self.stream: StandInStream | None = None
-
-    def record(self, stream: StandInStream) -> None:
-        self.log.append(f"recorded on {stream.name}")
-        self.stream = stream
-        stream.queue.append(self._finish)
-
-    def _finish(self) -> None:
-        self.is_done = True
-
-    def run_until(self) -> None:
-        while not self.is_done:
-            assert self.stream is not None, "an event that was not recorded"
-            self.stream.queue.pop(0)()
-
-    def synchronize(self) -> None:
-        assert self.stream is not None
-        self.log.append(f"synchronised with {self.stream.name}")
-        self.run_until()
-
-
-class StandInAccelerator:
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.training = {device: self._stream(device, f"training {device}") for device in (_DEVICE, _OTHER)}
-        self.num_streams = 0
-
-    def _stream(self, device: torch.device, name: str) -> StandInStream:
-        return StandInStream(device, self.log, name)
-
-    def current_stream(self, device: torch.device) -> StandInStream:
-        return self.training[device]
-
-    def new_stream(self, device: torch.device) -> StandInStream:
-        self.num_streams += 1
-        return self._stream(device, f"side {device}")
-
-    def new_event(self, device: torch.device) -> StandInEvent:
-        return StandInEvent(self.log)
-
-
-class StandInTensor(torch.Tensor):
-    """A tensor that says it is on a device. Copies from it are queued on the stream that is current."""
-
-    stream: StandInStream | None = None
-    is_cpu = False  # type: ignore[assignment]
-    device = _DEVICE  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        target, source = args
-        assert kwargs == {"non_blocking": True}
-        assert cls.stream is not None, "a copy on no stream of ours"
-        assert cls.stream.device == source.device
-        cls.stream.log.append(f"copy on {cls.stream.name}")
-        plain = source.as_subclass(torch.Tensor)
-        cls.stream.queue.append(lambda: target.copy_(plain))
-        return target
-
-
-class OtherStandInTensor(StandInTensor):
-    device = _OTHER  # type: ignore[assignment]
-
 
 def _flatten_on_device(state: object) -> FlatState:
     """As ``flatten`` does for tensors on a device; the last of several is on another one."""
     flat = flatten(state)
-    sources = [source.as_subclass(StandInTensor) for source in flat.blocks.sources]
+    sources = [source.as_subclass(OnDevice) for source in flat.blocks.sources]
     if len(sources) > 2:
-        sources[-1] = sources[-1].as_subclass(OtherStandInTensor)
+        sources[-1] = sources[-1].as_subclass(OnAnother)
     flat.blocks.sources[:] = sources
     flat.blocks.addresses[:] = array("q", [0] * len(sources))
     return flat
@@ -130,13 +38,14 @@ def _flatten_on_device(state: object) -> FlatState:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> StandInAccelerator:
     monkeypatch.setattr(stager_module, "flatten", _flatten_on_device)
-    monkeypatch.setattr(StandInTensor, "stream", None)
-    return StandInAccelerator()
+    monkeypatch.setattr(OnDevice, "stream", None)
+    OnDevice.accelerator = StandInAccelerator()
+    return OnDevice.accelerator
 
 
 def test_a_snapshot_shows_the_work_that_was_queued_before_it(accelerator: StandInAccelerator) -> None:
     parameter = torch.zeros(4)
-    accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
+    accelerator.current_stream(OnDevice.device).queue.append(lambda: parameter.fill_(2.0))
     with open_stager(accelerator=accelerator) as stager:
         snapshot = take(stager, 1, [parameter])
         assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
@@ -148,7 +57,7 @@ def test_the_stand_in_shows_a_side_stream_that_does_not_wait(
 ) -> None:
     monkeypatch.setattr(StandInStream, "wait_event", lambda self, event: None)
     parameter = torch.zeros(4)
-    accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
+    accelerator.current_stream(OnDevice.device).queue.append(lambda: parameter.fill_(2.0))
     with open_stager(accelerator=accelerator) as stager:
         snapshot = take(stager, 1, [parameter])
         assert receive(file_of(snapshot))[0].tolist() == [0.0] * 4
@@ -159,7 +68,7 @@ def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_
     accelerator: StandInAccelerator,
 ) -> None:
     parameter = torch.zeros(4)
-    training = accelerator.training[_DEVICE]
+    training = accelerator.current_stream(OnDevice.device)
     with open_stager(accelerator=accelerator) as stager:
         training.queue.append(lambda: parameter.fill_(2.0))
         pending = stager.begin(Taking(step=1, state=[parameter], deferrable=lambda tensor: True))
@@ -207,7 +116,7 @@ def test_each_device_has_one_side_stream_for_good(accelerator: StandInAccelerato
 
 def test_a_cast_is_queued_with_the_copy(accelerator: StandInAccelerator) -> None:
     parameter, count = torch.full((4, 2), 0.1), torch.arange(3)
-    accelerator.training[_DEVICE].queue.append(lambda: parameter.add_(1))
+    accelerator.current_stream(OnDevice.device).queue.append(lambda: parameter.add_(1))
     with open_stager(accelerator=accelerator) as stager:
         snapshot = stager.begin(Taking(step=1, state=[parameter.t(), count], float_dtype=torch.bfloat16)).finish()
         received = receive(file_of(snapshot))
@@ -221,9 +130,9 @@ def test_a_cast_is_queued_with_the_copy(accelerator: StandInAccelerator) -> None
 def test_after_an_error_nothing_writes_any_more(accelerator: StandInAccelerator) -> None:
     copier = DeviceCopier(accelerator)
     target = torch.zeros(4)
-    source = torch.ones(4).as_subclass(StandInTensor)
-    other = torch.ones(4).as_subclass(OtherStandInTensor)
-    marks = copier.mark([_DEVICE, _OTHER])
+    source = torch.ones(4).as_subclass(OnDevice)
+    other = torch.ones(4).as_subclass(OnAnother)
+    marks = copier.mark([OnDevice.device, OnAnother.device])
 
     class Refusing(torch.Tensor):
         @classmethod
@@ -283,9 +192,13 @@ def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], 
 
 
 def test_an_arena_that_cannot_be_page_locked_is_an_error(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
-    _with_cuda(2)
-    with open_stager() as stager, pytest.raises(SnapshotError, match="cudaHostRegister returned 2"):
-        take(stager, 1, torch.ones(3))
+    runtime = _with_cuda(2)
+    with open_stager(max_snapshots=1) as stager:
+        for _ in range(3):
+            with pytest.raises(SnapshotError, match="cudaHostRegister returned 2"):
+                take(stager, 1, torch.ones(3))
+        runtime.status = 0
+        take(stager, 1, torch.ones(3)).close()
 
 
 def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,15 +222,15 @@ def test_wherever_a_handler_raises_nothing_is_on_its_way_and_no_stream_stays_cur
     accelerator: StandInAccelerator,
 ) -> None:
     copier = DeviceCopier(accelerator)
-    source = torch.ones(4).as_subclass(StandInTensor)
-    other = torch.ones(4).as_subclass(OtherStandInTensor)
+    source = torch.ones(4).as_subclass(OnDevice)
+    other = torch.ones(4).as_subclass(OnAnother)
 
     def copy() -> None:
         copies = [(torch.zeros(4), source), (torch.zeros(4), source), (torch.zeros(4), other)]
-        copier.copy(copies, copier.mark([_DEVICE, _OTHER]))
+        copier.copy(copies, copier.mark([OnDevice.device, OnAnother.device]))
 
     def check() -> None:
-        assert StandInTensor.stream is None
+        assert OnDevice.stream is None
         queued = [each for stream in copier._streams.values() for each in stream.queue]
         assert not [each for each in queued if each.__name__ == "<lambda>"], "a copy is on its way"
 

@@ -15,6 +15,7 @@ from state_tools import file_of_state, receive, round_trip
 from ft_transport import register_encoding
 from ft_transport.errors import ConfigurationError, ManifestError, RestoreError, SnapshotError, UnsupportedLeafError
 from ft_transport.state import encodings
+from ft_transport.wire.nodes import ConstantNode
 
 
 @dataclass
@@ -136,15 +137,9 @@ _LEAVES = [
 ]  # fmt: skip
 
 
-def _name(leaf: object) -> str:
-    # Sets have no order, and processes that share the tests must give them the same names.
-    shown = repr(sorted(leaf, key=repr)) if isinstance(leaf, (set, frozenset)) else repr(leaf)
-    return f"{type(leaf).__name__} {shown}"[:40]
-
-
-@pytest.mark.parametrize("leaf", _LEAVES, ids=_name)
-def test_a_leaf_comes_back_bit_for_bit(leaf: Any) -> None:
-    assert exact(round_trip([leaf])) == exact([leaf])
+def test_a_leaf_comes_back_bit_for_bit() -> None:
+    for leaf, received in zip(_LEAVES, round_trip(_LEAVES), strict=True):
+        assert exact(received) == exact(leaf)
 
 
 def test_a_received_array_can_be_written() -> None:
@@ -162,9 +157,7 @@ def test_a_quantized_tensor_keeps_its_scale(dtype: torch.dtype) -> None:
         assert exact(round_trip({"a": state})["a"]) == exact(state)
 
 
-@pytest.mark.parametrize("name", ["warp:1", "", "cuda:300", "cuda:-1", "cpu:x", "float32"])
-def test_an_unknown_device_is_refused(name: str) -> None:
-    from ft_transport.wire.nodes import ConstantNode
-
-    with pytest.raises(ManifestError, match=r"expected a device that torch .* has"):
-        encodings.decode_constant(ConstantNode("device", name))
+def test_an_unknown_device_is_refused() -> None:
+    for name in ("warp:1", "", "cuda:300", "cuda:-1", "cpu:x", "float32"):
+        with pytest.raises(ManifestError, match=r"expected a device that torch .* has"):
+            encodings.decode_constant(ConstantNode("device", name))

@@ -111,37 +111,29 @@ def test_every_dtype_is_divided(dtype: torch.dtype) -> None:
     assert exact(own.to_local()) == exact(whole[:, :3].contiguous())
 
 
-def test_what_is_no_tensor_comes_as_it_is() -> None:
+def test_what_is_not_sharded_comes_whole_from_the_first_source() -> None:
     values = {"step": 3, "names": ("a", None), "array": np.arange(5, dtype=">i2"), "long": b"x" * 9000}
-    sources = [{"w": part, **values} for part in _ranks(WHOLE, (2,), Shard(0))]
-    received = _receive(sources, {"w": _own(Shard(1))})
-    assert exact({key: received[key] for key in values}) == exact(values)
-
-
-def test_a_plain_tensor_comes_whole_from_the_first_source() -> None:
-    sources = [{"w": part, "seen": torch.tensor([rank])} for rank, part in enumerate(_ranks(WHOLE, (2,), Shard(0)))]
+    sources = [
+        {"w": part, "seen": torch.tensor([rank]), **values} for rank, part in enumerate(_ranks(WHOLE, (2,), Shard(0)))
+    ]
     into = {"w": _own(Shard(1)), "seen": torch.tensor([9])}
-    assert _receive(sources, into)["seen"] is into["seen"]
+    received = _receive(sources, into)
+    assert received["seen"] is into["seen"]
     assert into["seen"].item() == 0
+    assert exact({key: received[key] for key in values}) == exact(values)
     assert _receive(sources[::-1], into)["seen"].item() == 1
 
 
-def test_a_receiver_in_another_memory_layout_is_copied_to() -> None:
+def test_receivers_and_sources_may_have_another_memory_layout() -> None:
     own = DTensor.from_local(
         torch.zeros(3, 10).t(), mesh_of((2,), 0), [Shard(1)], run_check=False, shape=WHOLE.shape, stride=WHOLE.stride()
     )
-    assert not own.to_local().is_contiguous()
-    assert _receive([{"w": part} for part in _ranks(WHOLE, (3,), Shard(0))], {"w": own})["w"] is own
-    assert torch.equal(own.to_local(), WHOLE[:, :3])
-
-
-def test_a_source_in_another_memory_layout_is_divided_too() -> None:
-    parts = _ranks(WHOLE, (2,), Shard(0))
-    for part in parts:
+    parts = _ranks(WHOLE, (3,), Shard(0))
+    for part in parts[1:]:
         part._local_tensor = part.to_local().t().contiguous().t()
-    own = {"w": _own(Shard(1))}
-    _receive([{"w": part} for part in parts], own)
-    assert torch.equal(own["w"].to_local(), WHOLE[:, 3:])
+    assert not own.to_local().is_contiguous()
+    assert _receive([{"w": part} for part in parts], {"w": own})["w"] is own
+    assert torch.equal(own.to_local(), WHOLE[:, :3])
 
 
 def test_views_at_the_sources_are_tensors_here() -> None:
@@ -183,13 +175,6 @@ def test_a_part_that_is_in_the_state_by_itself_is_a_tensor_of_its_own() -> None:
     received = _receive(sources, {"local": torch.zeros(5, 6), "w": torch.zeros(10, 6)})
     assert torch.equal(received["w"], WHOLE)
     assert torch.equal(received["local"], WHOLE[:5])
-
-
-def test_keys_of_any_kind_are_found_again() -> None:
-    sources = [{("a", 1): {"w": part}, None: {"x": torch.ones(2)}} for part in _ranks(WHOLE, (2,), Replicate())]
-    received = _receive(sources, None)
-    assert torch.equal(received[("a", 1)]["w"], WHOLE)
-    assert received[None]["x"].tolist() == [1.0, 1.0]
 
 
 def test_stages_of_a_model_are_put_together_by_name() -> None:
@@ -245,8 +230,9 @@ def test_without_anything_to_go_by_it_is_refused() -> None:
 
 
 def test_without_a_state_to_receive_into_all_comes_whole() -> None:
-    received = _receive([{"w": part, "step": 3} for part in _ranks(WHOLE, (2, 2), Replicate(), Shard(1))], None)
-    assert exact(received) == exact({"w": WHOLE, "step": 3})
+    parts = _ranks(WHOLE, (2, 2), Replicate(), Shard(1))
+    received = _receive([{("a", 1): {"w": part}, None: {"x": 3}} for part in parts], None)
+    assert exact(received) == exact({("a", 1): {"w": WHOLE}, None: {"x": 3}})
 
 
 # ── states that cannot be had ─────────────────────────────────────────────────────────────────────────────────────

@@ -127,8 +127,9 @@ def test_every_snapshot_has_an_id_of_its_own() -> None:
 def test_the_limit_holds_until_one_is_closed() -> None:
     with open_stager(max_snapshots=2) as stager:
         alive = [take(stager, 1, torch.ones(3)), take(stager, 2, torch.ones(3))]
-        with pytest.raises(SnapshotLimitError, match="at most 2 snapshots"):
+        with pytest.raises(SnapshotLimitError, match=r"at most 2 snapshots alive at once \(max_snapshots\)") as caught:
             take(stager, 3, torch.ones(3))
+        assert caught.value.retryable
         alive.pop(0).close()
         alive.append(take(stager, 3, torch.ones(3)))
         for snapshot in alive:
@@ -170,46 +171,33 @@ def test_what_is_deferrable_is_copied_later_and_the_rest_at_once() -> None:
     assert [tensor.mean() for tensor in received] == [1, 0, 1]
 
 
-def test_a_copy_that_fails_later_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_stager(max_snapshots=1) as stager:
-        pending = stager.begin(Taking(step=1, state=torch.ones(5), deferrable=lambda tensor: True))
-        with monkeypatch.context() as patch:
-            patch.setattr("ft_transport.state.copying._copy_all", _fail)
-            with pytest.raises(MemoryError):
-                pending.copy_deferred()
-        _assert_given_back_once(stager, pending)
-
-
 def _fail(*_: object) -> None:
     raise MemoryError
 
 
-def _assert_given_back_once(stager: Stager, pending: PendingSnapshot) -> None:
-    """The only arena there may be is free, and to abandon the snapshot again does not free it a second time."""
-    first = take(stager, 2, torch.ones(5))
-    pending.abandon()
-    with pytest.raises(SnapshotLimitError):
-        take(stager, 3, torch.ones(5))
-    first.close()
+def _complete(pending: PendingSnapshot) -> None:
+    pending.copy_deferred()
+    pending.finish()
 
 
-@pytest.mark.parametrize("fails", ["_resources.copier.digests", "_arena.write_header"])
-def test_a_finish_that_fails_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    with open_stager(max_snapshots=1) as stager:
-        pending = stager.begin(Taking(step=1, state=torch.ones(5)))
-        owner, name = fails.rsplit(".", 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(attrgetter(owner)(pending), name, _fail)
-            with pytest.raises(MemoryError):
-                pending.finish()
-        _assert_given_back_once(stager, pending)
-
-
-def test_an_abandoned_snapshot_gives_the_arena_back_once() -> None:
+@pytest.mark.parametrize("fails", ["", "_resources.copier.copy", "_resources.copier.digests", "_arena.write_header"])
+def test_what_is_abandoned_or_fails_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     with open_stager(max_snapshots=1) as stager:
         pending = stager.begin(Taking(step=1, state=torch.ones(5), deferrable=lambda tensor: True))
+        if fails:
+            owner, name = fails.rsplit(".", 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(attrgetter(owner)(pending), name, _fail)
+                with pytest.raises(MemoryError):
+                    _complete(pending)
+        else:
+            pending.abandon()
+        # The only arena there may be is free, and to abandon the snapshot again does not free it a second time.
+        first = take(stager, 2, torch.ones(5))
         pending.abandon()
-        _assert_given_back_once(stager, pending)
+        with pytest.raises(SnapshotLimitError):
+            take(stager, 3, torch.ones(5))
+        first.close()
 
 
 def test_a_snapshot_lets_go_of_the_live_tensors() -> None:
