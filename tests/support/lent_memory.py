@@ -18,7 +18,7 @@ class LentMemory:
     def __init__(self, snapshot: MemorySnapshot) -> None:
         self._content = memoryview(snapshot.content)
         self._num_header_bytes = len(snapshot.header)
-        self.num_pinned = 0
+        self.num_pinned = self.num_unpinned = 0
         self.is_lost = False
 
     @contextmanager
@@ -31,6 +31,7 @@ class LentMemory:
             yield [self._content[start:middle], self._content[middle:end]]
         finally:
             self.num_pinned -= 1
+            self.num_unpinned += 1
 
     @contextmanager
     def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
@@ -38,6 +39,8 @@ class LentMemory:
             yield [self._content[self._num_header_bytes + start : self._num_header_bytes + end]]
 
     def encoded_digests(self) -> str:
+        if self.is_lost:
+            raise SnapshotError("it is lost")
         return encode_digests([digest(self._content)])
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from clocks import Clock
 from served_memory import serving
 from watching import answer_of, encoded_state, job_of, listening
 
@@ -26,14 +27,6 @@ from ft_transport.telemetry.record import encode_json
 from ft_transport.telemetry.recorder import Recorder
 
 NOBODY = "http://127.0.0.1:9/checkpoint/"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def watching(find: Callable[[], KnownJob], clock: Callable[[], float] = time.monotonic) -> JobWatch:
@@ -146,22 +139,27 @@ def silent(connected: socket.socket, ended: threading.Event) -> None:
     ended.wait(20)
 
 
-def nonsense(connected: socket.socket, ended: threading.Event) -> None:
-    connected.sendall(answer_of(b'{"version": 1, "manager": [' + b"[" * 10_000))
+Respond = Callable[[socket.socket, threading.Event], None]
 
 
-def another_shape(connected: socket.socket, ended: threading.Event) -> None:
-    connected.sendall(answer_of(b'{"version": "new", "manager": {"step": {}}}'))
+def telling(body: bytes) -> Respond:
+    return lambda connected, _ended: connected.sendall(answer_of(body))
 
 
-def no_number(connected: socket.socket, ended: threading.Event) -> None:
-    connected.sendall(answer_of(b'{"manager": {"num_refused": ' + b"9" * 4000 + b"}}"))
-
-
-@pytest.mark.parametrize("respond", [huge, endless, trickling, silent, nonsense, another_shape, no_number])
-def test_a_member_that_answers_as_it_should_not_costs_a_second(
-    respond: Callable[[socket.socket, threading.Event], None],
-) -> None:
+@pytest.mark.parametrize(
+    "respond",
+    [
+        huge,
+        endless,
+        trickling,
+        silent,
+        telling(b'{"version": 1, "manager": [' + b"[" * 10_000),
+        telling(b'{"version": "new", "manager": {"step": {}}}'),
+        telling(b'{"manager": {"num_refused": ' + b"9" * 4000 + b"}}"),
+    ],
+    ids=["huge", "endless", "trickling", "silent", "nonsense", "another shape", "no number"],
+)
+def test_a_member_that_answers_as_it_should_not_costs_a_second(respond: Respond) -> None:
     with serving() as served, listening(respond) as bad:
         looking = watching(job_of(good=f"{served.server.address}/checkpoint/", bad=bad))
         job = looking.look()
@@ -179,10 +177,7 @@ def test_a_member_that_answers_as_it_should_not_costs_a_second(
     ],
 )
 def test_a_member_that_tells_too_much_is_told_of_no_further(told: bytes) -> None:
-    def respond(connected: socket.socket, ended: threading.Event) -> None:
-        connected.sendall(answer_of(told))
-
-    with listening(respond) as bad:
+    with listening(telling(told)) as bad:
         job = watching(job_of(bad=bad)).look()
     assert presences(job) == {"bad:1": "silent"}
     assert "expected the state of a process in at most" in job.processes[0].error
@@ -193,11 +188,7 @@ def test_what_one_member_makes_all_who_watch_read_is_bounded() -> None:
     record = b'{"kind": "heal", "begun_unix_s": 0, "length_s": 0, "outcome": "ok", "error": "%s", "phases": [%s]}'
     flows = b",".join([b'{"peer":""}'] * 20_000)
     records = b",".join([record % (b"x" * 5000, b",".join([phase] * 100))] * 20)
-
-    def respond(connected: socket.socket, ended: threading.Event) -> None:
-        connected.sendall(answer_of(b'{"transport": {"sends": [%s]}, "records": [%s]}' % (flows, records)))
-
-    with listening(respond) as bad:
+    with listening(telling(b'{"transport": {"sends": [%s]}, "records": [%s]}' % (flows, records))) as bad:
         job = watching(job_of(bad=bad)).look()
     assert presences(job) == {"bad:1": "here"}
     assert len(encode_json(job)) < 160 << 10
@@ -205,13 +196,8 @@ def test_what_one_member_makes_all_who_watch_read_is_bounded() -> None:
 
 
 def test_a_newer_version_may_say_more_and_an_older_one_less() -> None:
-    def newer(connected: socket.socket, ended: threading.Event) -> None:
-        connected.sendall(answer_of(b'{"version": 2, "moon": "full", "manager": {"step": 9, "more": []}}'))
-
-    def older(connected: socket.socket, ended: threading.Event) -> None:
-        connected.sendall(answer_of(b"{}"))
-
-    with listening(newer) as there, listening(older) as before:
+    newer = telling(b'{"version": 2, "moon": "full", "manager": {"step": 9, "more": []}}')
+    with listening(newer) as there, listening(telling(b"{}")) as before:
         job = watching(job_of(new=there, old=before)).look()
 
     new, old = job.processes
@@ -230,12 +216,9 @@ def test_a_big_job_is_bounded_and_says_what_it_leaves_out() -> None:
 
 
 def test_clocks_that_differ_make_no_record_old() -> None:
-    def respond(connected: socket.socket, ended: threading.Event) -> None:
-        error = b'{"unix_s": 999990.0, "about": "x", "text": "y"}'
-        record = b'{"kind": "heal", "begun_unix_s": 999980.0, "length_s": 1.0, "outcome": "ok"}'
-        connected.sendall(answer_of(b'{"unix_s": 1000000.0, "errors": [%s], "records": [%s]}' % (error, record)))
-
-    with listening(respond) as there:
+    error = b'{"unix_s": 999990.0, "about": "x", "text": "y"}'
+    record = b'{"kind": "heal", "begun_unix_s": 999980.0, "length_s": 1.0, "outcome": "ok"}'
+    with listening(telling(b'{"unix_s": 1000000.0, "errors": [%s], "records": [%s]}' % (error, record))) as there:
         job = watching(job_of(a=there)).look()
 
     assert job.unix_s - job.errors[0].error.unix_s == pytest.approx(10, abs=3)

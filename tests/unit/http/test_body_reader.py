@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 
-from ft_transport.errors import PeerUnreachableError
 from ft_transport.http.client.deadline_socket import DeadlineSocket
 from ft_transport.http.client.fetch_settings import Timeouts
 from ft_transport.http.client.responses import BodyReader
@@ -73,19 +72,6 @@ def test_what_was_read_with_the_head_is_left_for_the_next_read(pair: tuple[socke
     far.sendall(BODY[300:])
     body.read_into([memoryview(second)])
     assert bytes(first + second) == BODY
-
-
-def test_a_body_that_ends_early_is_a_lost_connection(pair: tuple[socket.socket, socket.socket]) -> None:
-    near, far = pair
-    far.sendall(BODY[50:60])
-    far.shutdown(socket.SHUT_WR)
-    with pytest.raises(PeerUnreachableError, match="closed the connection after 60 bytes"):
-        reader_of(near, ahead=BODY[:50]).read_into([memoryview(bytearray(len(BODY)))])
-
-
-def test_a_read_ends_with_the_deadline(pair: tuple[socket.socket, socket.socket]) -> None:
-    with pytest.raises(TimeoutError):
-        reader_of(pair[0], ahead=b"", deadline_s=0.05).read_into([memoryview(bytearray(1))])
 
 
 def test_much_that_has_come_earns_the_rest_no_time_once_it_is_paced_anew(

@@ -48,10 +48,8 @@ def timeouts(
     )
 
 
-def connection_to(port: int, patience_: Timeouts | None = None) -> Connection:
-    return Connection(
-        PeerAddress(host="127.0.0.1", port=port), keys=None, certificates=None, timeouts=patience_ or timeouts()
-    )
+def connection_to(port: int, limits: Timeouts | None = None, *, host: str = "127.0.0.1") -> Connection:
+    return Connection(PeerAddress(host=host, port=port), keys=None, certificates=None, timeouts=limits or timeouts())
 
 
 def receive(connection: Connection, num_bytes: int = len(BODY)) -> bytes:
@@ -108,15 +106,17 @@ def test_what_is_no_url_of_a_peer_is_refused(url: str) -> None:
 
 
 def test_requests_follow_each_other_on_one_connection() -> None:
-    accepted = []
+    heads = []
 
     def script(peer: Peer) -> None:
-        accepted.append(peer)
+        heads.append(peer.request())
+        peer.send(ok())
         answering(ok())(peer)
 
     with scripted(script) as port, connection_to(port) as connection:
         assert [receive(connection) for _ in range(3)] == [BODY] * 3
-    assert len(accepted) == 1
+    (head,) = heads
+    assert "\r\nAccept-Encoding: identity\r\n" in head
 
 
 @pytest.mark.parametrize("head", [ok(BODY, "Connection: close"), ok().replace(b"HTTP/1.1", b"HTTP/1.0")])
@@ -163,37 +163,26 @@ def test_a_short_answer_after_a_long_one_is_not_waited_for(last_bytes: int) -> N
 
 
 @pytest.mark.parametrize("end", ["deadline", "stall"])
-def test_a_head_that_trickles_is_given_up(end: str) -> None:
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_an_answer_that_trickles_for_too_long_is_given_up(where: str, end: str) -> None:
     def script(peer: Peer) -> None:
         peer.request()
-        peer.trickle(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 60_000)
+        if where == "head":
+            peer.trickle(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 60_000)
+        else:
+            peer.send(ok()[:-10_000])
+            peer.trickle(BODY[-10_000:])
 
-    limits = timeouts(0.3) if end == "deadline" else timeouts(20, stall_timeout_s=0.3)
+    # 16 KiB at 1 MB/s are worth 16 ms more.
+    limits = timeouts(0.3) if end == "deadline" else timeouts(20, stall_timeout_s=0.3, min_bytes_per_s=1e6)
     expected = DeadlineExceededError if end == "deadline" else PeerUnreachableError
     started_s = time.monotonic()
     with scripted(script) as port, connection_to(port, limits) as connection, pytest.raises(expected) as caught:
         receive(connection)
     assert 0.25 < time.monotonic() - started_s < 5
     assert "timed out" in str(caught.value)
-    assert caught.value.peer == f"127.0.0.1:{port}"
-
-
-@pytest.mark.parametrize("end", ["deadline", "min_bytes_per_s"])
-def test_a_body_that_trickles_is_given_up(end: str) -> None:
-    def script(peer: Peer) -> None:
-        peer.request()
-        peer.send(ok()[:-10_000])
-        peer.trickle(BODY[-10_000:])
-
-    # 16 KiB at 1 MB/s are worth 16 ms more.
-    slow = timeouts(20, stall_timeout_s=0.3, min_bytes_per_s=1e6)
-    limits, expected = (timeouts(0.3), DeadlineExceededError) if end == "deadline" else (slow, PeerUnreachableError)
-    started_s = time.monotonic()
-    with scripted(script) as port, connection_to(port, limits) as connection, pytest.raises(expected) as caught:
-        receive(connection)
-    assert time.monotonic() - started_s < 5
-    assert "timed out" in str(caught.value)
     assert caught.value.retryable is (end != "deadline")
+    assert caught.value.peer == f"127.0.0.1:{port}"
 
 
 def test_silence_is_given_up_and_the_connection_can_be_used_again() -> None:
@@ -282,22 +271,21 @@ def test_a_redirect_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "headers", "expected", "fields"),
+    ("status", "headers", "body", "expected", "fields"),
     [
-        (401, "", PeerAuthenticationError, {}),
-        (404, "FT-Served-Steps: 3, 4,x,5\r\n", StepNotServedError, {"served": (3, 4, 5)}),
-        (409, "", SnapshotReplacedError, {"retryable": True}),
-        (503, "Retry-After: 7\r\n", PeerNotReadyError, {"retry_after_s": 7.0}),
-        (503, "Retry-After: Wed, 21 Oct 2026\r\n", PeerNotReadyError, {"retry_after_s": 1.0}),
-        (503, "Retry-After: 99999999\r\n", PeerNotReadyError, {"retry_after_s": 1.0}),
-        (500, "", PeerProtocolError, {}),
-        (206, "", PeerProtocolError, {}),
-        (204, "", PeerProtocolError, {}),
+        (401, "", "whole", PeerAuthenticationError, {}),
+        (404, "FT-Served-Steps: 3, 4,x,5\r\n", "whole", StepNotServedError, {"served": (3, 4, 5)}),
+        (409, "", "whole", SnapshotReplacedError, {"retryable": True}),
+        (503, "Retry-After: 7\r\n", "whole", PeerNotReadyError, {"retry_after_s": 7.0}),
+        (503, "Retry-After: Wed, 21 Oct 2026\r\n", "whole", PeerNotReadyError, {"retry_after_s": 1.0}),
+        (503, "Retry-After: 99999999\r\n", "whole", PeerNotReadyError, {"retry_after_s": 1.0}),
+        *((status, "", "whole", PeerProtocolError, {}) for status in (500, 206, 204)),
+        *((500, "", body, PeerProtocolError, {}) for body in ("cut", "missing", "endless")),
+        (503, "", "endless", PeerNotReadyError, {}),
     ],
 )
-@pytest.mark.parametrize("body", ["whole", "cut", "missing", "endless"])
 def test_a_refusal_says_why(
-    status: int, headers: str, expected: type[TransportError], fields: dict[str, Any], body: str
+    status: int, headers: str, body: str, expected: type[TransportError], fields: dict[str, Any]
 ) -> None:
     reason = b"because of this"
     head = f"HTTP/1.1 {status} Reason\r\n{headers}".encode()
@@ -339,18 +327,6 @@ def test_what_a_peer_says_cannot_move_the_terminal_or_forge_a_line() -> None:
     assert "no\\x1b[2J\\r\\nERROR forged \\u202e" in str(caught.value)
 
 
-def test_the_plain_encoding_is_asked_for() -> None:
-    heads = []
-
-    def script(peer: Peer) -> None:
-        heads.append(peer.request())
-        peer.send(ok())
-
-    with scripted(script) as port, connection_to(port) as connection:
-        receive(connection)
-    assert "\r\nAccept-Encoding: identity\r\n" in heads[0]
-
-
 @pytest.fixture
 def closed_port() -> Iterator[int]:
     with closing(socket.socket()) as sock:  # bound and not listening: nobody else gets it meanwhile
@@ -366,7 +342,7 @@ def test_a_closed_port_is_named(closed_port: int) -> None:
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 100, "a..b"])
 def test_a_host_that_does_not_resolve_is_unreachable(host: str) -> None:
     with pytest.raises(PeerUnreachableError):
-        receive(Connection(PeerAddress(host=host, port=1), keys=None, certificates=None, timeouts=timeouts()))
+        receive(connection_to(1, host=host))
 
 
 @pytest.fixture
@@ -390,12 +366,12 @@ def silent_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
 def test_a_look_up_ends_with_the_deadline(silent_resolver: threading.Event) -> None:
     started_s = time.monotonic()
     with pytest.raises(PeerUnreachableError, match="'silent' did not resolve within"):
-        receive(Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts(0.3)))
+        receive(connection_to(1, timeouts(0.3), host="silent"))
     assert silent_resolver.is_set()
     assert 0.3 <= time.monotonic() - started_s < 10
     # Whoever asks again waits for the same answer, and no further thread does.
     with pytest.raises(PeerUnreachableError, match="'silent' did not resolve within"):
-        receive(Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts(0.1)))
+        receive(connection_to(1, timeouts(0.1), host="silent"))
     assert sum(thread.name == "ft-transport-look-up" for thread in threading.enumerate()) == 1
 
 
@@ -405,11 +381,11 @@ def test_a_look_up_without_a_thread_is_an_error_of_the_peer(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(PeerUnreachableError, match="a thread to look up 'peer': can't start"):
-        receive(Connection(PeerAddress(host="peer", port=1), keys=None, certificates=None, timeouts=timeouts()))
+        receive(connection_to(1, host="peer"))
 
 
 def test_another_thread_ends_a_look_up(silent_resolver: threading.Event) -> None:
-    connection = Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts())
+    connection = connection_to(1, host="silent")
     ending = threading.Thread(target=lambda: (silent_resolver.wait(20), connection.interrupt()))
     ending.start()
     started_s = time.monotonic()
@@ -423,9 +399,7 @@ def test_of_several_addresses_the_one_that_answers_is_used(monkeypatch: pytest.M
     with scripted(answering(ok())) as port:
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", p)) for p in (closed_port, port)]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-        with Connection(
-            PeerAddress(host="several", port=port), keys=None, certificates=None, timeouts=timeouts()
-        ) as connection:
+        with connection_to(port, host="several") as connection:
             assert receive(connection) == BODY
 
 
@@ -441,9 +415,7 @@ def test_several_silent_addresses_do_not_add_up_beyond_the_deadline(monkeypatch:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
         started_s = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="timed out connecting"):
-            receive(
-                Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts(0.4))
-            )
+            receive(connection_to(1, timeouts(0.4), host="silent"))
     assert time.monotonic() - started_s < 3
 
 
@@ -456,26 +428,16 @@ def test_another_thread_ends_a_read_and_everything_after_it() -> None:
         reading.set()
         peer.hold()
 
-    failures: list[BaseException] = []
-
     with scripted(script) as port, connection_to(port) as connection:
-
-        def read() -> None:
-            try:
-                receive(connection)
-            except TransportError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        assert reading.wait(20)
+        ending = threading.Thread(target=lambda: (reading.wait(20), connection.interrupt()))
+        ending.start()
         started_s = time.monotonic()
-        connection.interrupt()
-        thread.join()
+        with pytest.raises(PeerUnreachableError):
+            receive(connection)
         assert time.monotonic() - started_s < 5
-        assert isinstance(failures[0], PeerUnreachableError)
         with pytest.raises(PeerUnreachableError, match="the request was cancelled"):
             receive(connection)
+        ending.join()
 
 
 @pytest.mark.parametrize("where", ["head", "body", "before"])

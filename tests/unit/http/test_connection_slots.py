@@ -6,17 +6,11 @@ import resource
 from contextlib import ExitStack
 
 import pytest
+from clocks import Clock
 
 from ft_transport.http.peer_address import client_of
 from ft_transport.http.server.connection_slots import NEWCOMER_S, ConnectionSlots, RateLimits, Slot
 from ft_transport.http.server.listener import max_connections
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Door:

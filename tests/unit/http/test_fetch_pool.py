@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -33,70 +33,41 @@ def _settings(timeout_s: float, progress_timeout: timedelta | None = None) -> Fe
 _PEER = PeerAddress.from_url("http://127.0.0.1:1/checkpoint/")
 
 
-class _NothingToTake:
-    """Work that can never be done, and does not say so."""
+class _Work:
+    """Gives the units that a test chooses, each as its source and number, and by itself nothing."""
 
-    num_left = 1
+    def __init__(
+        self,
+        num_units: int,
+        take: Callable[[int], tuple[int, int] | None],
+        *,
+        landed: Callable[[int], object] = lambda _unit: None,
+        put_back: Callable[[], object] = lambda: None,
+        time_passed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.num_left = num_units
+        self._take, self._landed, self._put_back, self._time_passed = take, landed, put_back, time_passed
 
-    def take(self, *_: object) -> None:
-        return None
+    def take(self, _sources: object, under_way: Collection[object]) -> tuple[SourceIndex, range] | None:
+        found = self._take(len(under_way))
+        return (SourceIndex(found[0]), range(found[1], found[1] + 1)) if found is not None else None
 
-    put_back = take
+    def put_back(self, *_: object) -> None:
+        self._put_back()
 
-    def time_passed(self, *_: object) -> bool:
+    def landed(self, _source: object, unit: int, _sources: object) -> bool:
+        self.num_left -= 1
+        self._landed(unit)
         return False
 
-    landed = time_passed
-
-
-class _NoWire:
-    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
-        raise AssertionError("nothing is asked for")
-
-
-@pytest.mark.parametrize("progress_timeout", [None, timedelta(seconds=0.2)])
-def test_workers_that_wait_for_each_other_end_with_the_time(progress_timeout: timedelta | None) -> None:
-    settings = _settings(60 if progress_timeout else 0.2, progress_timeout)
-    machine: FetchMachine[int] = FetchMachine(_NothingToTake(), sources=["source"], max_failures=1)
-    pool = FetchPool([_PEER], machine, _NoWire(), settings, num_workers=2, num_sources=1, step=3, total_bytes=10)
-    began_s = time.monotonic()
-    with pytest.raises(DeadlineExceededError, match=r"0 of 10 bytes"):
-        pool.run()
-    assert time.monotonic() - began_s < 5
-
-
-class _AskingOnce(_NothingToTake):
-    """Asks the source for its only chunk, and then for nothing any more."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def take(self, *_: object) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
-        if self._asked:
-            return None
-        self._asked = True
-        return SourceIndex(0), range(1)
-
-
-class _Refusing:
-    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
-        raise PeerUnreachableError("nobody is there", peer="source:1")
-
-
-def test_a_fetch_that_ends_with_the_time_says_what_went_wrong_last() -> None:
-    machine: FetchMachine[int] = FetchMachine(_AskingOnce(), sources=["source"], max_failures=3)
-    pool = FetchPool(
-        [_PEER], machine, _Refusing(), _settings(0.3), num_workers=2, num_sources=1, step=3, total_bytes=10
-    )
-    with pytest.raises(DeadlineExceededError, match="the deadline passed; last error: nobody is there") as caught:
-        pool.run()
-    assert caught.value.peer == "source:1"
+    def time_passed(self, *_: object) -> bool:
+        return self._time_passed()
 
 
 class _Watched(FetchMachine[int]):
     """Tells when a worker has nothing to do, and when one pauses before a request."""
 
-    def __init__(self, work: Work[int], *, num_sources: int) -> None:
+    def __init__(self, work: Work[int], *, num_sources: int = 1) -> None:
         super().__init__(work, sources=["source"] * num_sources, max_failures=3)
         self.idle = threading.Semaphore(0)
         self.has_pausing = threading.Event()
@@ -109,156 +80,136 @@ class _Watched(FetchMachine[int]):
             self.has_pausing.set()
         return instruction
 
-
-class _OneAfterTheOther(_NothingToTake):
-    """Two units in two requests, the second one after the first."""
-
-    def __init__(self) -> None:
-        self.num_left = 2
-
-    def take(self, _sources: object, under_way: Collection[object]) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
-        return (SourceIndex(0), range(1)) if not under_way else None
-
-    def landed(self, *_: object) -> bool:
-        self.num_left -= 1
-        return False
+    def is_idle(self) -> bool:
+        """Whether one more worker has looked by now, or soon, and has nothing to do."""
+        return self.idle.acquire(timeout=10)
 
 
-class _CountingWhoLooks:
-    """The first unit comes when all others have nothing to do, the second when it is known how many look again."""
+class _Wire:
+    """Delivers a unit once ``before`` has returned."""
 
-    def __init__(self, machine: _Watched, *, num_others: int) -> None:
-        self._machine = machine
-        self._num_others = num_others
-        self._is_first = True
-        self.has_more_than_one_looked = False
-
-    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
-        idle = self._machine.idle
-        if self._is_first:
-            self._is_first = False
-            assert all(idle.acquire(timeout=10) for _ in range(self._num_others))
-        else:
-            assert idle.acquire(timeout=10)
-            self.has_more_than_one_looked = idle.acquire(timeout=0.5)
-        yield 0, 1
-
-
-def test_a_request_that_ends_does_not_wake_all_who_have_nothing_to_do() -> None:
-    num_workers = 16
-    machine = _Watched(_OneAfterTheOther(), num_sources=1)
-    wire = _CountingWhoLooks(machine, num_others=num_workers - 1)
-    FetchPool(
-        [_PEER], machine, wire, _settings(60), num_workers=num_workers, num_sources=1, step=3, total_bytes=10
-    ).run()
-    assert not wire.has_more_than_one_looked
-
-
-class _WhenOneIsIdle:
-    """A unit comes when another worker has looked once more, and has nothing to do."""
-
-    def __init__(self, machine: _Watched) -> None:
-        self._machine = machine
-
-    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
-        assert self._machine.idle.acquire(timeout=10)
-        yield 0, 1
-
-
-class _MoreWhenTheTimeIsTold(_NothingToTake):
-    """The second unit may be taken once the time has been told after the first."""
-
-    def __init__(self) -> None:
-        self.num_left = 2
-        self._num_now = 1
-        self._is_told = False
-
-    def take(self, *_: object) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
-        if not self._num_now:
-            return None
-        self._num_now -= 1
-        return SourceIndex(0), range(1)
-
-    def landed(self, *_: object) -> bool:
-        self.num_left -= 1
-        return False
-
-    def time_passed(self, *_: object) -> bool:
-        if self.num_left != 1 or self._is_told:
-            return False
-        self._is_told = True
-        self._num_now = 1
-        return True
-
-
-def test_beside_relays_the_time_is_told_at_the_end_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Else it is told now and then alone, and how long the request has taken is not known.
-    monkeypatch.setattr(fetch_pool, "_TICK_S", 60.0)
-    machine = _Watched(_MoreWhenTheTimeIsTold(), num_sources=2)
-    wire = _WhenOneIsIdle(machine)
-    FetchPool([_PEER, _PEER], machine, wire, _settings(5), num_workers=2, num_sources=1, step=3, total_bytes=10).run()
-
-
-class _MoreAfterTheFirst(_NothingToTake):
-    """The source 0 is not ready. Of the source 1 there are two at once, then one, and then three at once."""
-
-    def __init__(self) -> None:
-        self.num_left = 6
-        self._now = [(0, 0), (1, 1), (1, 2)]
-
-    def take(self, *_: object) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
-        if not self._now:
-            return None
-        source, unit = self._now.pop(0)
-        return SourceIndex(source), range(unit, unit + 1)
-
-    def landed(self, _source: object, unit: int, _sources: object) -> bool:  # type: ignore[override]
-        self.num_left -= 1
-        if unit == 1:
-            self._now += [(1, 3)]
-        elif unit == 3:
-            self._now += [(1, 4), (1, 5), (1, 6)]
-        return False
-
-    def put_back(self, *_: object) -> None:
-        self._now.insert(0, (0, 0))
-
-
-class _Together:
-    """Of the last three units each comes only when all have been asked for, or the time is over."""
-
-    def __init__(self, machine: _Watched) -> None:
-        self._machine = machine
-        self._all_are_asked = threading.Barrier(3)
-        self.were_asked_together = True
+    def __init__(self, before: Callable[[int], object]) -> None:
+        self._before = before
 
     def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
         (unit,) = request.units
+        self._before(unit)
+        yield unit, 1
+
+
+def _run(
+    machine: FetchMachine[int],
+    before: Callable[[int], object],
+    settings: FetchSettings,
+    *,
+    num_workers: int = 2,
+    num_peers: int = 1,
+    num_sources: int = 1,
+) -> None:
+    FetchPool(
+        [_PEER] * num_peers,
+        machine,
+        _Wire(before),
+        settings,
+        num_workers=num_workers,
+        num_sources=num_sources,
+        step=3,
+        total_bytes=10,
+    ).run()
+
+
+@pytest.mark.parametrize("progress_timeout", [None, timedelta(seconds=0.2)])
+def test_workers_that_wait_for_each_other_end_with_the_time(progress_timeout: timedelta | None) -> None:
+    settings = _settings(60 if progress_timeout else 0.2, progress_timeout)
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"0 of 10 bytes"):
+        _run(_Watched(_Work(1, lambda _: None)), pytest.fail, settings)
+    assert time.monotonic() - began_s < 5
+
+
+def test_a_fetch_that_ends_with_the_time_says_what_went_wrong_last() -> None:
+    def refuse(_unit: int) -> None:
+        raise PeerUnreachableError("nobody is there", peer="source:1")
+
+    units = iter([(0, 0)])
+    with pytest.raises(DeadlineExceededError, match="the deadline passed; last error: nobody is there") as caught:
+        _run(_Watched(_Work(1, lambda _: next(units, None))), refuse, _settings(0.3))
+    assert caught.value.peer == "source:1"
+
+
+def test_a_request_that_ends_does_not_wake_all_who_have_nothing_to_do() -> None:
+    """The first unit comes when all others have nothing to do, the second when it is known how many look again."""
+    machine = _Watched(_Work(2, lambda num_under_way: (0, 0) if not num_under_way else None))
+    looked: list[bool] = []
+
+    def before(_unit: int) -> None:
+        if not looked:
+            looked.append(all(machine.is_idle() for _ in range(15)))
+        else:
+            looked.extend((machine.is_idle(), machine.idle.acquire(timeout=0.5)))
+
+    _run(machine, before, _settings(60), num_workers=16)
+    assert looked == [True, True, False]
+
+
+def test_beside_relays_the_time_is_told_at_the_end_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second unit may be taken once the time has been told after the first."""
+    # Else it is told now and then alone, and how long the request has taken is not known.
+    monkeypatch.setattr(fetch_pool, "_TICK_S", 60.0)
+    units, later = [(0, 0)], [(0, 0)]
+
+    def time_passed() -> bool:
+        if work.num_left != 1 or not later:
+            return False
+        units.append(later.pop())
+        return True
+
+    work = _Work(2, lambda _: units.pop() if units else None, time_passed=time_passed)
+    machine = _Watched(work, num_sources=2)
+
+    def before(_unit: int) -> None:
+        assert machine.is_idle()
+
+    _run(machine, before, _settings(5), num_peers=2)
+
+
+def test_all_who_have_nothing_to_do_are_woken_for_as_many_requests_beside_one_who_pauses() -> None:
+    """The source 0 is not ready. Of the source 1 there are two at once, then one, and then three at once.
+
+    Of the last three units each comes only when all have been asked for, or the time is over.
+    """
+    now = [(0, 0), (1, 1), (1, 2)]
+    following = {1: [(1, 3)], 3: [(1, 4), (1, 5), (1, 6)]}
+    work = _Work(
+        6,
+        lambda _: now.pop(0) if now else None,
+        landed=lambda unit: now.extend(following.get(unit, [])),
+        put_back=lambda: now.insert(0, (0, 0)),
+    )
+    machine = _Watched(work, num_sources=2)
+    all_are_asked = threading.Barrier(3)
+    num_alone = 0
+
+    def before(unit: int) -> None:
+        nonlocal num_alone
         match unit:
             case 0:
                 raise PeerNotReadyError("not yet", retry_after_s=60.0)
             case 1:
-                # Two workers have nothing to do.
-                assert self._machine.idle.acquire(timeout=10)
-                assert self._machine.idle.acquire(timeout=10)
+                assert machine.is_idle()
+                assert machine.is_idle(), "two workers have nothing to do"
             case 3:
-                # One of them has looked once more, now that unit 1 has come.
-                assert self._machine.idle.acquire(timeout=10)
+                assert machine.is_idle(), "one of them has looked once more, now that unit 1 has come"
             case 2:
-                assert self._machine.has_pausing.wait(10)
+                assert machine.has_pausing.wait(10)
             case _:
                 try:
-                    self._all_are_asked.wait(5)
+                    all_are_asked.wait(5)
                 except threading.BrokenBarrierError:
-                    self.were_asked_together = False
-        yield unit, 1
+                    num_alone += 1
 
-
-def test_all_who_have_nothing_to_do_are_woken_for_as_many_requests_beside_one_who_pauses() -> None:
-    machine = _Watched(_MoreAfterTheFirst(), num_sources=2)
-    wire = _Together(machine)
-    FetchPool([_PEER, _PEER], machine, wire, _settings(60), num_workers=4, num_sources=2, step=3, total_bytes=10).run()
-    assert wire.were_asked_together
+    _run(machine, before, _settings(60), num_workers=4, num_peers=2, num_sources=2)
+    assert num_alone == 0
 
 
 class FakeConnection:

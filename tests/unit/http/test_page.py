@@ -39,21 +39,21 @@ def test_a_browser_may_do_nothing_but_show_it() -> None:
     assert "Access-Control-Allow-Origin" not in headers
 
 
-@pytest.mark.parametrize("path", sorted(WATCH_ROUTES))
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-@pytest.mark.parametrize(
-    ("mode", "destination", "status"),
-    [("no-cors", "image", 403), ("cors", "empty", 403), ("navigate", "iframe", 403), ("navigate", "document", 200)],
-)
-def test_a_page_of_another_site_may_lead_here_and_no_more(
-    path: str, site: str, mode: str, destination: str, status: int
-) -> None:
-    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": destination}
+def test_a_page_of_another_site_may_lead_here_and_no_more(site: str) -> None:
     with serving() as served, closing(served.connect()) as http:
-        http.request("GET", path, headers=headers)
-        response = http.getresponse()
-    assert response.status == status
-    if status == 200:
+        for path in WATCH_ROUTES:
+            for mode, destination, status in (
+                ("no-cors", "image", 403),
+                ("cors", "empty", 403),
+                ("navigate", "iframe", 403),
+                ("navigate", "document", 200),
+            ):
+                headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": destination}
+                http.request("GET", path, headers=headers)
+                response = http.getresponse()
+                response.read()
+                assert response.status == status
         assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert response.headers["X-Content-Type-Options"] == "nosniff"
 

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from certificates import Issued, issue
+from certificates import Issued
+from clocks import Clock
 from encrypted_transports import connection
-from encrypted_transports import transport as encrypted
 from faulty_transports import STATE_BYTES, TIMEOUT, holds, is_state, port_of, state_of, transport
 from lent_memory import lent
 from proxy import proxied
 from served_memory import serving
 
-from ft_transport import ConfigurationError, HTTPTransport, Limits, PeerNotReadyError
+from ft_transport import HTTPTransport, PeerNotReadyError
 from ft_transport.http.relays import Relay
-from ft_transport.http.server.bodies import RelayedChunks
 from ft_transport.http.server.body_sender import BodySocket, RateLimiter
 from ft_transport.http.server.snapshot_routes import ClientLimit
 from ft_transport.wire.chunks import ChunkTable
@@ -31,14 +30,6 @@ from ft_transport.wire.routes import CHUNK_HEADER
 
 RATE = 4 << 20
 WINDOW_S = 0.05
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.mark.parametrize("rate", [100e3, 1e6, 50e6, 1e9])
@@ -91,11 +82,6 @@ def test_the_end_of_a_connection_ends_a_wait() -> None:
         assert paced.waited_s() > 0.1
 
 
-@pytest.fixture(scope="module")
-def issued(tmp_path_factory: pytest.TempPathFactory) -> Issued:
-    return issue(tmp_path_factory.mktemp("certificates") / "peer")
-
-
 def _plain(sender: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> Any:
     return receiver.fetch(sender.metadata(), 1).state
 
@@ -135,36 +121,6 @@ def test_two_receivers_share_it() -> None:
     assert took_s >= 2 * STATE_BYTES / RATE - 0.06
 
 
-def test_what_passes_a_wire_is_smooth() -> None:
-    """Over 50 ms, and in the middle, where neither the start nor the buffers of the sockets show."""
-    arrived: list[tuple[float, int]] = []
-    with (
-        transport(max_send_bytes_per_s=RATE) as sender,
-        transport(4) as receiver,
-        proxied(port_of(sender)) as proxy,
-    ):
-        proxy.watch_answers = lambda data: arrived.append((time.monotonic(), len(data)))
-        sender.send_checkpoint([], 1, state_of(1), TIMEOUT)
-        receiver.fetch(proxy.url, 1)
-    began_s, ended_s = arrived[0][0], arrived[-1][0]
-    num_windows = int((ended_s - began_s) / WINDOW_S)
-    shares = [0] * (num_windows + 1)
-    for at_s, num_bytes in arrived:
-        shares[int((at_s - began_s) / WINDOW_S)] += num_bytes
-    middle = sorted(shares[2:-2])
-    # Most of them: the threads that look on share two cores with the rest.
-    assert middle[len(middle) // 10] > 0
-    assert middle[len(middle) * 9 // 10] <= 2 * RATE * WINDOW_S
-
-
-def test_over_tls_it_holds_too(issued: Issued) -> None:
-    with encrypted(issued, max_send_bytes_per_s=RATE) as sender, encrypted(issued) as receiver:
-        sender.send_checkpoint([], 1, state_of(1), TIMEOUT)
-        started_s = time.monotonic()
-        assert is_state(_plain(sender, receiver), 1)
-        assert time.monotonic() - started_s >= STATE_BYTES / RATE - 0.06
-
-
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_nobody_holds_shared_memory_while_it_waits(
     is_encrypted: bool, issued: Issued, monkeypatch: pytest.MonkeyPatch
@@ -194,34 +150,18 @@ def test_nobody_holds_shared_memory_while_it_waits(
 
 def test_a_relay_keeps_to_it_too() -> None:
     data = bytes(range(256)) * 4096
-    table = ChunkTable(data_bytes=len(data), chunk_bytes=1 << 18)
-    relay = Relay(
-        ContentId("0" * 32),
-        step=1,
-        chunks=table,
-        views=lambda start, end: [memoryview(data)[start : start + 5], memoryview(data)[start + 5 : end]],
-        missing=[],
-    )
-    near, far = socket.socketpair()
-    received = bytearray()
-
-    def receive() -> None:
-        while part := far.recv(1 << 16):
-            received.extend(part)
-
-    reader = threading.Thread(target=receive)
-    reader.start()
-    with near, far:
+    chunks = ChunkTable(data_bytes=len(data), chunk_bytes=1 << 18)
+    content = ContentId("0" * 32)
+    with serving(max_send_bytes_per_s=RATE) as served:
+        served.server.relays.open(
+            Relay(content, step=1, chunks=chunks, views=lambda start, end: [memoryview(data)[start:end]], missing=())
+        )
         started_s = time.monotonic()
-        follower = relay.follow(range(table.num_chunks), lambda: None)
-        RelayedChunks(follower, pause_s=0.0).send_to(BodySocket(near, RateLimiter(RATE)))
-        took_s = time.monotonic() - started_s
-        near.close()
-        reader.join()
-    frame_bytes = CHUNK_HEADER.size + table.chunk_bytes
-    frames = [received[start : start + frame_bytes] for start in range(0, len(received), frame_bytes)]
+        body = served.ask(f"/relay/{content}?ranges=0-{len(data)}").body
+    assert time.monotonic() - started_s >= len(data) / RATE - 0.06
+    frame_bytes = CHUNK_HEADER.size + chunks.chunk_bytes
+    frames = [body[start : start + frame_bytes] for start in range(0, len(body), frame_bytes)]
     assert b"".join(frame[CHUNK_HEADER.size :] for frame in frames) == data
-    assert took_s >= len(data) / RATE - 0.06
 
 
 def test_a_receiver_is_not_taken_for_one_that_stalls_because_of_the_cap() -> None:
@@ -297,12 +237,3 @@ def test_a_receiver_keeps_its_place_for_a_moment() -> None:
         # The place of the other one is free by now, and this one is at it.
         with limit.serving(("b", "x")), pytest.raises(PeerNotReadyError), limit.serving(("c", "x")):
             pass
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"max_clients": 0}, {"max_clients": 1.5}, {"max_send_bytes_per_s": 0}, {"max_send_bytes_per_s": "1"}],
-)
-def test_what_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        Limits(**wrong)

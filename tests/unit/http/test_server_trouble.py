@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
-from served_memory import MemorySnapshot, Serving, serving, until
+from served_memory import Serving, serving, until
 
-from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.errors import SnapshotLimitError
 from ft_transport.http.server import bodies, body_sender, connection_slots, listener
 from ft_transport.http.server import server as server_module
 from ft_transport.http.server.request_guard import RequestGuard
@@ -58,6 +58,7 @@ def test_a_stalled_reader_is_cut_off_and_its_snapshot_freed(what: str, caplog: p
             assert not snapshot.closed.is_set()
             assert snapshot.closed.wait(20)
             assert len(read_rest(sock)) < len(LARGE)
+            until(lambda: _sending_threads() == 0)
     assert "was cut off" in caplog.text
 
 
@@ -78,20 +79,6 @@ def test_a_slow_reader_is_served_as_long_as_it_takes_enough(
     assert ("was cut off" in caplog.text) != is_whole
 
 
-@pytest.mark.parametrize("end", ["stall", "shutdown"])
-def test_no_thread_goes_on_sending(end: str) -> None:
-    with serving(stall_timeout_s=0.3 if end == "stall" else 60) as served:
-        snapshot = served.put(5, LARGE)
-        with receiver(served, "/checkpoint/5/full"):
-            until(lambda: _sending_threads() == 1)
-            if end == "shutdown":
-                served.server.close(wait=True)
-            else:
-                served.cache.clear()
-                assert snapshot.closed.wait(20)
-            until(lambda: _sending_threads() == 0)
-
-
 def test_where_nobody_tells_what_was_acknowledged_the_kernel_s_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (bodies, body_sender):
         monkeypatch.setattr(module, "acked_bytes", lambda _connected: 0)
@@ -99,7 +86,8 @@ def test_where_nobody_tells_what_was_acknowledged_the_kernel_s_word_counts(monke
         content = served.put(5, LARGE).content
         assert served.ask("/checkpoint/5/full").body == content
         with receiver(served, "/checkpoint/5/full") as sock:
-            assert len(read_rest_after(sock, 1.5)) < len(content)
+            until(lambda: served.cache.num_readers() == 0)
+            assert len(read_rest(sock)) < len(content)
 
 
 def test_whatever_ends_the_sending_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +100,6 @@ def test_whatever_ends_the_sending_ends_the_reading(monkeypatch: pytest.MonkeyPa
         with receiver(served, "/checkpoint/5/full") as sock:
             assert len(read_rest(sock)) < len(LARGE)
         until(lambda: served.cache.num_readers() == 0)
-
-
-def read_rest_after(sock: socket.socket, pause_s: float) -> bytes:
-    """What a receiver gets that reads nothing for a while."""
-    threading.Event().wait(pause_s)
-    return read_rest(sock)
 
 
 def _sending_threads() -> int:
@@ -259,19 +241,17 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("request_", HOSTILE, ids=range(len(HOSTILE)))
-def test_nonsense_is_refused_and_the_next_one_served(request_: bytes) -> None:
+def test_nonsense_is_refused_and_the_next_one_served() -> None:
     with serving(max_wait_s=0.1) as served:
         snapshot = served.put(5)
-        with closing(socket.create_connection(("127.0.0.1", served.server.port), timeout=20)) as sock:
-            try:
-                sock.sendall(request_)
-                sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
-            head = read_rest(sock)
-        assert head == b"" or head.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
-        assert served.ask("/checkpoint/5/full").body == snapshot.content
+        for request in HOSTILE:
+            with closing(socket.create_connection(("127.0.0.1", served.server.port), timeout=20)) as sock:
+                with contextlib.suppress(OSError):
+                    sock.sendall(request)
+                    sock.shutdown(socket.SHUT_WR)
+                head = read_rest(sock)
+            assert head == b"" or head.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), request[:100]
+            assert served.ask("/checkpoint/5/full").body == snapshot.content
 
 
 def test_nothing_that_a_peer_sent_gets_into_a_log(
@@ -342,26 +322,16 @@ def test_close_cuts_running_transfers_and_waiting_requests(wait: bool) -> None:
         ):
             held.sendall(b"GET /checkpoint/latest/full HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert waiting.wait(20)
+            until(lambda: _sending_threads() == 1)
             served.server.close(wait=wait)
             served.cache.clear()
+            until(lambda: _sending_threads() == 0)
             assert len(read_rest(sock)) < len(LARGE)
             assert not read_rest(held).startswith(b"HTTP/1.1 2")
             assert snapshot.closed.wait(20)
         served.server.close(wait=True)  # A second time, and this one waits where the first did not.
         with pytest.raises(ConnectionError):
             served.ask("/status")
-
-
-def test_a_snapshot_that_is_finished_after_the_shutdown_is_freed() -> None:
-    with serving() as served:
-        place = served.cache.reserve()
-        served.server.close(wait=True)
-        served.cache.clear()
-        snapshot = MemorySnapshot(5, b"late")
-        served.cache.put(snapshot, place)
-        assert snapshot.closed.is_set()
-        with pytest.raises(SnapshotError, match="shut down"):
-            served.cache.reserve()
 
 
 def test_the_loop_is_one_that_can_sendfile_whatever_the_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:

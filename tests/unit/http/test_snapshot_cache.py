@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from clocks import Clock
 from interruptions import at_every_place
 from served_memory import MemorySnapshot
 
-from ft_transport.errors import SnapshotLimitError
+from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
@@ -18,14 +19,6 @@ from ft_transport.wire.manifest import SnapshotId
 LEASE_S = 5.0
 RATE = 10.0
 AT_ONCE_S = 5.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Connection:
@@ -55,31 +48,28 @@ def put(cache: SnapshotCache, step: int) -> MemorySnapshot:
     return snapshot
 
 
-def read_once(cache: SnapshotCache, step: int, connection: Connection | None = None, *, unread_s: float = 0.0) -> None:
-    reading = cache.read(step, reader=Reader((connection or Connection()).is_closed))
+def reading_of(cache: SnapshotCache, step: int, reader: Reader | None = None) -> Reading:
+    reading = cache.read(step, reader=reader)
     assert reading is not None
-    with reading:
-        reading.unread_s = unread_s
+    return reading
+
+
+def read_once(cache: SnapshotCache, step: int, connection: Connection | None = None, *, unread_s: float = 0.0) -> None:
+    reading = reading_of(cache, step, Reader((connection or Connection()).is_closed))
+    reading.unread_s = unread_s
+    reading.__exit__()
 
 
 def test_the_oldest_that_nobody_reads_makes_room(cache: SnapshotCache) -> None:
-    first, second = put(cache, 1), put(cache, 2)
-    third = put(cache, 3)
-
+    first, second, third = (put(cache, step) for step in (1, 2, 3))
     assert (first.closed.is_set(), second.closed.is_set(), third.closed.is_set()) == (True, False, False)
     assert cache.steps() == (2, 3)
     assert cache.newest_step() == 3
     assert cache.newest() is third
     assert cache.newest_sequence() == 3
-
-
-def test_one_that_is_read_stays_and_the_next_oldest_goes(cache: SnapshotCache) -> None:
-    first, second = put(cache, 1), put(cache, 2)
-    reading = cache.read(1)
-    assert reading is not None
-    with reading:
-        put(cache, 3)
-        assert (first.closed.is_set(), second.closed.is_set()) == (False, True)
+    with reading_of(cache, 2):
+        put(cache, 4)
+        assert cache.steps() == (2, 4)
         assert cache.num_readers() == 1
     assert cache.num_readers() == 0
 
@@ -87,12 +77,13 @@ def test_one_that_is_read_stays_and_the_next_oldest_goes(cache: SnapshotCache) -
 def test_the_limit_counts_what_is_read_and_what_is_reserved(cache: SnapshotCache) -> None:
     put(cache, 1)
     put(cache, 2)
-    readings = [cache.read(1), cache.read(2), cache.read(2)]
-    with pytest.raises(SnapshotLimitError, match=r"at most 2 .* steps \[1, 2\] .*3 requests"):
-        cache.reserve()
+    readings = [reading_of(cache, step) for step in (1, 2, 2)]
+    for _ in range(3):
+        with pytest.raises(SnapshotLimitError, match=r"at most 2 .* steps \[1, 2\] .*3 requests"):
+            cache.reserve()
     for reading in readings:
-        assert reading is not None
         reading.__exit__()
+    assert cache.steps() == (1, 2)
 
 
 def test_reserved_places_count_and_come_back(cache: SnapshotCache) -> None:
@@ -109,19 +100,6 @@ def test_reserved_places_count_and_come_back(cache: SnapshotCache) -> None:
     places[0].give_back()
     assert cache.num_alive() == 0
     assert cache.steps() == ()
-
-
-def test_a_refused_reservation_takes_no_place(cache: SnapshotCache) -> None:
-    put(cache, 1)
-    put(cache, 2)
-    readings = [cache.read(1), cache.read(2)]
-    for _ in range(3):
-        with pytest.raises(SnapshotLimitError):
-            cache.reserve()
-    for reading in readings:
-        assert reading is not None
-        reading.__exit__()
-    assert cache.steps() == (1, 2)
 
 
 def test_a_lease_lasts_its_time(cache: SnapshotCache, clock: Clock) -> None:
@@ -231,22 +209,25 @@ def test_reading_finds_the_newest_that_fits(cache: SnapshotCache) -> None:
 
 def test_clear_frees_what_is_idle_now_and_the_rest_with_its_last_reader(cache: SnapshotCache) -> None:
     idle, busy = put(cache, 1), put(cache, 2)
-    readings = [cache.read(2), cache.read(2)]
+    read_once(cache, 1, unread_s=100)  # A lease does not outlive it.
+    readings = [reading_of(cache, 2), reading_of(cache, 2)]
     cache.clear()
     assert (idle.closed.is_set(), busy.closed.is_set()) == (True, False)
     assert cache.read(2) is None
     for reading, closed in zip(readings, (False, True), strict=True):
-        assert reading is not None
         reading.__exit__()
         assert busy.closed.is_set() is closed
     cache.clear()
 
 
-def test_a_lease_does_not_outlive_clear(cache: SnapshotCache) -> None:
-    snapshot = put(cache, 1)
-    read_once(cache, 1, unread_s=100)
+def test_a_snapshot_that_is_finished_after_clear_is_freed(cache: SnapshotCache) -> None:
+    place = cache.reserve()
     cache.clear()
+    snapshot = MemorySnapshot(5, b"late")
+    cache.put(snapshot, place)
     assert snapshot.closed.is_set()
+    with pytest.raises(SnapshotError, match="shut down"):
+        cache.reserve()
 
 
 def test_what_was_read_and_is_not_needed_any_more_can_be_retired(cache: SnapshotCache, clock: Clock) -> None:
@@ -257,11 +238,8 @@ def test_what_was_read_and_is_not_needed_any_more_can_be_retired(cache: Snapshot
         return not cache.steps()
 
     assert not is_retired(), "somebody may have asked for it"
-    reading = cache.read(1)
-    assert reading is not None
-    assert not is_retired(), "somebody reads it"
-    with reading:
-        pass
+    with reading_of(cache, 1):
+        assert not is_retired(), "somebody reads it"
     assert not is_retired(), "it is leased"
     clock.now_s += LEASE_S + 1
     assert is_retired()
@@ -271,13 +249,10 @@ def test_what_was_read_and_is_not_needed_any_more_can_be_retired(cache: Snapshot
 
 def test_what_is_retired_although_it_is_read_is_freed_by_its_last_reader(cache: SnapshotCache) -> None:
     snapshot = put(cache, 1)
-    reading = cache.read(1)
-    assert reading is not None
-    cache.retire(snapshot.snapshot_id, even_if_needed=True)
-    assert cache.read(1) is None
-    assert not snapshot.closed.is_set()
-    with reading:
-        pass
+    with reading_of(cache, 1):
+        cache.retire(snapshot.snapshot_id, even_if_needed=True)
+        assert cache.read(1) is None
+        assert not snapshot.closed.is_set()
     assert snapshot.closed.is_set()
 
 
@@ -306,8 +281,7 @@ def begin(cache: SnapshotCache) -> Iterator[Callable[..., Reading]]:
     with ExitStack() as stack:
 
         def begin(step: int, reader: Reader | None = None) -> Reading:
-            reading = cache.read(step, reader=reader)
-            assert reading is not None
+            reading = reading_of(cache, step, reader)
             stack.enter_context(reading)
             return reading
 
@@ -322,8 +296,7 @@ def test_who_holds_what_a_newer_one_wants_has_as_long_as_its_bytes_take(
 ) -> None:
     first, second = put(cache, 1), put(cache, 2)
     receiver, other = Receiver(), Receiver()
-    reading = cache.read(1, reader=receiver.reader)
-    assert reading is not None
+    reading = reading_of(cache, 1, receiver.reader)
     begin(2, other.reader)
     clock.now_s += 1e6  # For as long as it likes, while nobody wants the place.
     with pytest.raises(SnapshotLimitError):
@@ -370,10 +343,9 @@ def test_one_who_asks_what_there_is_holds_nothing(cache: SnapshotCache) -> None:
     put(cache, 1)
     put(cache, 2)
     for step in (1, 2):
-        reading = cache.read(step, reader=Receiver().reader)
-        assert reading is not None
-        with reading:
-            reading.is_leasing = False
+        reading = reading_of(cache, step, Receiver().reader)
+        reading.is_leasing = False
+        reading.__exit__()
     put(cache, 3)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 from contextlib import closing
@@ -16,8 +15,6 @@ from transport_settings import settings_of
 
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.telemetry.process_state import ProcessState, decode_state
-from ft_transport.telemetry.process_status import ProcessStatus
-from ft_transport.telemetry.recorder import Recorder
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -58,14 +55,6 @@ def test_a_name_that_is_no_text_blinds_nobody() -> None:
         transport = told_by(served).transport
     assert transport is not None
     assert [(flow.replica, flow.step) for flow in transport.sends] == [("b?", snapshot.step)]
-
-
-def test_an_error_that_quotes_a_path_of_any_bytes_is_told() -> None:
-    watch = ProcessStatus(Recorder())
-    watch.errors.note("a disk", os.fsdecode(b"no room for /x/\xff"))
-    with serving(process_status=watch) as served:
-        (error,) = told_by(served).errors
-    assert error.text == "no room for /x/?"
 
 
 def test_a_fetch_tells_what_comes_from_whom_while_it_does() -> None:

@@ -21,8 +21,6 @@ import pytest
 import torch
 from certificates import HOST, Issued, client_context, issue
 from encrypted_transports import TIMEOUT, connection, port_of, transport
-from faulty_transports import fetching_threads
-from lent_memory import lent
 from programs import run
 from served_memory import serving, until
 
@@ -33,7 +31,6 @@ from ft_transport import (
     PeerAuthenticationError,
     PeerError,
     PeerUnreachableError,
-    TransportError,
     credentials,
 )
 from ft_transport.coordination.store import nobody_listens
@@ -42,13 +39,7 @@ from ft_transport.http.server import connection_slots, listener, tls_protocol
 
 WEIGHTS = b"these are weights in the clear. "
 DATA = WEIGHTS * 40_000
-SHORT = timedelta(seconds=3)
 STATE = {"layer": torch.frombuffer(bytearray(WEIGHTS * 20_000), dtype=torch.uint8)}
-
-
-@pytest.fixture(scope="module")
-def issued(tmp_path_factory: pytest.TempPathFactory) -> Issued:
-    return issue(tmp_path_factory.mktemp("certificates") / "peer")
 
 
 @pytest.fixture
@@ -225,14 +216,6 @@ def test_tls_1_2_is_spoken_where_a_peer_has_nothing_newer(issued: Issued) -> Non
                 assert http.getresponse().read() == snapshot.content
 
 
-def test_the_token_is_asked_for_as_well(issued: Issued) -> None:
-    with transport(issued, token="one") as sender, transport(issued, token="two") as receiver:
-        sender.send_checkpoint([], 1, STATE, TIMEOUT)
-        with pytest.raises(TransportError) as raised:
-            receiver.fetch(sender.metadata(), 1, timeout=SHORT)
-    assert "job token" in str(raised.value)
-
-
 def test_renewed_files_serve_new_connections_and_running_ones_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,27 +297,6 @@ def test_a_receiver_that_reads_nothing_is_cut_off(issued: Issued) -> None:
                 response.read()
 
 
-def test_a_receiver_that_takes_its_time_holds_no_memory_that_is_lent(issued: Issued) -> None:
-    with serving(tls=issued.files) as served, lent(served, WEIGHTS * 1_000_000) as memory:
-        with closing(connection(served.server.port, issued)) as http:
-            http.request("GET", "/checkpoint/5/full")
-            http.getresponse()
-            until(lambda: served.cache.num_readers() == 1)
-            # The thread waits for this receiver now; the owner does not.
-            until(lambda: memory.num_pinned == 0)
-        until(lambda: served.cache.num_readers() == 0)
-
-
-def test_lent_memory_that_is_lost_cuts_the_answer_short(issued: Issued) -> None:
-    with serving(tls=issued.files) as served, lent(served, DATA) as memory:
-        memory.is_lost = True
-        with closing(connection(served.server.port, issued)) as http:
-            http.request("GET", "/checkpoint/5/full")
-            response = http.getresponse()
-            with pytest.raises((OSError, IncompleteRead)):
-                response.read()
-
-
 def test_a_shutdown_in_the_middle_of_a_body_leaves_nothing(issued: Issued) -> None:
     with serving(tls=issued.files) as served:
         served.put(5, WEIGHTS * 1_000_000)
@@ -346,24 +308,6 @@ def test_a_shutdown_in_the_middle_of_a_body_leaves_nothing(issued: Issued) -> No
             until(lambda: served.cache.num_readers() == 4)
             served.server.close(wait=True)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ft-transport")]
-
-
-def test_an_interrupted_fetch_leaves_no_thread(issued: Issued) -> None:
-    class InterruptionError(BaseException):
-        pass
-
-    def interrupt(_progress: object) -> None:
-        raise InterruptionError
-
-    state = {"layer": torch.arange(4 << 20, dtype=torch.int32)}
-    with (
-        transport(issued, chunk_bytes=1 << 20) as sender,
-        transport(issued, on_progress=interrupt, num_connections=4) as receiver,
-    ):
-        sender.send_checkpoint([], 1, state, TIMEOUT)
-        with pytest.raises(InterruptionError):
-            receiver.fetch(sender.metadata(), 1)
-        assert fetching_threads() == []
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from certificates import HOST, Issued, issue
+from certificates import HOST, Issued
 from encrypted_transports import TIMEOUT, connection, port_of, tapped, transport
 from lent_memory import lent
 from served_memory import serving
@@ -28,11 +28,6 @@ WEIGHTS = b"these are weights in the clear. "
 DATA = WEIGHTS * 40_000
 CONTENT = ContentId("c" * 32)
 STATE = {"layer": torch.frombuffer(bytearray(WEIGHTS * 20_000), dtype=torch.uint8)}
-
-
-@pytest.fixture(scope="module")
-def issued(tmp_path_factory: pytest.TempPathFactory) -> Issued:
-    return issue(tmp_path_factory.mktemp("certificates") / "peer")
 
 
 SLICES = encode_request(

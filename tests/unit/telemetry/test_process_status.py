@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import msgspec
+import os
+
 import pytest
 
 from ft_transport.errors import PeerProtocolError
 from ft_transport.telemetry.process_state import NUM_RECORDS, ProcessState, decode_state
 from ft_transport.telemetry.process_status import LastErrors, ProcessStatus, Rates
-from ft_transport.telemetry.record import Transfer
+from ft_transport.telemetry.record import Transfer, encode_json
 from ft_transport.telemetry.recorder import Recorder
 
 
 def told_by(watch: ProcessStatus) -> ProcessState:
-    return decode_state(msgspec.json.encode(watch.state()))
+    return decode_state(encode_json(watch.state()))
 
 
 def test_what_is_told_is_of_the_form() -> None:
     watch = ProcessStatus(Recorder())
-    watch.errors.note("10.0.0.1", "went away")
+    watch.errors.note("10.0.0.1", os.fsdecode(b"no room for /x/\xff"))
     watch.recorder.begin("load", replica="a").end()
     with watch.recorder.begin("heal", replica="a", phase="quorum") as recording:
         recording.describe(step=7, num_bytes=100)
@@ -31,7 +32,7 @@ def test_what_is_told_is_of_the_form() -> None:
 
     assert told.version == 1
     assert told.unix_s > 1e9
-    assert [(error.about, error.text) for error in told.errors] == [("10.0.0.1", "went away")]
+    assert [(error.about, error.text) for error in told.errors] == [("10.0.0.1", "no room for /x/?")]
     assert [record.kind for record in told.records] == ["load"]
     (running,) = told.running
     assert (running.kind, running.step, running.num_bytes) == ("heal", 7, 100)
@@ -47,7 +48,7 @@ def test_its_size_is_bounded() -> None:
     watch = ProcessStatus(first)
     watch.set_recorders([first, second])
     for recorder in (first, second):
-        for _ in range(60):
+        for _ in range(NUM_RECORDS):
             with recorder.begin("heal", replica="r" * 10_000) as recording:
                 for index in range(300):
                     recording.phase(f"phase {index}")
@@ -61,7 +62,7 @@ def test_its_size_is_bounded() -> None:
     assert len(told.records) == NUM_RECORDS
     for record in told.records:
         assert sum(phase.length_s for phase in record.phases) == pytest.approx(record.length_s)
-    assert len(msgspec.json.encode(watch.state())) < 512 << 10
+    assert len(encode_json(watch.state())) < 512 << 10
 
 
 def test_a_recording_that_is_dropped_is_told_of_no_more() -> None:
@@ -97,3 +98,15 @@ def test_a_rate_is_that_of_the_last_second_or_so_however_many_ask() -> None:
 def test_what_is_not_of_the_form_is_refused(body: bytes) -> None:
     with pytest.raises(PeerProtocolError, match="expected the state of a process"):
         decode_state(body)
+
+
+def test_a_part_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> object:
+        raise RuntimeError("not now")
+
+    watch = ProcessStatus(Recorder())
+    watch.set_part("broken", broken)
+    watch.set_part("whole", lambda: {"step": 7})
+    told = watch.state()
+    assert (told["broken"], told["whole"]) == (None, {"step": 7})
+    assert "cannot read the part broken of this process's state" in caplog.text

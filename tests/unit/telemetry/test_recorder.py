@@ -5,19 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 from interruptions import at_every_place
 
 from ft_transport.errors import PeerUnreachableError
 from ft_transport.telemetry.record import Record, Transfer, decode_record
 from ft_transport.telemetry.recorder import Recorder, current
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_phases_follow_each_other_without_a_gap_and_make_up_the_whole() -> None:
