@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import json
 import os
 import pickle
 import struct
-import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +136,18 @@ COLUMNS = [(0, 0, 150, 7), (0, 7, 150, 23)]
 PINWHEEL = [(0, 0, 100, 20), (0, 20, 60, 10), (60, 20, 90, 10), (100, 0, 50, 20)]
 
 
-@pytest.mark.parametrize("one", [[(0, 0, 150, 30)], ROWS, COLUMNS, PINWHEEL])
-@pytest.mark.parametrize("other", [ROWS, COLUMNS, PINWHEEL])
-def test_another_division_over_ranks_is_the_same_tensor(one: Any, other: Any, tmp_path: Path) -> None:
+def test_another_division_over_ranks_is_the_same_tensor(tmp_path: Path) -> None:
     tensor = torch.rand(150, 30)
-    save_in_boxes("w", tensor, one, tmp_path / "a")
-    save_in_boxes("w", tensor, other, tmp_path / "b")
-    assert differ(tmp_path / "a", tmp_path / "b")[0] == 0
-    tensor[149, 29] += 1
-    save_in_boxes("w", tensor, other, tmp_path / "c")
-    (found,) = differ(tmp_path / "a", tmp_path / "c")[1]["differences"]
-    assert (found["num_elements_different"], found["num_elements"]) == (1, 4500)
+    changed = tensor.clone()
+    changed[149, 29] += 1
+    divisions = {"whole": [(0, 0, 150, 30)], "rows": ROWS, "columns": COLUMNS, "pinwheel": PINWHEEL}
+    for name, boxes in divisions.items():
+        save_in_boxes("w", tensor, boxes, tmp_path / name)
+        save_in_boxes("w", changed, boxes, tmp_path / f"changed {name}")
+    for one, other in itertools.combinations(divisions, 2):
+        assert differ(tmp_path / one, tmp_path / other)[0] == 0
+        (found,) = differ(tmp_path / one, tmp_path / f"changed {other}")[1]["differences"]
+        assert (found["num_elements_different"], found["num_elements"]) == (1, 4500)
 
 
 def test_large_tensors_in_other_divisions_are_compared_block_by_block(tmp_path: Path) -> None:
@@ -202,96 +203,37 @@ def test_of_two_replicas_only_what_differs_is_fetched(
     assert "expected step 7, but this replica serves" in result.output
 
 
-class Training:
-    """A replica that goes from step to step on a thread, together with others, and takes snapshots on demand."""
-
-    def __init__(self, transport: HTTPTransport[Any], together: threading.Barrier) -> None:
-        self._transport, self._together = transport, together
-        self._mutex, self._wanted, self._step, self._past = threading.Lock(), {-1}, 0, 0
-        self._stop = threading.Event()
-        transport.serve_fresh(self.fresh)
-        self._thread = threading.Thread(target=self._train)
-        self._thread.start()
-
-    def fresh(self, step: int | None) -> int | None:
-        with self._mutex:
-            if step is not None and step <= self._past:
-                return None
-            self._wanted.add(self._step + 1 if step is None else step)
-            return self._transport.server.newest_sequence()
-
-    def before_training(self) -> None: ...
-
-    def state(self, step: int) -> dict[str, Any]:
-        return {"w": torch.full((9,), float(step))}
-
-    def _train(self) -> None:
-        self.before_training()
-        with contextlib.suppress(threading.BrokenBarrierError):
-            while not self._stop.is_set():
-                self._together.wait()
-                with self._mutex:
-                    self._step += 1
-                    step, is_wanted = self._step, self._step in self._wanted
-                if is_wanted:
-                    self._transport.send_checkpoint([], step, functools.partial(self.state, step), TIMEOUT)
-                with self._mutex:
-                    # Not before: a step whose snapshot is being taken is still to come for whoever asks.
-                    self._past = step
-                self._stop.wait(0.01)  # the length of a step
-
-    def end(self) -> None:
-        self._stop.set()
-        self._together.abort()
-        self._thread.join()
-
-
-class AskedTraining(Training):
-    """Stands still until it is asked for a step, and takes that snapshot for as long as until it is asked again."""
-
-    def __init__(self, transport: HTTPTransport[Any], together: threading.Barrier) -> None:
-        self._asked = threading.Event()
-        super().__init__(transport, together)
-
-    def fresh(self, step: int | None) -> int | None:
-        answer = super().fresh(step)
-        if step is not None:
-            self._asked.set()
-        return answer
-
-    def before_training(self) -> None:
-        assert self._asked.wait(TIMEOUT.total_seconds())
-
-    def state(self, step: int) -> dict[str, Any]:
-        self._asked.clear()
-        assert self._asked.wait(TIMEOUT.total_seconds())
-        return super().state(step)
-
-
 @contextlib.contextmanager
-def training_together(kind: type[Training], replicas: list[HTTPTransport[Any]]) -> Iterator[None]:
-    together = threading.Barrier(len(replicas))
-    training = [kind(each, together) for each in replicas]
-    try:
+def training(replicas: list[HTTPTransport[Any]], *newest_steps: int) -> Iterator[None]:
+    """Each replica takes a snapshot of a step to come when it is asked for one, or of its next step."""
+    with ThreadPoolExecutor(2) as pool:
+
+        def train(replica: HTTPTransport[Any], newest_step: int) -> None:
+            def fresh(step: int | None) -> int | None:
+                nonlocal newest_step
+                if step is not None and step <= newest_step:
+                    return None
+                newest_step = newest_step + 1 if step is None else step
+                sequence = replica.server.newest_sequence()
+                pool.submit(replica.send_checkpoint, [], newest_step, {"w": torch.full((9,), newest_step)}, TIMEOUT)
+                return sequence
+
+            replica.serve_fresh(fresh)
+
+        for replica, newest_step in zip(replicas, newest_steps, strict=True):
+            train(replica, newest_step)
         yield
-    finally:
-        for each in training:
-            each.end()
 
 
 def test_two_replicas_that_train_on_are_compared_at_one_step(replicas: list[HTTPTransport[Any]]) -> None:
-    with training_together(Training, replicas):
-        for _ in range(3):
-            code, told = differ(*(each.metadata() for each in replicas))
+    urls = [each.metadata() for each in replicas]
+    with training(replicas, 3, 5):
+        for options in ((), (), ("--step", 20)):
+            code, told = differ(*urls, *options)
             assert (code, told["identical"], told["steps_differ"]) == (0, True, False)
             assert told["a"]["step"] == told["b"]["step"]
-
-
-def test_two_replicas_are_compared_at_a_step_to_come_that_was_chosen(replicas: list[HTTPTransport[Any]]) -> None:
-    with training_together(AskedTraining, replicas):
-        code, told = differ(*(each.metadata() for each in replicas), "--step", 20)
-        assert (code, told["identical"], told["a"]["step"], told["b"]["step"]) == (0, True, 20, 20)
-        result = CliRunner().invoke(app, ["diff", *(each.metadata() for each in replicas), "--step", "19"])
+        assert told["a"]["step"] == 20
+        result = CliRunner().invoke(app, ["diff", *urls, "--step", "19"])
         assert result.exit_code == 2
         assert "this replica is past step 19" in result.output
 

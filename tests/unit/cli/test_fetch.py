@@ -9,15 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import Program
 from quorum_threads import TIMEOUT
 from safetensors.torch import load_file
 from served_memory import until
@@ -169,7 +168,7 @@ def test_ctrl_c_keeps_what_has_come(tmp_path: Path) -> None:
     source, path = serving(max_send_bytes_per_s=8e6), tmp_path / "m"
     command = [sys.executable, "-c", "from ft_transport.cli.main import main; main()"]
     command += ["fetch", source.metadata(), "-o", str(path), "--json"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert running.stderr is not None
         assert "step 8 from 127.0.0.1" in running.stderr.readline()
@@ -195,7 +194,7 @@ def test_ctrl_c_before_anything_comes_is_one_line(tmp_path: Path) -> None:
     source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
     source.serve_fresh(lambda _step: 0)
     command = [sys.executable, "-m", "ft_transport.cli", "fetch", source.metadata(), "-o", str(tmp_path / "m")]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         until((tmp_path / "m.part").exists)
         running.send_signal(signal.SIGINT)
@@ -275,28 +274,6 @@ def test_a_snapshot_that_has_no_room_is_not_begun(
     result = fetch(source.metadata(), "-o", tmp_path / "m")
     assert result.exit_code == 1
     assert "got 12288" in str(result.exception)
-    assert not list(tmp_path.iterdir())
-
-
-class _Page(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"<html>\x1b[2J</html>")
-
-    def log_message(self, *_arguments: object) -> None:
-        """Says nothing."""
-
-
-def test_a_web_server_is_no_replica(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        result = fetch(f"http://127.0.0.1:{server.server_port}/", "-o", tmp_path / "m")
-        server.shutdown()
-        thread.join()
-    assert result.exit_code == 1
-    assert "127.0.0.1" in str(result.exception)
     assert not list(tmp_path.iterdir())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run as run_program
 from quorum_threads import TIMEOUT, lighthouse
 from scripted_peer import Peer, answering, scripted
 from typer.testing import CliRunner
@@ -22,6 +23,8 @@ from ft_transport.cli.main import app, main
 
 Ended = tuple[int, str]
 Run = Callable[..., Ended]
+
+COMMANDS = ("bench", "diff", "doctor", "explain", "fetch", "inspect", "status", "top", "verify")
 
 
 @pytest.fixture
@@ -43,6 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["trace", "nothing"], "expected a file of records at nothing: No such file"),
         (["trace", "records", "-o", "none/t.json"], "expected to write the trace"),
         (["trace", "records", "-o", "."], "expected to write the trace"),
+        (["doctor", "nonsense"], "expected a URL like http"),
         (["status", "foo"], "expected a URL like http"),
         (["status", "/tmp"], "expected a URL like http"),
         (["inspect", "http://"], "expected a URL like http"),
@@ -67,8 +71,16 @@ def test_wrong_usage_and_nothing_of_the_name_is_exit_code_2(
 LIGHTHOUSE = b"<head>\n  <title>Lighthouse Dashboard - torchft</title>"
 
 
-@pytest.mark.parametrize(("page", "said"), [(LIGHTHOUSE, "this is a Lighthouse"), (b"<p>", "another program answers")])
-@pytest.mark.parametrize("command", ["status", "inspect", "verify", "fetch", "diff"])
+@pytest.mark.parametrize(
+    ("command", "page", "said"),
+    [
+        ("status", b"<p>", "another program answers"),
+        *(
+            (command, LIGHTHOUSE, "this is a Lighthouse")
+            for command in ("status", "inspect", "verify", "fetch", "diff")
+        ),
+    ],
+)
 def test_what_answers_instead_of_a_replica_is_named(
     command: str, page: bytes, said: str, run: Run, tmp_path: Path
 ) -> None:
@@ -128,9 +140,7 @@ def test_a_step_that_does_not_come_is_said_with_its_peer_once(run: Run, tmp_path
 
 
 def test_the_version_is_told_and_the_package_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ft_transport.cli", "--version"], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = run_program([sys.executable, "-m", "ft_transport.cli", "--version"], timeout=60, check=True)
     assert done.stdout.startswith("ft-transport ")
 
 
@@ -149,36 +159,21 @@ def test_ctrl_c_while_it_imports_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "command", ["bench", "diff", "doctor", "explain", "fetch", "inspect", "status", "top", "verify"]
-)
-def test_a_paragraph_of_help_fills_a_narrow_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paragraph_of_help_fills_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = CliRunner().invoke(app, [command, "--help"]).output
-    text = [line.strip() for line in shown.split("╭")[0].splitlines()]
-    for line, following in pairwise(text):
-        if line and following and not line.startswith("Usage"):
-            assert len(line) + 1 + len(following.split()[0]) > 78, f"{line!r} breaks before {following!r}"
+    for command in COMMANDS:
+        shown = CliRunner().invoke(app, [command, "--help"]).output
+        text = [line.strip() for line in shown.split("╭")[0].splitlines()]
+        for line, following in pairwise(text):
+            if line and following and not line.startswith("Usage"):
+                assert len(line) + 1 + len(following.split()[0]) > 78, f"{line!r} breaks before {following!r}"
 
 
 def test_help_lists_each_command_and_another_name_is_wrong_usage(run: Run) -> None:
     code, output = run("--help")
     assert code == 0
-    for command in (
-        "bench",
-        "demo",
-        "diff",
-        "doctor",
-        "explain",
-        "fetch",
-        "inspect",
-        "status",
-        "top",
-        "trace",
-        "verify",
-    ):
+    for command in (*COMMANDS, "demo", "trace", "watch-token"):
         assert f" {command} " in output
-    assert " watch-token " in output
     code, output = run("statsu")
     assert (code, "No such command" in output) == (2, True)
 

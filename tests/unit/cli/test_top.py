@@ -13,6 +13,7 @@ from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import pytest
+from programs import Program
 from typer.testing import CliRunner
 
 from ft_transport.cli import top
@@ -26,7 +27,7 @@ NOBODY = "http://127.0.0.1:9"
 def top_serving(**environment: str) -> Iterator[str]:
     """The ``host:port`` of ``ft-transport top --serve``, which runs meanwhile, and ends with Ctrl-C."""
     command = [sys.executable, "-m", "ft_transport.cli", "top", NOBODY, "--serve"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
+    with Program(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
         try:
             assert process.stdout is not None
             yield urlsplit(process.stdout.readline().split()[-1]).netloc

@@ -114,8 +114,7 @@ def test_what_needs_attention_comes_first() -> None:
     assert any("no quorum" in line for line in lines)
 
 
-@pytest.mark.parametrize("num", [1, 5, 12, 17, 18, 40, 512])
-@pytest.mark.parametrize("height", [24, 12])
+@pytest.mark.parametrize(("num", "height"), [(1, 24), (17, 24), (18, 24), (512, 24), (5, 12), (40, 12)])
 def test_any_number_fits(num: int, height: int) -> None:
     processes = [process(f"rep_{index}", presence="silent" if index == num - 1 else "here") for index in range(num)]
     lines = drawn(job(*processes, records=tuple(heal("r") for _ in range(30))), height=height)
@@ -144,8 +143,9 @@ def test_text_of_peers_moves_nothing() -> None:
     assert "<img src=x one" in text
 
 
-@pytest.mark.parametrize("figure", [1e308, -1e308, -5.0, 0.0])
-@pytest.mark.parametrize("address", ["http://[", "http://\u2100/", "\x1b", ""])
+@pytest.mark.parametrize(
+    ("figure", "address"), [(1e308, "http://["), (-1e308, "http://\u2100/"), (-5.0, "\x1b"), (0.0, "")]
+)
 def test_no_figure_and_no_address_ends_it(figure: float, address: str) -> None:
     steps = tuple(StepStatus(step=-(2**62), length_s=figure) for _ in range(9))
     flow = TransferStatus(peer=address, bytes_per_s=figure, num_bytes=2**62, length_s=figure)
@@ -188,24 +188,26 @@ def test_a_death_is_shown_after_it_with_its_cost() -> None:
     ]
 
 
-@pytest.mark.parametrize("processes", [(), (process("a", activity="waiting"),)])
-def test_a_dead_lighthouse_is_a_line_of_its_own(processes: tuple[JobProcess, ...]) -> None:
-    state = JobState(lighthouse="http://lh:1", processes=processes)
+LOST = ProcessState(manager=ManagerStatus(activity="training", is_lighthouse_lost=True))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        JobState(lighthouse="http://lh:1"),
+        JobState(lighthouse="http://lh:1", processes=(process("a", activity="waiting"),)),
+        job(JobProcess(name="a", replica_id="a:1", presence="here", state=LOST)),
+    ],
+    ids=["nobody", "waiting", "a process says so"],
+)
+def test_a_dead_lighthouse_is_a_line_of_its_own(state: JobState) -> None:
     lines = drawn(state)
     assert "THE LIGHTHOUSE DOES NOT ANSWER" in lines[1]
     assert not any("no replica is known" in line for line in lines)
-
-
-def test_a_lighthouse_without_a_page_is_not_dead_where_replicas_train() -> None:
+    # One without a page is not dead where replicas train.
     lines = drawn(JobState(lighthouse="http://lh:1", processes=(process("a"),)))
     assert "its page cannot be read" in lines[0]
     assert not any("DOES NOT ANSWER" in line for line in lines)
-
-
-def test_a_process_says_that_the_lighthouse_is_lost() -> None:
-    told = ProcessState(manager=ManagerStatus(activity="training", is_lighthouse_lost=True))
-    lines = drawn(job(JobProcess(name="a", replica_id="a:1", presence="here", state=told)))
-    assert "THE LIGHTHOUSE DOES NOT ANSWER" in lines[1]
 
 
 @pytest.mark.parametrize(
