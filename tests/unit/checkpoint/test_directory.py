@@ -78,13 +78,6 @@ def test_a_checkpoint_appears_when_it_is_committed(directory: NumberedDirectory)
     assert names_in(directory.root) == {"step-1"}
 
 
-def test_one_that_is_there_is_replaced(directory: NumberedDirectory) -> None:
-    save(directory, 1, "old")
-    save(directory, 1, "new")
-    assert contents(directory) == {1: "new"}
-    assert names_in(directory.root) == {"step-1"}
-
-
 def test_until_it_is_committed_the_old_one_stays(directory: NumberedDirectory) -> None:
     save(directory, 1, "old")
     directory.begin(1)
@@ -100,8 +93,11 @@ def test_what_an_earlier_attempt_has_left_is_not_built_upon(directory: NumberedD
     assert names_in(directory.begin(1)) == set()
 
 
-def test_one_without_its_list_of_files_may_be_replaced(directory: NumberedDirectory) -> None:
-    make(directory.root / "step-1", "damaged", is_complete=False)
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_one_that_is_there_is_replaced_also_without_its_list_of_files(
+    directory: NumberedDirectory, is_complete: bool
+) -> None:
+    make(directory.root / "step-1", "old", is_complete=is_complete)
     save(directory, 1, "new")
     assert contents(directory) == {1: "new"}
     assert names_in(directory.root) == {"step-1"}
@@ -134,11 +130,12 @@ def test_what_another_program_wrote_is_neither_replaced_nor_deleted(directory: N
         ({"step-1.deleted": "a", "step-2": "c"}, {2: "c"}),
         ({"step-1.deleted": "a", "step-1.incomplete": "b"}, {}),
         ({"step-1.replaced": "a"}, {1: "a"}),
+        ({"step-1.replaced": "a", "step-1": "torn"}, {1: "a"}),
     ],
 )  # fmt: skip
 def test_recovering_clears_what_was_interrupted(tmp_path: Path, before: dict[str, str], after: dict[int, str]) -> None:
     for name, content in before.items():
-        make(tmp_path / name, content)
+        make(tmp_path / name, content, is_complete=content != "torn")
     (tmp_path / "of somebody else").mkdir()
     directory = checkpoints(tmp_path)
     # A reader, which clears nothing, sees the same.
@@ -146,15 +143,6 @@ def test_recovering_clears_what_was_interrupted(tmp_path: Path, before: dict[str
     directory.recover()
     assert contents(directory) == after
     assert names_in(tmp_path) == {"of somebody else", *(f"step-{step}" for step in after)}
-
-
-def test_one_that_was_about_to_be_replaced_comes_back_in_place_of_a_torn_one(tmp_path: Path) -> None:
-    make(tmp_path / "step-1.replaced", "whole")
-    make(tmp_path / "step-1", "torn", is_complete=False)
-    directory = checkpoints(tmp_path)
-    directory.recover()
-    assert contents(directory) == {1: "whole"}
-    assert names_in(tmp_path) == {"step-1"}
 
 
 def test_removing_and_clearing(directory: NumberedDirectory) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,8 +17,7 @@ from ranks_on_threads import groups_of, run_ranks
 from torch.distributed import HashStore
 
 from ft_transport.coordination.agreement import Agreement
-from ft_transport.coordination.ranks import RankGroup, RankMessages
-from ft_transport.coordination.store import DirectStore, StoreChannel
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.coordination.votes import AbandonedError
 from ft_transport.errors import (
     CheckpointError,
@@ -190,25 +188,6 @@ def test_a_rank_that_shows_life_is_waited_for(slow: int) -> None:
 
     assert on_all(agreements, act) == [(b"done", b"done")] * 2
     timer.join()
-
-
-def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
-    class GoneStore:
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError("Connection reset by peer")
-
-    group = SimpleNamespace(
-        rank=0,
-        size=2,
-        global_ranks=(0, 1),
-        store=lambda prefix: None,
-        messages=lambda purpose, timeout: RankMessages(
-            StoreChannel(DirectStore(GoneStore())), None, rank=0, timeout=timeout
-        ),
-    )
-    agreement = Agreement(group, "test", LONG)  # type: ignore[arg-type]
-    with pytest.raises(RankGoneError, match=r"key-value store of torch\.distributed to answer: Connection reset"):
-        agreement.run_on_all_ranks("write", lambda: None)
 
 
 # -------------------------------------------------------------------------------------------- ranks that do not fit

@@ -178,8 +178,3 @@ class _AnswersBetweenTwoLooks:
 def test_an_answer_is_found_though_the_rank_that_gave_it_has_left() -> None:
     channel = StoreChannel(DirectStore(_AnswersBetweenTwoLooks()))  # type: ignore[arg-type]
     assert channel.get(["answer"], LONG, unless=["left"]) == [b"yes"]
-
-
-def test_a_wait_ends_without_an_answer_of_a_rank_that_has_left(channel: StoreChannel) -> None:
-    channel.set("left", "", LONG)
-    assert channel.get(["answer"], LONG, unless=["left"]) is None

@@ -110,16 +110,16 @@ def test_one_that_is_slow_gives_way_to_one_that_waits(is_fast: bool) -> None:
         await asyncio.to_thread(fetching.has_begun.wait, 10)
         fetching.has_begun.clear()
         # Alone it may take as long as it likes.
-        done, _ = await asyncio.wait({first}, timeout=0.3)
+        done, _ = await asyncio.wait({first}, timeout=0.15)
         assert not done
         second = begin(queue, order("b", 1))
-        done, _ = await asyncio.wait({first}, timeout=0.5 if is_fast else 10)
+        done, _ = await asyncio.wait({first}, timeout=0.25 if is_fast else 10)
         assert bool(done) is not is_fast
         fetching.may_end.set()
         assert ("another order waits" in await reason_of(first)) is not is_fast
         assert await reason_of(second) == ""
 
-    run(scenario, patience_s=0.1)
+    run(scenario, patience_s=0.05)
 
 
 def test_closing_ends_what_runs_and_refuses_what_waits() -> None:

@@ -42,13 +42,6 @@ def test_engines_are_told_of_the_newest(directory: NumberedDirectory, is_adapter
     assert (newest.version, newest.kind, newest.directory, newest.address) == (2, kind, path, None)
 
 
-def test_weights_go_that_no_engine_uses(directory: NumberedDirectory) -> None:
-    for number in range(1, 6):
-        write(directory, number, is_adapter=False)
-    stored_in(directory).delete_expired({2})
-    assert directory.numbers() == [2, 4, 5]
-
-
 def test_an_adapter_stays_for_as_long_as_a_request_runs(directory: NumberedDirectory) -> None:
     for number in range(1, 6):
         write(directory, number, is_adapter=True, written_s=60.0 * number)
