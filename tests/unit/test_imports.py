@@ -40,8 +40,40 @@ def run(program: str) -> Any:
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, list[str]]:
     """What a process has imported after each thing that it does, one after the other."""
-    kinds = run("""
-import json, sys
+    *kinds, first_uses = run("""
+import json, os, sys, threading
+import torch
+import ft_transport, manager
+
+uses = [
+    lambda: ft_transport.Publisher,
+    lambda: ft_transport.HTTPTransport,
+    lambda: ft_transport.WeightReceiver,
+    lambda: ft_transport.CheckpointStore,
+    lambda: ft_transport.HTTPTransport,
+    lambda: manager.Manager,
+    lambda: manager.StateManager,
+]
+found = [None] * len(uses)
+together = threading.Barrier(len(uses))
+
+def use(index):
+    together.wait()
+    found[index] = uses[index]().__name__
+
+reading, writing = os.pipe()
+if not os.fork():
+    threads = [threading.Thread(target=use, args=(index,)) for index in range(len(uses))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.write(writing, json.dumps(found).encode())
+    os._exit(0)
+os.close(writing)
+first_uses = json.load(open(reading))
+os.wait()
+
 from manager import Manager, ManagerConfig, StateManager, guard_local_sgd
 
 loaded = [sorted(sys.modules)]
@@ -73,9 +105,10 @@ with urlopen(transport.metadata().removesuffix("/checkpoint/") + "/metrics", tim
 loaded.append(sorted(sys.modules))
 manager.shutdown()
 transport.shutdown()
-print(json.dumps(loaded))
+print(json.dumps([*loaded, first_uses]))
 """)
-    return dict(zip(("managers", "constructed", "fetched", "attached", "stepped", "scraped"), kinds, strict=True))
+    names = ("managers", "constructed", "fetched", "attached", "stepped", "scraped")
+    return {**dict(zip(names, kinds, strict=True)), "first uses": first_uses}
 
 
 def test_the_manager_does_without_what_is_expensive_until_it_is_used(loaded: dict[str, list[str]]) -> None:
@@ -99,6 +132,14 @@ def test_a_fetch_and_a_step_of_plain_tensors_import_nothing(loaded: dict[str, li
     assert [name for name in late if name.startswith(ours)] == []
 
 
+def test_many_threads_may_be_the_first_to_use_a_name(loaded: dict[str, list[str]]) -> None:
+    """In a fork of that process, before it has used any."""
+    assert loaded["first uses"] == [
+        *("Publisher", "HTTPTransport", "WeightReceiver", "CheckpointStore", "HTTPTransport"),
+        *("Manager", "StateManager"),
+    ]
+
+
 def test_wire_imports_on_a_python_without_torch_and_aiohttp() -> None:
     imported = run("""
 import json, pkgutil, sys
@@ -110,45 +151,6 @@ for name in names:
 print(json.dumps(names))
 """)
     assert "ft_transport.wire.manifest" in imported
-
-
-def test_many_threads_may_be_the_first_to_use_a_name() -> None:
-    kinds = run("""
-import json, threading
-import ft_transport, manager
-
-uses = [
-    lambda: ft_transport.Publisher,
-    lambda: ft_transport.HTTPTransport,
-    lambda: ft_transport.WeightReceiver,
-    lambda: ft_transport.CheckpointStore,
-    lambda: ft_transport.HTTPTransport,
-    lambda: manager.Manager,
-    lambda: manager.StateManager,
-]
-found = [None] * len(uses)
-together = threading.Barrier(len(uses))
-
-def use(index):
-    together.wait()
-    found[index] = uses[index]().__name__
-
-threads = [threading.Thread(target=use, args=(index,)) for index in range(len(uses))]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print(json.dumps(found))
-""")
-    assert kinds == [
-        "Publisher",
-        "HTTPTransport",
-        "WeightReceiver",
-        "CheckpointStore",
-        "HTTPTransport",
-        "Manager",
-        "StateManager",
-    ]
 
 
 @pytest.mark.parametrize("package", [ft_transport, manager], ids=["ft_transport", "manager"])

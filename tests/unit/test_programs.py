@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -46,21 +45,6 @@ def test_a_program_ends_by_what_it_raises_and_runs_what_it_has_registered() -> N
     assert done.stderr.endswith("ValueError: x\n")
     with pytest.raises(subprocess.CalledProcessError):
         run([sys.executable, "-c", "raise SystemExit('bye')"], timeout=60, check=True)
-
-
-def test_a_program_is_killed_as_a_child_is() -> None:
-    command = [sys.executable, "-c", "print(input(), flush=True); input()"]
-    with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print("hello", file=process.stdin, flush=True)
-        assert process.stdout.readline() == "hello\n"
-        assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        process.kill()
-        assert process.wait(60) == -signal.SIGKILL
-    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_program_has_the_descriptors_that_it_is_passed_and_no_others() -> None:

@@ -22,6 +22,10 @@ NEGATIVE = timedelta(seconds=-1)
     ("name", "value"),
     [
         ("max_snapshots", 0),
+        ("max_clients", 0),
+        ("max_clients", 1.5),
+        ("max_send_bytes_per_s", 0),
+        ("max_send_bytes_per_s", "1"),
         ("stall_timeout", NEGATIVE),
         ("stall_timeout", ZERO),
         ("min_bytes_per_s", 0),
@@ -66,22 +70,28 @@ def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str)
         HTTPTransport(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
+def test_an_argument_of_a_call_out_of_range_is_named_before_anything_is_copied() -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+    url, timeout = transport.metadata(), timedelta(seconds=5)
+    arguments: list[tuple[Any, str]] = [
         ({"max_bytes_per_s": 0}, "a positive number as max_bytes_per_s, got int 0"),
         ({"max_bytes_per_s": float("nan")}, "a positive number as max_bytes_per_s"),
         ({"max_bytes_per_s": "5"}, "a positive number as max_bytes_per_s, got str '5'"),
         ({"timeout": 3}, r"datetime\.timedelta as timeout, got int 3"),
         ({"relays": None}, "addresses as relays, got None"),
         ({"check": 5}, "a function as check, got int 5"),
-    ],
-)
-def test_an_argument_of_a_fetch_out_of_range_is_named(arguments: dict[str, Any], name: str) -> None:
-    transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+        ({"metadata": None}, "URL of a peer, got None"),
+        *(({"step": step}, "step") for step in ("1", -1, None, 1.0, True)),
+    ]
     try:
-        with pytest.raises(ConfigurationError, match=name):
-            transport.fetch("http://127.0.0.1:9/checkpoint/", 1, **arguments)
+        for given, name in arguments:
+            with pytest.raises(ConfigurationError, match=name):
+                transport.fetch(**{"metadata": url, "step": 1, **given})
+        for step in ("1", -1, None, 1.0, True):
+            with pytest.raises(ConfigurationError, match="step"):
+                transport.send_checkpoint([], step, {"a": 1}, timeout)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="timedelta as timeout"):
+            transport.send_checkpoint([], 1, {"a": 1}, 5)  # type: ignore[arg-type]
     finally:
         transport.shutdown()
 
@@ -114,24 +124,6 @@ def test_a_token_that_cannot_be_sent_is_refused_without_leaving_anything(
 def test_a_token_of_another_type_is_refused_unseen() -> None:
     with pytest.raises(ConfigurationError, match=r"str or None as token, got bytes$"):
         TransportSettings(token=b"secret")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("step", ["1", -1, None, 1.0, True])
-def test_a_step_that_is_no_count_is_refused_before_anything_is_copied(step: Any) -> None:
-    transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
-    try:
-        with pytest.raises(ConfigurationError, match="step"):
-            transport.send_checkpoint([], step, {"a": 1}, timedelta(seconds=5))
-        with pytest.raises(ConfigurationError, match="timedelta as timeout"):
-            transport.send_checkpoint([], 1, {"a": 1}, 5)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="URL of a peer, got None"):
-            transport.fetch(None)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="step"):
-            transport.fetch(transport.metadata(), step)
-        with pytest.raises(ConfigurationError, match="timedelta as timeout"):
-            transport.fetch(transport.metadata(), timeout=5)  # type: ignore[arg-type]
-    finally:
-        transport.shutdown()
 
 
 def test_the_limits_themselves_are_allowed() -> None:

@@ -51,23 +51,18 @@ class TestQuantities:
         assert found["the other's longest step meanwhile"] == pytest.approx(4.0)
 
 
-class TestPartRecorder:
-    def test_notes_calls_that_return_and_that_raise(self) -> None:
-        class Owner:
-            def work(self, outcome: int) -> float:
-                return 1 / outcome
+def test_a_part_recorder_notes_calls_that_return_and_that_raise_and_lets_be_what_is_not_there() -> None:
+    class Owner:
+        def work(self, outcome: int) -> float:
+            return 1 / outcome
 
-        recorder = PartRecorder()
-        recorder.wrap(Owner, "work", "part")
-        assert Owner().work(2) == 0.5
-        with pytest.raises(ZeroDivisionError):
-            Owner().work(0)
-        assert [part.name for part in recorder.parts] == ["part", "part"]
-
-    def test_lets_a_method_be_that_is_not_there(self) -> None:
-        recorder = PartRecorder()
-        recorder.wrap(object(), "gone", "part")
-        assert recorder.parts == []
+    recorder = PartRecorder()
+    recorder.wrap(object(), "gone", "part")
+    recorder.wrap(Owner, "work", "part")
+    assert Owner().work(2) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        Owner().work(0)
+    assert [part.name for part in recorder.parts] == ["part", "part"]
 
 
 @pytest.mark.parametrize(("ours", "met"), [(0.89, True), (0.91, False)])

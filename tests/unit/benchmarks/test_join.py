@@ -34,14 +34,8 @@ def test_the_longest_step_while_somebody_joins_beside_the_longer_of_the_normal_o
     assert found[NORMAL] == pytest.approx(1500.0)
     assert found[RATIO] == pytest.approx(2.0)
     assert found[RUNNING_RATIO] == pytest.approx(2.0 / 1.5)
-
-
-def test_somebody_who_joins_another_job_has_other_steps() -> None:
-    joined = report(step(2.5, 77, 3.5))
-    assert ratios(TRAINED, joined)[RATIO] == pytest.approx(2.0)
-
-
-def test_the_first_common_step_counts_from_its_beginning_at_the_other() -> None:
+    assert ratios(TRAINED, report(step(2.5, 77, 3.5)))[RATIO] == pytest.approx(2.0), "it joins another job"
+    # The first common step counts from its beginning at the other.
     assert quantities(TRAINED, report(step(2.5, 4, 3.5)))[JOINED] == pytest.approx(3000.0)
 
 

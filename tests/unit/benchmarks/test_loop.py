@@ -34,9 +34,6 @@ class TestQuantities:
     def test_tell_the_two_kinds_of_steps_apart(self) -> None:
         times = [step(4.0, is_bucketed=False), step(2.0, is_bucketed=True)] * 3
         assert quantities(times, is_full=False) == {START_QUORUM: 1.5, STEP: 4.0, BUCKET_STEP: 2.0}
-
-    def test_parts_only_where_they_are_asked_for(self) -> None:
-        times = [step(4.0, is_bucketed=False), step(2.0, is_bucketed=True)] * 3
         assert quantities(times, is_full=True)[Quantity(f"{BUCKET_STEP.name}: allreduce", "ms")] == 1.0
 
 
@@ -48,11 +45,9 @@ class TestOverheads:
             series = group.find(variant, overhead(STEP))
             assert series is not None
             assert [sample.value for sample in series.samples] == expected
-
-    def test_none_without_the_figure_to_compare_with(self) -> None:
-        group = group_of(STEP, ours=[12.0])
-        note_overheads(group)
-        assert [series.quantity for series in group.series] == [STEP]
+        alone = group_of(STEP, ours=[12.0])
+        note_overheads(alone)
+        assert [series.quantity for series in alone.series] == [STEP]
 
 
 class TestJudge:

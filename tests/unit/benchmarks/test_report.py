@@ -20,14 +20,16 @@ def series(*values: float) -> Series:
 
 
 class TestFigures:
-    def test_odd_number_of_samples(self) -> None:
-        assert series(5.0, 1.0, 3.0).figure == Figure(3.0, 1.0, 5.0, "GB/s")
-
-    def test_even_number_of_samples_takes_the_middle_of_two(self) -> None:
-        assert series(4.0, 1.0, 2.0, 100.0).figure.value == 3.0
-
-    def test_one_sample_is_its_own_spread(self) -> None:
-        assert series(2.0).figure == Figure(2.0, 2.0, 2.0, "GB/s")
+    @pytest.mark.parametrize(
+        ("values", "figure"),
+        [
+            ((5.0, 1.0, 3.0), Figure(3.0, 1.0, 5.0, "GB/s")),
+            ((4.0, 1.0, 2.0, 100.0), Figure(3.0, 1.0, 100.0, "GB/s")),
+            ((2.0,), Figure(2.0, 2.0, 2.0, "GB/s")),
+        ],
+    )
+    def test_are_the_median_and_the_spread(self, values: tuple[float, ...], figure: Figure) -> None:
+        assert series(*values).figure == figure
 
     def test_busy_samples_are_counted_and_not_left_out(self) -> None:
         busy = Series(SLOW, RATE, [Sample(0, 1.0, 0.2), Sample(1, 2.0, 0.05), Sample(2, 3.0, 0.9), Sample(3, 4.0)])
@@ -35,16 +37,9 @@ class TestFigures:
 
 
 class TestRatios:
-    def test_pairs_are_of_the_same_round(self) -> None:
-        above = [Sample(1, 6.0), Sample(0, 2.0)]
-        below = [Sample(0, 4.0), Sample(1, 3.0), Sample(2, 1.0)]
-        assert paired_ratios(above, below) == [0.5, 2.0]
-
-    def test_several_samples_of_a_round_are_averaged(self) -> None:
-        assert paired_ratios([Sample(0, 2.0), Sample(0, 4.0)], [Sample(0, 6.0)]) == [0.5]
-
-    def test_no_common_round(self) -> None:
-        assert paired_ratios([Sample(0, 1.0)], [Sample(1, 1.0)]) == []
+    def test_pairs_are_of_the_same_round_and_several_samples_of_it_are_averaged(self) -> None:
+        above = [Sample(1, 6.0), Sample(0, 1.0), Sample(0, 3.0)]
+        assert paired_ratios(above, [Sample(0, 4.0), Sample(1, 3.0), Sample(2, 1.0)]) == [0.5, 2.0]
 
     def test_pairs_see_a_slow_phase_of_the_machine_for_what_it_is(self) -> None:
         # Both were half as fast in the second half; the ratio was 0.8 all the time.
@@ -77,12 +72,8 @@ class TestVerdicts:
     def test_of_a_ratio_judges_the_medians_and_keeps_the_spread(self) -> None:
         verdict = Verdict.at_least("", ratio(series(3.0, 4.0, 5.0), series(4.0, 4.0, 4.0)), 1.0)
         assert (verdict.figure, verdict.met) == (Figure(1.0, 0.75, 1.25), True)
-
-    def test_of_what_was_not_measured(self) -> None:
-        assert Verdict.at_least("", ratio(series(1.0), None), 1.0).met is None
-
-    def test_a_figure_without_a_target_is_only_shown(self) -> None:
-        assert Verdict("", Figure(1.0, 1.0, 1.0), None, "at most").met is None
+        assert Verdict.at_least("", ratio(series(1.0), None), 1.0).met is None, "it was not measured"
+        assert Verdict("", Figure(1.0, 1.0, 1.0), None, "at most").met is None, "it has no target"
 
 
 class TestGroup:
@@ -108,9 +99,7 @@ class TestGroup:
             best = group.best_of("peer", quantity)
             assert best is not None
             assert best.variant == FAST
-
-    def test_best_of_given_variants(self, group: Group) -> None:
-        best = group.best([SLOW], RATE)
-        assert best is not None
-        assert best.variant == SLOW
+        of_one = group.best([SLOW], RATE)
+        assert of_one is not None
+        assert of_one.variant == SLOW
         assert group.best_of("ceiling", RATE) is None
