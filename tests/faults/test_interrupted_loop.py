@@ -23,8 +23,6 @@ from torch.distributed import TCPStore
 from manager import Manager, ManagerError, QuorumError
 from manager.snapshots import scheduler
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 RECOVERY_S = 11.0
@@ -330,7 +328,7 @@ def test_shutdown_from_a_signal_handler_does_not_wait_for_what_it_has_interrupte
     before = signal.signal(signal.SIGALRM, shut_down)
     try:
         with lighthouse() as address:
-            for number in range(6):
+            for number in range(4):
                 trainer = Trainer(address, f"r{number}")
                 trainer.step()
                 managers.append(trainer.manager)
@@ -351,7 +349,7 @@ def test_shutdown_from_a_signal_handler_does_not_wait_for_what_it_has_interrupte
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
-@pytest.mark.parametrize("error", [HandlerError, RuntimeError, TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError, KeyboardInterrupt])
 def test_a_handlers_exception_leaves_the_wait_for_the_lighthouse_at_once(error: type[BaseException]) -> None:
     def interrupt(_signum: int, _frame: FrameType | None) -> None:
         raise error("of the handler")

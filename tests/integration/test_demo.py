@@ -40,6 +40,7 @@ def test_the_demo_heals_killed_replicas_and_exits_with_zero(start: Any, demo: li
     assert "[torchft::" not in finished.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_killed_replica_of_two_fsdp_ranks_heals_rank_by_rank() -> None:
     finished = run([sys.executable, str(_FORKING), "--sharded", *_SMALL], timeout=150)

@@ -16,8 +16,6 @@ from optimizer_zoo import Kind, MakeOptimizer, travels
 from torch import Tensor
 from torch.optim import Optimizer
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 _MAKERS: dict[str, MakeOptimizer] = {
@@ -40,15 +38,13 @@ _MAKERS: dict[str, MakeOptimizer] = {
     "SGD": torch.optim.SGD,
     "SGD, momentum": partial(torch.optim.SGD, momentum=0.9),
 }
-_OF_TORCH = {
-    f"{name} in {dtype}": Kind(make, dtype)
-    for dtype in (torch.float32, torch.bfloat16)
-    for name, make in _MAKERS.items()
+# Where parameters are no float32, torch's loader changes states.
+_OF_TORCH = {name: Kind(make, torch.bfloat16) for name, make in _MAKERS.items()} | {
+    "Muon": Kind(torch.optim.Muon, torch.bfloat16, has_vectors=False),
+    "SparseAdam": Kind(torch.optim.SparseAdam, is_sparse=True),
+    "AdamW in float32": Kind(torch.optim.AdamW),
+    "LBFGS in float32": Kind(partial(torch.optim.LBFGS, max_iter=4)),
 }
-_OF_TORCH |= {
-    f"Muon in {dtype}": Kind(torch.optim.Muon, dtype, has_vectors=False) for dtype in (torch.float32, torch.bfloat16)
-}
-_OF_TORCH["SparseAdam"] = Kind(torch.optim.SparseAdam, is_sparse=True)
 
 
 class Range(NamedTuple):

@@ -20,9 +20,7 @@ _TESTS = Path(__file__).parents[1] / "workers" / "step_garbage.py"
 
 # A process for each: in one, some runs find the manager of an earlier case, which torchft's DDP keeps in C++.
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("kind", "use_async_quorum"), [("own", True), ("own", False), ("own, failing", False), ("ddp", True)]
-)
+@pytest.mark.parametrize(("kind", "use_async_quorum"), [("own", True), ("own, failing", False), ("ddp", True)])
 def test_gradients_and_works_go_away_with_the_collector_off(kind: str, use_async_quorum: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]

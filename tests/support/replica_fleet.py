@@ -41,11 +41,10 @@ class History:
 class ReplicaFleet:
     """Replicas that share a Lighthouse. Used by one thread."""
 
-    def __init__(self, directory: Path, lighthouse: str, *arguments: str, script: Path = TRAINING_REPLICA) -> None:
+    def __init__(self, directory: Path, lighthouse: str, *arguments: str) -> None:
         self._directory = directory
         self._environment = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"}
         self._arguments = arguments
-        self._script = script
         self._events: queue.Queue[Event] = queue.Queue()
         self._num_starts = 0
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -59,7 +58,7 @@ class ReplicaFleet:
         start = f"{name}-{self._num_starts}"
         log = (self._directory / f"{start}.log").open("w")
         process = Program(
-            [sys.executable, str(self._script), name, *self._arguments, *arguments],
+            [sys.executable, str(TRAINING_REPLICA), name, *self._arguments, *arguments],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,7 +1,8 @@
 """Runs tests that torchft ships (``torchft/*_test.py`` in its wheel), with classes of ours in the place of torchft's.
 
-``python torchft_upstream.py ours|torchft MODULE... -TEST...`` runs modules without the tests after a dash, and prints
-one JSON object: by test, its outcome, why, and how many seconds it took. ``--shuffle=SEED`` runs them in another order.
+``python torchft_upstream.py ours|transport|torchft MODULE... -TEST...`` runs modules without the tests after a dash,
+and prints one JSON object: by test, its outcome, why, and how many seconds it took. ``transport`` is ours under
+torchft's Manager. ``--shuffle=SEED`` runs them in another order.
 ``python torchft_upstream.py compare [ROUNDS]`` runs each module with either, in turns, and says which tests take longer
 with ours than with torchft's. Each round has an order of its own: a client of a ``TCPStore`` looks names up, and a
 resolver that lets one in 25 wait for 5 seconds would otherwise hit the same tests in every round.
@@ -14,7 +15,6 @@ import json
 import logging
 import os
 import random
-import subprocess
 import sys
 import time
 import traceback
@@ -24,9 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
+from programs import run as run_program
+
+T = TypeVar("T")
 
 ALLOWED_S: Final = 0.5
 """How much longer a test may take with ours than with torchft's."""
@@ -128,6 +131,24 @@ def substitute() -> None:
     torchft.checkpointing._rwlock.RWLock = LockOfOurs
 
 
+def substitute_transport() -> list[int]:
+    """Put our transport alone under torchft's Manager; return a list of the steps that it receives."""
+    import torchft.manager
+
+    from ft_transport import HTTPTransport
+
+    received: list[int] = []
+
+    class Recording(HTTPTransport[T]):  # torchft subscripts it
+        def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+            state = super().recv_checkpoint(src_rank, metadata, step, timeout)
+            received.append(step)
+            return state
+
+    torchft.manager.HTTPTransport = Recording
+    return received
+
+
 def tests_of(module: Any) -> unittest.TestSuite:
     suite = unittest.defaultTestLoader.loadTestsFromModule(module)
     for name, function in vars(module).items():
@@ -172,6 +193,7 @@ def run(whose: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """Run the modules in this process, without the tests named behind a ``-``, or with those behind a ``+`` alone."""
     import torchft.manager  # noqa: F401 - before ours
 
+    received = substitute_transport() if whose == "transport" else None
     if whose == "ours":
         substitute()
     result = Result()
@@ -188,14 +210,13 @@ def run(whose: str, names: list[str]) -> dict[str, dict[str, Any]]:
                 result.outcomes[test.id()] = {"outcome": "left out", "why": LEFT_OUT[test.id()], "seconds": 0.0}
             else:
                 test(result)
+    assert received is None or max(received, default=0) >= 2, f"it healed at steps {received}"
     return result.outcomes
 
 
 def run_apart(whose: str, names: Iterable[str], timeout_s: float) -> dict[str, dict[str, Any]]:
     """Run the modules in a process of their own, which keeps what upstream's tests leave behind."""
-    done = subprocess.run(
-        [sys.executable, __file__, whose, *names], capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    done = run_program([sys.executable, __file__, whose, *names], timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-8000:]
     outcomes: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return outcomes

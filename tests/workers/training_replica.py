@@ -89,15 +89,10 @@ def leave_children() -> object:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
-    parser.add_argument("--steps", type=int, default=sys.maxsize, help="how many; default: until it is killed")
-    parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=5.0)
-    parser.add_argument("--quorum-timeout-s", type=float, default=30.0)
-    parser.add_argument("--heartbeat-timeout-s", type=float, default=1.0)
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--receive-bytes-per-s", type=float)
-    parser.add_argument("--sync-quorum", action="store_true")
     parser.add_argument("--leave-children", action="store_true", help="once there are two replicas")
     arguments = parser.parse_args()
     faulthandler.enable()
@@ -111,13 +106,12 @@ def main() -> None:
     scheduler = StepLR(optimizer, step_size=3, gamma=0.9)
     local = {"drawn": 0}
     config = ManagerConfig(
-        min_replica_size=arguments.min_replicas,
+        min_replica_size=1,
         replica_id=arguments.name,
-        use_async_quorum=not arguments.sync_quorum,
         timeout=timedelta(seconds=arguments.timeout_s),
-        quorum_timeout=timedelta(seconds=arguments.quorum_timeout_s),
+        quorum_timeout=timedelta(seconds=30),
         connect_timeout=timedelta(seconds=min(arguments.timeout_s, 3.0)),
-        heartbeat_timeout=timedelta(seconds=arguments.heartbeat_timeout_s),
+        heartbeat_timeout=timedelta(seconds=1),
     )
     receiver = SlowReceiver(arguments.receive_bytes_per_s)
     settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", on_progress=receiver)
@@ -131,7 +125,7 @@ def main() -> None:
     manager.attach(optimizer)
     report("ready", replica=manager.replica_id(), address=manager.metadata())
     children: object = None
-    while manager.current_step() < arguments.steps:
+    while True:  # until it is killed
         started_s = time.monotonic()
         manager.start_quorum()
         step = manager.current_step()
@@ -141,7 +135,6 @@ def main() -> None:
             digest=f"{state_digest(manager.replica_state()):016x}",
             lr=optimizer.param_groups[0]["lr"],
             drawn=local["drawn"],
-            batches=manager.batches_committed(),
         )
         local["drawn"] += 1
         optimizer.zero_grad()
@@ -161,10 +154,6 @@ def main() -> None:
             if arguments.leave_children and children is None and manager.num_participants() > 1:
                 children = leave_children()
                 report("left children")
-    report(
-        "end", step=manager.current_step(), digest=f"{state_digest(manager.replica_state()):016x}", drawn=local["drawn"]
-    )
-    manager.shutdown()
 
 
 if __name__ == "__main__":
