@@ -1,22 +1,51 @@
-"""Who holds the lock of a manager, as the public error says."""
+"""Who holds a lock, and whether another thread gets it: asked from a thread of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import TypeVar
 
 from manager import LockHolder, LockTimeoutError, StateManager
+from manager.state.lock import StateLock
+
+T = TypeVar("T")
+
+_NOW = timedelta(0)
+
+
+def elsewhere(function: Callable[[], T]) -> T:
+    """What the function returns or raises on another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def holders_of(manager: StateManager) -> tuple[LockHolder, ...]:
-    """Every open section, as another thread is told that wants to write at once."""
+    """Every open section, as the public error names them to another thread that wants to write at once."""
+    return _holders_against(lambda: manager.writing("a look", _NOW)) or ()
 
-    def look() -> tuple[LockHolder, ...]:
+
+def can_read(lock: StateLock | StateManager) -> bool:
+    """Whether another thread may read at once."""
+    read = lock.read if isinstance(lock, StateLock) else lock.reading
+    return _holders_against(lambda: read("a look", _NOW)) is None
+
+
+def can_write(lock: StateLock) -> bool:
+    """Whether another thread may write at once."""
+    return _holders_against(lambda: lock.write("a look", _NOW)) is None
+
+
+def _holders_against(section: Callable[[], AbstractContextManager[object]]) -> tuple[LockHolder, ...] | None:
+    """Who holds the lock where another thread may not open the section at once."""
+
+    def enter() -> tuple[LockHolder, ...] | None:
         try:
-            with manager.writing("a look", timedelta(0)):
-                return ()
+            with section():
+                return None
         except LockTimeoutError as error:
             return error.holders
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(look).result()
+    return elsewhere(enter)

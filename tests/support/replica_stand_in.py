@@ -52,6 +52,7 @@ class _StandInSnapshot:
     def publish(self) -> None:
         self._transport.during_publish()
         self._transport.published.append(self)
+        self._transport.after_publish()
 
     def abandon(self) -> None:
         self.is_abandoned = True
@@ -69,6 +70,7 @@ class StandInTransport:
         self.before_begin: Callable[[], object] = lambda: None
         self.during_copy: Callable[[], object] = lambda: None
         self.during_publish: Callable[[], object] = lambda: None
+        self.after_publish: Callable[[], object] = lambda: None
         self.on_prepare: Callable[[object], object] = lambda _state: None
 
     def prefault(self, state: object) -> None:

@@ -136,6 +136,7 @@ def test_an_environment_that_contradicts_itself_is_refused() -> None:
         ((), {"min_replicas": 2}, r"got 'min_replicas'; did you mean 'min_replica_size'\?"),
         ((), {"lighthouse_address": "http://here:1"}, r"did you mean 'lighthouse_addr'\?"),
         ((), {"colour": "red"}, r"got 'colour'; the keywords are checkpoint_store, "),
+        ((), {"config": ManagerConfig(), "timeout": S}, r"both: config and \['timeout'\]"),
         ((2,), {"min_replica_size": 2}, "min_replica_size once, got it by position and by name"),
         ((2, True, S), {"timeout": S}, "timeout once"),
         (tuple(range(20)), {}, "at most 22 positional arguments, as torchft's Manager takes, got 23"),

@@ -6,17 +6,17 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from lock_holders import can_read, elsewhere
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ft_transport import HTTPTransport, TransportError, TransportSettings
 from manager import (
-    ConfigError,
     LockTimeoutError,
     Manager,
     ManagerError,
@@ -43,23 +43,6 @@ class Counter:
         if self.error is not None:
             raise self.error
         self.value = state["value"]
-
-
-def _elsewhere(function: Callable[[], Any]) -> Any:
-    """What the function returns or raises on a thread of its own."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(function())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_LONG_S)
-    assert outcome, "the thread did not end"
-    return outcome[0]
 
 
 def _state(step: int = 5, **user: Any) -> dict[str, Any]:
@@ -114,8 +97,11 @@ def test_objects_are_registered_by_their_methods(manager: Manager) -> None:
     assert manager.replica_state()["user"] == {"counter": {"value": 3}}
     with pytest.raises(TypeError, match="no load_state_dict"):
         manager.register("object", object())
-    with pytest.raises(RegistryError, match=r"'counter'.*registered already"):
-        manager.register("counter", Counter())
+    with pytest.raises(RegistryError, match="'counter', which is registered already as replicated") as caught:
+        manager.register("counter", Counter(), scope="local")
+    assert caught.value.keys == ("counter",)
+    counter.value = 4
+    assert manager.replica_state()["user"] == {"counter": {"value": 4}}
     with pytest.raises(RegistryError, match="'counter'"):
         manager.register_state_dict_fn("counter", counter.load_state_dict, counter.state_dict)
 
@@ -139,10 +125,9 @@ def test_state_that_asks_for_the_training_thread_is_not_touched_by_another(manag
     manager.start_step(0)
     good = _state(anywhere={"value": 2}, counter={"value": 2})
     for use in (manager.replica_state, lambda: manager.load(good)):
-        error = _elsewhere(use)
-        assert isinstance(error, ManagerError)
-        assert "'counter'" in str(error)
-        assert "anywhere" not in str(error)
+        with pytest.raises(ManagerError, match="'counter'") as caught:
+            elsewhere(use)
+        assert "anywhere" not in str(caught.value)
     assert counter.value == 1
     manager.load(good)
     assert counter.value == 2
@@ -151,44 +136,12 @@ def test_state_that_asks_for_the_training_thread_is_not_touched_by_another(manag
 def test_a_snapshot_from_another_thread_does_not_make_it_the_training_thread(serving: Manager) -> None:
     serving.register("counter", Counter(), on_training_thread=True)
     serving.start_step(0)
-    assert isinstance(_elsewhere(serving.snapshot), ManagerError)
+    with pytest.raises(ManagerError):
+        elsewhere(serving.snapshot)
     serving.snapshot().result(_LONG_S)
 
 
 # ----------------------------------------------------------------------------------------------- the lock
-
-
-def _can_read(manager: Manager) -> bool:
-    def read() -> bool:
-        with manager.reading("probe", _NOW):
-            return True
-
-    outcome = _elsewhere(read)
-    assert outcome is True or isinstance(outcome, LockTimeoutError)
-    return outcome is True
-
-
-def test_disallowing_and_allowing_reads_is_idempotent_and_from_any_thread(manager: Manager) -> None:
-    manager.allow_state_dict_read()
-    assert _can_read(manager)
-    manager.disallow_state_dict_read()
-    manager.disallow_state_dict_read()
-    assert not _can_read(manager)
-    _elsewhere(manager.disallow_state_dict_read)
-    _elsewhere(manager.allow_state_dict_read)
-    assert _can_read(manager)
-    manager.allow_state_dict_read()
-    assert _can_read(manager)
-
-
-def test_writing_nests_and_keeps_readers_out_until_the_outermost_ends(manager: Manager) -> None:
-    with manager.writing("outer"):
-        with manager.writing(), manager.reading():
-            pass
-        manager.disallow_state_dict_read()
-        manager.allow_state_dict_read()
-        assert not _can_read(manager)
-    assert _can_read(manager)
 
 
 def test_readers_share_and_keep_writers_out(manager: Manager) -> None:
@@ -197,11 +150,11 @@ def test_readers_share_and_keep_writers_out(manager: Manager) -> None:
             pass
 
     with manager.reading("one"), manager.reading("two"), manager.read_lock(_NOW):
-        assert _can_read(manager)
-        error = _elsewhere(write)
-        assert isinstance(error, LockTimeoutError)
-        assert {holder.what for holder in error.holders} == {"one", "two", "taking a snapshot"}
-    assert _elsewhere(write) is None
+        assert can_read(manager)
+        with pytest.raises(LockTimeoutError) as caught:
+            elsewhere(write)
+        assert {holder.what for holder in caught.value.holders} == {"one", "two", "taking a snapshot"}
+    elsewhere(write)
 
 
 def test_a_snapshot_in_a_disallow_section_of_the_trainer_is_taken_at_once(
@@ -231,7 +184,7 @@ def test_a_reader_never_sees_half_of_a_load(manager: Manager) -> None:
     def load_second(value: int) -> None:
         between.set()
         # The reader is let to try while the load is in the middle.
-        seen.append(_can_read(manager))
+        seen.append(can_read(manager))
         values["second"] = value
 
     manager.register_state_dict_fn("first", lambda value: values.update(first=value), lambda: values["first"])
@@ -270,7 +223,7 @@ def test_a_state_that_does_not_fit_changes_nothing(manager: Manager, state: Any,
         manager.load(state)
     assert (first.value, second.value, manager.current_step()) == (0, 0, 0)
     manager.start_step(0)
-    assert _can_read(manager)
+    assert can_read(manager)
 
 
 def _optimizer() -> torch.optim.Optimizer:
@@ -298,7 +251,7 @@ def test_a_load_that_fails_midway_stops_the_training_until_one_succeeds(serving:
         refused.append(caught.value)
     assert len(set(map(id, refused))) == 3, "one error raised again and again would keep the frames of each time alive"
     assert parameter.detach().tolist() == [1, 1]
-    assert _can_read(serving)
+    assert can_read(serving)
     # What does not fit at all neither heals it nor makes it worse.
     with pytest.raises(RegistryError):
         serving.load(_state(10, first={"value": 1}))
@@ -321,7 +274,7 @@ def test_an_interrupt_during_a_load_leaves_the_state_torn(manager: Manager) -> N
         manager.load(_state(3, part=1))
     with pytest.raises(StateTornError, match=r"step 3.*interrupted"):
         manager.start_step(3)
-    assert _can_read(manager)
+    assert can_read(manager)
 
 
 # ----------------------------------------------------------------------------------------------- the rest
@@ -395,11 +348,6 @@ def test_a_transport_has_one_manager(serving: Manager, transport: HTTPTransport[
         serving.recover(None)  # type: ignore[arg-type]
     with pytest.raises(ManagerError, match="number of committed steps, from 0, got str 'x'"):
         serving.recover("http://127.0.0.1:1/", "x")  # type: ignore[arg-type]
-
-
-def test_a_timeout_in_plain_seconds_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"datetime\.timedelta as timeout, got float 5\.0"):
-        Manager(timeout=5.0)  # type: ignore[arg-type]
 
 
 def test_shutdown_twice_and_what_comes_after_it(serving: Manager) -> None:

@@ -79,31 +79,28 @@ def test_a_work_that_never_began_does_not_count() -> None:
     assert not wait_all([begun(Done(), []), ManagedWork(torch.ones(1), lambda error: None)])
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("place", ["collective", "average", "callback"])
-def test_an_interruption_is_raised_and_the_collective_never_counts(
-    place: str, interruption: type[BaseException]
-) -> None:
+def test_an_interruption_is_raised_and_the_collective_never_counts(place: str) -> None:
     def interrupt(*_: object) -> None:
-        raise interruption
+        raise KeyboardInterrupt
 
     reported: list[Exception] = []
     work = begun(
-        Raising(interruption()) if place == "collective" else Done(),
+        Raising(KeyboardInterrupt()) if place == "collective" else Done(),
         reported,
         finish=interrupt if place == "average" else lambda: None,
     )
     future = work.get_future()
     following = future.then(interrupt if place == "callback" else lambda done: "after")
-    with pytest.raises(interruption):
+    with pytest.raises(KeyboardInterrupt):
         work.wait()
-    assert f"{interruption.__name__} interrupted the wait" in str(reported[0])
+    assert "KeyboardInterrupt interrupted the wait" in str(reported[0])
     assert not work.wait()
     assert not wait_all([work])
     # Nobody waits for ever for what will not come.
     assert torch.equal(future.wait(), torch.ones(2))
     if place == "callback":
-        with pytest.raises(Exception, match=f"{interruption.__name__} interrupted the wait"):
+        with pytest.raises(Exception, match="KeyboardInterrupt interrupted the wait"):
             following.wait()
     else:
         assert following.wait() == "after"

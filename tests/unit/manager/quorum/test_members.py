@@ -57,6 +57,8 @@ OWN = Member(
     structure=OTHER,
 )
 
+refusing_members = functools.partial(members.refusing_members, has_token=False)
+
 Answer = ManagerStatus | Exception | None
 
 
@@ -283,17 +285,6 @@ def test_what_is_no_answer_is_none() -> None:
         assert read_status(f"http://127.0.0.1:{port}", 2.0) is None
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert read_status(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.1) is None
-
-
-def refusing_members(
-    own: Member,
-    running: tuple[RunningMember, ...],
-    rules: Rules,
-    ask: Callable[[str, timedelta], ProcessState],
-    *,
-    has_token: bool = False,
-) -> tuple[Member, ...]:
-    return members.refusing_members(own, running, rules, ask, has_token=has_token)
 
 
 def _told(name: str, **changed: object) -> ManagerStatus:

@@ -136,12 +136,6 @@ def test_what_ranks_of_another_run_agreed_on_is_no_answer() -> None:
     ranks.run(lambda: act(0), lambda: act(1))
 
 
-def test_with_a_token_ranks_agree_as_without() -> None:
-    ranks = Ranks(2, "right")
-    for _ in range(3):
-        assert ranks.run(lambda: ranks.commit(0), lambda: ranks.commit(1, "no")) == [("rank 1: no",)] * 2
-
-
 def test_a_long_run_does_not_fill_the_store() -> None:
     ranks = Ranks(2)
 
@@ -240,16 +234,6 @@ def test_nobody_waits_for_a_rank_that_was_interrupted_and_has_left(kind: str, le
         with pytest.raises(QuorumError, match="shut down"):
             ranks.run(leave, go_on)
         assert time.monotonic() - begin_s < LONG.total_seconds() - 5
-
-
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_nobody_waits_for_a_rank_that_has_left(leaver: int) -> None:
-    ranks = Ranks(2)
-    begin_s = time.monotonic()
-    ranks.groups[leaver].close()
-    with pytest.raises(QuorumError, match="shut down"):
-        ranks.quorum(1 - leaver, 3)
-    assert time.monotonic() - begin_s < LONG.total_seconds() - 5
 
 
 @pytest.mark.parametrize("rank", [0, 1])

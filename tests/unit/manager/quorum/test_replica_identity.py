@@ -1,7 +1,8 @@
-"""A replica's own store: one that does not come up at one port comes up at another, or the error says so."""
+"""A replica has a name of its own, and a store that comes up at another port where one does not answer."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -41,3 +42,16 @@ def test_a_store_that_never_answers_is_an_error_of_the_quorum(monkeypatch: pytes
     ) as caught:
         replica_identity.own_store(TIMEOUT)
     assert "frame #0" not in str(caught.value)
+
+
+def test_a_name_is_taken_once_and_not_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replica_identity.take_id("http://here:1", "replica_0")
+    replica_identity.give_back_id(own)
+    with monkeypatch.context() as context:
+        pid = os.getpid()
+        context.setattr(os, "getpid", lambda: pid + 1)
+        assert replica_identity.take_id("http://here:1", "replica_0").replica_id != own.replica_id
+    assert replica_identity.take_id("http://there:1", "replica_0").replica_id != own.replica_id
+    assert replica_identity.take_id("http://here:1", "replica_1").replica_id != own.replica_id
+    assert replica_identity.take_id("http://here:1", "replica_0") == own
+    assert replica_identity.take_id("http://here:1", "replica_0") != own

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import threading
 import timeit
-from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from interruptions import at_every_place
 
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.process_state import NUM_CHANGES
@@ -75,35 +74,6 @@ def test_short_waits_are_not_told(told: Told) -> None:
         pass
 
 
-class _HandlerError(Exception): ...
-
-
-def _raise_at(place: int, enter: Callable[[], None]) -> bool:
-    """Run ``enter``, and raise before the n-th bytecode of it that the watch runs, as a signal handler may."""
-    left = place
-
-    def trace(frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal left
-        if frame.f_globals.get("__name__") not in ("manager.quorum.telemetry", "threading"):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                raise _HandlerError
-        return trace
-
-    sys.settrace(trace)
-    try:
-        enter()
-    except _HandlerError:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 def test_a_handler_that_raises_at_the_beginning_of_a_wait_keeps_no_other_thread_from_waiting() -> None:
     watch = StallWatch(100.0)
 
@@ -111,15 +81,13 @@ def test_a_handler_that_raises_at_the_beginning_of_a_wait_keeps_no_other_thread_
         with watch.waiting("anything"):
             pass
 
-    _raise_at(1 << 30, wait)  # Python 3.12.1 traces no bytecode the first time
-    place = 1
-    while _raise_at(place, wait):
-        place += 1
+    def check() -> None:
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
         waiting.join(10)
-        assert not waiting.is_alive(), f"interrupted before bytecode {place - 1}"
-    assert place > 20
+        assert not waiting.is_alive()
+
+    at_every_place(wait, check, at_least=5, modules=("manager.quorum.telemetry", "threading"))
     watch.close()
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,11 +25,10 @@ from ft_transport import (
     FetchProgress,
     FetchTimeout,
     HTTPTransport,
-    StateNotServedError,
     TransportError,
 )
 from ft_transport.state.restore import Restore
-from manager import LockTimeoutError, Manager, ManagerError, RandomState, RegistryError, StateTornError
+from manager import LockTimeoutError, Manager, RandomState, RegistryError, StateTornError
 from manager.state.compatibility import check_fit
 from manager.state.registry import StateRegistry
 
@@ -258,32 +256,6 @@ def test_a_failing_state_function_stops_a_recovery_before_it_begins(replicas: Ca
     ours.manager.recover(address, 0)
 
 
-def test_a_receiver_is_told_why_no_snapshot_comes(replicas: Callable[..., Replica]) -> None:
-    ours, peer = replicas(0), replicas(1)
-    ours.manager.register("more", Loader())
-    trained: list[object] = []
-    # What the first steps do not show is found when a receiver asks.
-    peer.manager.register_state_dict_fn("more", lambda _: None, lambda: {"handle": object() if trained else None})
-    stopping = threading.Event()
-    peer.train(3)
-    trained.append(True)
-
-    def train() -> None:
-        while not stopping.is_set():
-            peer.train(1)
-
-    training = threading.Thread(target=train)
-    training.start()
-    try:
-        began_s = time.monotonic()
-        with pytest.raises(StateNotServedError, match=r"step \d+: UnsupportedLeafError.*user\.more\.handle"):
-            ours.manager.recover(peer.transport.metadata(), "latest", _TIMEOUT)
-        assert time.monotonic() - began_s < _TIMEOUT.total_seconds() / 2
-    finally:
-        stopping.set()
-        training.join()
-
-
 def test_a_peer_with_other_parts_is_refused_and_said_so(replicas: Callable[..., Replica]) -> None:
     ours, peer, good = replicas(0), replicas(1), replicas(2)
     peer.manager.register("more", Loader())
@@ -432,8 +404,3 @@ def test_the_wait_for_the_lock_counts_against_the_deadline(
     ours.manager.recover(address, 0, _TIMEOUT)
     opening.join()
     assert left[0] < _TIMEOUT - timedelta(seconds=0.05)
-
-
-def test_without_a_transport_there_is_no_recovery() -> None:
-    with pytest.raises(ManagerError, match="checkpoint_transport"):
-        Manager().recover("http://127.0.0.1:1/checkpoint/")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replica_stand_in import StandInTransport
 
 from ft_transport import SnapshotError, SnapshotLimitError
-from ft_transport.state.snapshot import Taking
 from manager.snapshots.requests import FailureLog, OpenRequests
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.replica_state import ReplicaState
@@ -25,42 +25,12 @@ def _at(step: int) -> OpenRequests:
     return requests
 
 
-def test_nobody_waits_before_a_request() -> None:
-    assert not _at(3).take_boundary(0, is_sync=False)
-
-
-def test_a_request_stays_until_a_later_snapshot_has_been_published() -> None:
-    requests = _at(3)
-    requests.add_after(0)
-    assert requests.take_boundary(0, is_sync=False)
-    assert requests.take_boundary(0, is_sync=False), "a snapshot that failed met nobody"
-    assert not requests.take_boundary(1, is_sync=False)
-
-
 def test_the_later_of_two_requests_counts() -> None:
     requests = _at(3)
     requests.add_after(2)
     requests.add_after(0)
     assert requests.take_boundary(2, is_sync=False)
     assert not requests.take_boundary(3, is_sync=False)
-
-
-def test_a_step_to_come_is_taken_at_its_own_boundary() -> None:
-    requests = _at(3)
-    requests.add_step(5, None)
-    assert not requests.take_boundary(0, is_sync=False)
-    requests.begin_boundary(4)
-    assert not requests.take_boundary(0, is_sync=False)
-    requests.begin_boundary(5)
-    assert requests.take_boundary(0, is_sync=False)
-    assert not requests.take_boundary(0, is_sync=False), "it is taken once"
-
-
-def test_a_step_that_is_past_is_not_waited_for() -> None:
-    requests = _at(3)
-    requests.add_step(3, None)
-    requests.add_step(2, None)
-    assert not requests.take_boundary(0, is_sync=False)
 
 
 def test_of_many_steps_to_come_the_next_sixteen_are_kept() -> None:
@@ -115,16 +85,6 @@ def test_a_failure_is_told_to_those_who_waited_for_it_and_to_no_others() -> None
     assert not requests.is_open(0)
 
 
-def test_what_may_pass_is_said_once_until_a_snapshot_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    failures, passing = FailureLog(), SnapshotLimitError("all places are taken")
-    assert failures.not_taken(1, passing)
-    assert failures.not_taken(2, passing)
-    failures.taken()
-    assert failures.not_taken(3, passing)
-    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert [message.partition(":")[0] for message in warned] == ["step 1", "step 3"]
-
-
 def test_of_a_held_state_it_is_said_once_as_well(caplog: pytest.LogCaptureFixture) -> None:
     failures, passing = FailureLog(), SnapshotLimitError("all places are taken")
     for step in range(3):
@@ -138,86 +98,52 @@ def test_of_a_held_state_it_is_said_once_as_well(caplog: pytest.LogCaptureFixtur
 _LONG_S = 20.0
 
 
-class StandInTransport:
-    """Stands in for ``HTTPTransport``: only counts. Each copy waits until the test lets it end, well or badly."""
-
-    def __init__(self) -> None:
-        self.server = self
-        self.steps: list[int] = []
-        self.failures: list[BaseException] = []
-        self.is_running = False
-        self.begin_error: Exception | None = None
-        self.copy_error: Exception | None = None
-        self.may_copy = threading.Event()
-        self.after_publish: Callable[[], object] = lambda: None
-        self._step = -1
-
-    def prefault(self, state: object) -> None: ...
-
-    def serve_fresh(self, request: object) -> None: ...
-
-    def take(self, taking: Taking) -> StandInTransport:
-        if self.begin_error is not None:
-            raise self.begin_error
-        self._step = taking.step
-        self.is_running = True
-        return self
-
-    def copy_deferred(self) -> None:
-        assert self.may_copy.wait(_LONG_S)
-        if self.copy_error is not None:
-            raise self.copy_error
-
-    def publish(self) -> None:
-        self.steps.append(self._step)
-        self.after_publish()
-
-    def abandon(self) -> None: ...
-
-    def newest_sequence(self) -> int:
-        return len(self.steps)
-
-    def newest_step(self) -> int | None:
-        return self.steps[-1] if self.steps else None
-
-    def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
-        self.failures.append(error)
-
-    def answer(self, after: int) -> int | None:
-        """The step that the server would serve to who was given this number."""
-        return self.steps[-1] if len(self.steps) > after else None
-
-
 class Requests:
     """A snapshot_scheduler over the stand-in, with a background that moves only when told to."""
 
     def __init__(self) -> None:
-        self.transport: Any = StandInTransport()
         self._state = ReplicaState(timedelta(seconds=_LONG_S))
+        self.transport: Any = StandInTransport(self._state.lock)
+        self.transport.during_copy = self._copy
         self.snapshot_scheduler = SnapshotScheduler(self._state, self.transport)
         self.request = self.snapshot_scheduler.request
+        self._may_copy = threading.Event()
+        self._copy_error: Exception | None = None
+        self._num_ended = 0
+
+    def _copy(self) -> None:
+        assert self._may_copy.wait(_LONG_S)
+        if self._copy_error is not None:
+            raise self._copy_error
 
     def boundary(self, step: int) -> None:
         if not self.is_running:
-            self.transport.may_copy.clear()
+            self._may_copy.clear()
         self._state.step = step
         self.snapshot_scheduler.boundary()
 
     @property
     def is_running(self) -> bool:
         """Whether a snapshot was begun that no `finish` has let end."""
-        return self.transport.is_running
+        return len(self.transport.begun) > self._num_ended
+
+    def steps(self) -> list[int]:
+        """Those whose snapshots were published."""
+        return [snapshot.step for snapshot in self.transport.published]
+
+    def answer(self, after: int) -> int | None:
+        """The step that the server would serve to a receiver that was given this number."""
+        return self.steps()[-1] if len(self.steps()) > after else None
 
     def finish(self, error: Exception | None = None) -> None:
-        num_published, num_failures = len(self.transport.steps), len(self.transport.failures)
-        self.transport.copy_error = error
-        self.transport.may_copy.set()
+        num_published, num_failures = len(self.steps()), len(self.transport.failures)
+        self._copy_error = error
+        self._may_copy.set()
         self.snapshot_scheduler._pool.submit(lambda: None).result(_LONG_S)
         if self.is_running:
-            assert self.transport.failures[num_failures:] == ([] if error is None else [error])
-            assert len(self.transport.steps) - num_published == (error is None)
-        self.transport.is_running = False
-        self.transport.copy_error = None
+            assert [each for _, each in self.transport.failures[num_failures:]] == ([] if error is None else [error])
+            assert len(self.steps()) - num_published == (error is None)
+        self._num_ended, self._copy_error = len(self.transport.begun), None
 
 
 @pytest.fixture
@@ -230,10 +156,10 @@ def requests() -> Iterator[Requests]:
 
 def test_a_request_before_the_first_boundary_is_answered_by_it(requests: Requests) -> None:
     after = requests.request()
-    assert requests.transport.answer(after) is None
+    assert requests.answer(after) is None
     requests.boundary(0)
     requests.finish()
-    assert requests.transport.answer(after) == 0
+    assert requests.answer(after) == 0
 
 
 def test_without_a_request_there_is_no_snapshot(requests: Requests) -> None:
@@ -247,8 +173,8 @@ def test_the_snapshot_of_the_present_step_serves_everybody(requests: Requests) -
     requests.boundary(4)
     during = requests.request()
     requests.finish()
-    assert requests.transport.answer(during) == 4
-    assert requests.transport.answer(requests.request()) == 4
+    assert requests.answer(during) == 4
+    assert requests.answer(requests.request()) == 4
     requests.boundary(5)
     assert not requests.is_running
 
@@ -259,10 +185,10 @@ def test_a_snapshot_of_an_older_step_does_not_serve_a_later_request(requests: Re
     requests.boundary(2)
     after = requests.request()
     requests.finish()
-    assert requests.transport.answer(after) is None
+    assert requests.answer(after) is None
     requests.boundary(3)
     requests.finish()
-    assert requests.transport.answer(after) == 3
+    assert requests.answer(after) == 3
 
 
 @pytest.mark.parametrize("is_older", [False, True])
@@ -274,10 +200,10 @@ def test_a_request_in_the_very_moment_of_publication(requests: Requests, is_olde
     if is_older:
         requests.boundary(2)
     requests.finish()
-    assert requests.transport.answer(after[0]) == (None if is_older else 1)
+    assert requests.answer(after[0]) == (None if is_older else 1)
     requests.boundary(3)
     requests.finish()
-    assert requests.transport.answer(after[0]) == (3 if is_older else 1)
+    assert requests.answer(after[0]) == (3 if is_older else 1)
 
 
 def test_a_request_during_a_snapshot_that_fails_is_not_forgotten(requests: Requests) -> None:
@@ -289,7 +215,7 @@ def test_a_request_during_a_snapshot_that_fails_is_not_forgotten(requests: Reque
     for step in (3, 4):
         requests.boundary(step)
         requests.finish()
-    assert requests.transport.answer(after) in (3, 4)
+    assert requests.answer(after) in (3, 4)
 
 
 def test_the_same_step_number_with_another_state_is_not_the_same_snapshot(requests: Requests) -> None:
@@ -298,13 +224,13 @@ def test_the_same_step_number_with_another_state_is_not_the_same_snapshot(reques
     requests.finish()
     requests.snapshot_scheduler.replaced()
     replaced = requests.request()
-    assert requests.transport.answer(replaced) is None
+    assert requests.answer(replaced) is None
     requests.boundary(0)
     requests.finish()
-    assert requests.transport.answer(replaced) == 0
+    assert requests.answer(replaced) == 0
     # A step that did not commit is run again under its number; forward has changed the buffers meanwhile.
     requests.boundary(0)
-    assert requests.transport.answer(requests.request()) is None
+    assert requests.answer(requests.request()) is None
 
 
 _OPERATIONS = st.lists(
@@ -315,6 +241,9 @@ _OPERATIONS = st.lists(
 @settings(max_examples=60)
 @given(_OPERATIONS)
 def test_any_order_of_events(operations: list[str]) -> None:
+    def refuse() -> None:
+        raise SnapshotLimitError("full")
+
     requests = Requests()
     try:
         outstanding: list[tuple[int, int]] = []
@@ -323,7 +252,7 @@ def test_any_order_of_events(operations: list[str]) -> None:
 
         def check() -> None:
             for asked, after in list(outstanding):
-                shown = requests.transport.answer(after)
+                shown = requests.answer(after)
                 if shown is not None:
                     assert shown >= asked, "older than the request"
                     outstanding.remove((asked, after))
@@ -335,10 +264,10 @@ def test_any_order_of_events(operations: list[str]) -> None:
                 step = next(steps)
                 requests.boundary(step)
             elif operation == "full":
-                requests.transport.begin_error = SnapshotLimitError("full")
+                requests.transport.before_begin = refuse
                 step = next(steps)
                 requests.boundary(step)
-                requests.transport.begin_error = None
+                requests.transport.before_begin = lambda: None
             elif requests.is_running:
                 requests.finish(SnapshotLimitError("full") if operation == "fail" else None)
             check()
@@ -363,7 +292,7 @@ def test_a_step_to_come_is_taken_at_its_boundary(requests: Requests) -> None:
     requests.boundary(6)
     assert requests.request(5) is not None
     requests.finish()
-    assert requests.transport.steps == [5]
+    assert requests.steps() == [5]
     requests.boundary(7)
     assert not requests.is_running
 

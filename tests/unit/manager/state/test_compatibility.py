@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from quorum_threads import loopback_transport
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ft_transport import HTTPTransport, TransportSettings
 from manager import StateManager
 
 TIMEOUT = timedelta(seconds=20)
@@ -97,9 +97,7 @@ def test_a_rate_that_is_a_tensor_is_seen_before_it_is_received_in_place(caplog: 
     managers = [
         _manager(
             _optimizer(torch.tensor(lr), capturable=False, foreach=False),
-            checkpoint_transport=HTTPTransport(
-                TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-            ),
+            checkpoint_transport=loopback_transport(),
         )
         for lr in (0.25, 0.5)
     ]

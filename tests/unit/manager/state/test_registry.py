@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from manager.errors import ManagerError, RegistryError
+from manager.errors import RegistryError
 from manager.state.registry import StateEntry, StateRegistry
 
 
@@ -46,13 +46,6 @@ def test_state_of_one_replica_loads_into_another_in_order_of_registration() -> N
     assert log == ["scheduler", "model", "optimizer"]
 
 
-def test_state_functions_are_called_afresh() -> None:
-    registry, parts, _ = _registry("model")
-    assert registry.state_dict() == {"model": {"value": 0}}
-    parts["model"].state["value"] = 1
-    assert registry.state_dict() == {"model": {"value": 1}}
-
-
 def test_scopes_are_kept_apart() -> None:
     registry, parts, log = _registry("model")
     loader = _Part("loader", log)
@@ -67,15 +60,6 @@ def test_scopes_are_kept_apart() -> None:
     assert isinstance(entry, StateEntry)
     assert entry.scope == "local"
     assert entry.on_training_thread
-
-
-def test_duplicate_key_is_refused_in_any_scope() -> None:
-    registry, parts, _ = _registry("model")
-    with pytest.raises(RegistryError, match="'model', which is registered already as replicated") as caught:
-        registry.register_object("model", _Part("other"), scope="local")
-    assert caught.value.keys == ("model",)
-    assert isinstance(caught.value, ManagerError)
-    assert registry.entries()[0].state_dict == parts["model"].state_dict
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -93,33 +77,6 @@ def test_bad_arguments_are_refused() -> None:
     assert registry.entries() == ()
 
 
-def test_keys_are_compared_before_anything_is_loaded() -> None:
-    registry, parts, log = _registry("model", "optimizer")
-    with pytest.raises(RegistryError) as caught:
-        registry.load_state_dict({"model": {"value": 5}, "ema": {}})
-    assert caught.value.keys == ("optimizer", "ema")
-    assert "missing: ['optimizer']" in str(caught.value)
-    assert "unexpected: ['ema']" in str(caught.value)
-    assert log == []
-    assert parts["model"].state == {"value": 0}
-
-
-def test_failing_load_function_is_named_with_what_was_loaded_before() -> None:
-    registry, parts, log = _registry("model")
-
-    def fail(state: object) -> None:
-        raise ValueError("shape (3,) expected")
-
-    registry.register("optimizer", fail, dict)
-    registry.register_object("scheduler", _Part("scheduler", log))
-    with pytest.raises(RegistryError, match=r"'optimizer'.*ValueError: shape.*before it: \['model'\]") as caught:
-        registry.load_state_dict({"scheduler": {}, "optimizer": {}, "model": {"value": 9}})
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert caught.value.keys == ("optimizer",)
-    assert log == ["model"]
-    assert parts["model"].state == {"value": 9}
-
-
 def test_failing_state_function_is_named() -> None:
     registry, _, _ = _registry("model")
     registry.register("optimizer", lambda _: None, lambda: {}["lr"])
@@ -127,17 +84,6 @@ def test_failing_state_function_is_named() -> None:
         registry.state_dict()
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.keys == ("optimizer",)
-
-
-def test_interrupt_in_a_load_function_is_not_disguised() -> None:
-    registry = StateRegistry()
-
-    def interrupted(state: object) -> None:
-        raise KeyboardInterrupt
-
-    registry.register("model", interrupted, dict)
-    with pytest.raises(KeyboardInterrupt):
-        registry.load_state_dict({"model": {}})
 
 
 def test_swapped_functions_are_refused_by_a_message_that_says_so() -> None:
