@@ -16,8 +16,6 @@ from quorum_threads import Gate, lighthouse, make_manager, run_replicas
 from manager import CommitFailedError, Manager, ReplicaFaultError
 from manager.collectives.gloo import GlooProcessGroup
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 NUM_HEALTHY = 2

@@ -1,4 +1,4 @@
-"""What several integration tests need: transports, and a trainer that is fetched from while it loops."""
+"""What several integration tests need: a Lighthouse, transports, and a trainer that is fetched from while it loops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import xxhash
+from quorum_threads import lighthouse, make_manager
 from state_equality import exact
 from transport_settings import settings_of
 
 from ft_transport import HTTPTransport
+from manager import Manager
 
 _TIMEOUT = timedelta(seconds=30)
 _HOLD_BACK_S = 0.05
@@ -29,6 +31,26 @@ def _frozen(value: object) -> object:
     if isinstance(value, bytes):
         return xxhash.xxh3_64_intdigest(value)
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest, quorum_ready: None) -> Iterator[str]:
+    """The address of a Lighthouse that waits for `MIN_REPLICAS` of the test's module, or for one replica."""
+    with lighthouse(getattr(request.module, "MIN_REPLICAS", 1)) as at:
+        yield at
+
+
+@pytest.fixture
+def new_manager(address: str) -> Iterator[Callable[..., Manager]]:
+    """Makes managers, and shuts them down in the end: one that leaves breaks up collectives that others are in."""
+    with ExitStack() as stack:
+
+        def make(name: str, **keywords: Any) -> Manager:
+            manager = make_manager(address, name, **keywords)
+            stack.callback(manager.shutdown)
+            return manager
+
+        yield make
 
 
 @pytest.fixture

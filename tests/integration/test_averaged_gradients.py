@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, run_replicas
 from torch import nn
 
 from manager import Manager, ReductionMismatchError
+
+MIN_REPLICAS = 2
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
@@ -20,18 +21,15 @@ _LARGE = 1 << 19
 
 
 @pytest.fixture
-def managers() -> Iterator[tuple[Manager, Manager]]:
-    with lighthouse(min_replicas=2) as address:
-        both = tuple(make_manager(address, f"replica_{index}", min_replica_size=2) for index in (0, 1))
-        for manager in both:
-            manager.register_state_dict_fn("part", lambda part: None, dict)
-        yield both  # type: ignore[misc]
-        for manager in both:
-            manager.shutdown()
+def managers(new_manager: Callable[..., Manager]) -> list[Manager]:
+    both = [new_manager(f"replica_{index}", min_replica_size=2) for index in (0, 1)]
+    for manager in both:
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+    return both
 
 
 def averaged(
-    managers: tuple[Manager, Manager], gradients: Callable[[int], list[torch.Tensor | None]], **keywords: Any
+    managers: list[Manager], gradients: Callable[[int], list[torch.Tensor | None]]
 ) -> list[list[torch.Tensor | None]]:
     """What both replicas have after averaging parameters with these gradients."""
     together = threading.Barrier(2)
@@ -53,7 +51,7 @@ def averaged(
     return run_replicas(lambda: replica(0), lambda: replica(1))
 
 
-def test_dense_gradients_of_any_size_and_dtype_are_averaged(managers: tuple[Manager, Manager]) -> None:
+def test_dense_gradients_of_any_size_and_dtype_are_averaged(managers: list[Manager]) -> None:
     def gradients(index: int) -> list[torch.Tensor | None]:
         generator = torch.Generator().manual_seed(index)
         return [
@@ -74,14 +72,14 @@ def test_dense_gradients_of_any_size_and_dtype_are_averaged(managers: tuple[Mana
         assert torch.equal(own, (one + two) / 2)
 
 
-def test_a_gradient_that_one_replica_lacks_counts_as_zeros(managers: tuple[Manager, Manager]) -> None:
+def test_a_gradient_that_one_replica_lacks_counts_as_zeros(managers: list[Manager]) -> None:
     first, second = averaged(managers, lambda index: [torch.full((4, 2), 2.0) if index else None, None])
     for lacked, nowhere in (first, second):
         assert torch.equal(lacked, torch.ones(4, 2))  # type: ignore[arg-type]
         assert nowhere is None
 
 
-def test_sparse_gradients_stay_sparse_unless_one_is_dense(managers: tuple[Manager, Manager]) -> None:
+def test_sparse_gradients_stay_sparse_unless_one_is_dense(managers: list[Manager]) -> None:
     def row(index: int) -> torch.Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[index]]), torch.full((1, 2), 4.0), (4, 2), check_invariants=True)
 
@@ -95,7 +93,7 @@ def test_sparse_gradients_stay_sparse_unless_one_is_dense(managers: tuple[Manage
         assert torch.equal(mixed, torch.tensor([[2.5, 2.5], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]))
 
 
-def test_the_shards_of_a_sharded_model_are_averaged(managers: tuple[Manager, Manager], one_rank_group: None) -> None:
+def test_the_shards_of_a_sharded_model_are_averaged(managers: list[Manager], one_rank_group: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -121,7 +119,7 @@ def test_the_shards_of_a_sharded_model_are_averaged(managers: tuple[Manager, Man
         assert torch.equal(lacked, torch.full((4, 2), 1.5))
 
 
-def test_a_layer_that_one_replica_froze_is_named(managers: tuple[Manager, Manager]) -> None:
+def test_a_layer_that_one_replica_froze_is_named(managers: list[Manager]) -> None:
     def replica(index: int) -> ReductionMismatchError:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[0].requires_grad_(index == 0)
@@ -142,7 +140,7 @@ def test_a_layer_that_one_replica_froze_is_named(managers: tuple[Manager, Manage
         ]
 
 
-def test_a_loop_that_clips_trains_the_same_as_one_process(managers: tuple[Manager, Manager]) -> None:
+def test_a_loop_that_clips_trains_the_same_as_one_process(managers: list[Manager]) -> None:
     def train(batches: Callable[[int], list[torch.Tensor]], average: Callable[[nn.Module], bool]) -> list[torch.Tensor]:
         with seeding:
             torch.manual_seed(0)
@@ -182,10 +180,7 @@ def test_a_loop_that_clips_trains_the_same_as_one_process(managers: tuple[Manage
         assert torch.allclose(one, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(1), 3, [3]], ids=["a tensor", "a number", "numbers"])
-def test_what_has_no_parameters_is_refused(wrong: Any) -> None:
-    with lighthouse() as address:
-        manager = make_manager(address, "replica_0")
+def test_what_has_no_parameters_is_refused(managers: list[Manager]) -> None:
+    for wrong in (torch.ones(1), 3, [3]):
         with pytest.raises(TypeError, match="parameters for average_gradients"):
-            manager.average_gradients(wrong)
-        manager.shutdown()
+            managers[0].average_gradients(wrong)  # type: ignore[arg-type]

@@ -14,8 +14,6 @@ from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from ft_transport import CheckpointStore
 from manager import ConfigError, Manager, ManagerError, RandomState, RegistryError, StateManager
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 

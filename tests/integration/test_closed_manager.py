@@ -14,8 +14,6 @@ from served_memory import until
 
 from manager import Manager, ManagerClosedError
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 CALLS: dict[str, Callable[[Manager], object]] = {

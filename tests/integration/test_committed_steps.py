@@ -9,23 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, SHORT, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
-from ft_transport import HTTPTransport, TransportSettings
-from manager import LockTimeoutError, Manager, ManagerError, QuorumError, RegistryError, WorldSizeMode
-
-pytest.importorskip("torchft")
+from manager import LockTimeoutError, Manager, ManagerError, QuorumError, WorldSizeMode
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 NUM_STEPS = 8
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse() as at:
-        yield at
 
 
 class Trainer:
@@ -150,20 +141,25 @@ def test_a_step_that_all_replicas_skip_alike_costs_nothing(address: str, caplog:
     assert all("all replicas made the same steps" in each and "every_commit=False" in each for each in told)
 
 
-def test_a_step_that_calls_its_superclass_counts_once(address: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def alone(address: str) -> Iterator[Trainer]:
+    trainer = Trainer(address, "replica_0")
+    yield trainer
+    trainer.manager.shutdown()
+
+
+def test_a_step_that_calls_its_superclass_counts_once(alone: Trainer, caplog: pytest.LogCaptureFixture) -> None:
     """torch runs the hooks of a step for the superclass's, too."""
 
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # From the first object of a class on, its step runs hooks.
-    trainer = Trainer(address, "replica_0")
-    own = Own(trainer.optimizers[1].param_groups)
-    trainer.manager.register("own", own)
-    trainer.manager.attach(own)
-    trainer.optimizers.append(own)
-    trainer.run()
+    own = Own(alone.optimizers[1].param_groups)
+    alone.manager.register("own", own)
+    alone.manager.attach(own)
+    alone.optimizers.append(own)
+    alone.run()
     assert "expected each attached optimizer" not in caplog.text
 
 
@@ -210,12 +206,9 @@ def run_ranks(address: str, name: str, misstep: Callable[[Trainer], None] | None
     )
 
 
-@pytest.mark.parametrize("misstep", [skip_one, fail_in_the_middle])
-def test_ranks_of_a_replica_heal_together_and_cost_the_healthy_one_nothing(
-    address: str, misstep: Callable[[Trainer], None]
-) -> None:
+def test_ranks_of_a_replica_heal_together_and_cost_the_healthy_one_nothing(address: str) -> None:
     (healthy, other) = run_replicas(
-        lambda: run_ranks(address, "replica_0", None), lambda: run_ranks(address, "replica_1", misstep)
+        lambda: run_ranks(address, "replica_0", None), lambda: run_ranks(address, "replica_1", fail_in_the_middle)
     )
     for rank in range(2):
         assert_equal([healthy[rank], other[rank]], from_step=5)
@@ -247,125 +240,42 @@ def test_replicas_with_other_rules_are_refused_on_all_of_them(rules: dict[str, A
     assert all(named in each and "replica_1" in each for each in told)
 
 
-def test_a_step_without_a_commit_is_refused_before_it_changes_anything(address: str) -> None:
-    trainer = Trainer(address, "replica_0")
-    try:
-        trainer.compute()
-        before = [parameter.detach().clone() for parameter in trainer.parameters()]
-        with pytest.raises(ManagerError, match=r"expected should_commit\(\) to return True before AdamW.step\(\)"):
-            trainer.optimizers[0].step()
-        trainer.manager.report_error(RuntimeError("spoilt"))
-        assert not trainer.manager.should_commit()
-        with pytest.raises(ManagerError, match="the step was not committed"):
-            trainer.optimizers[0].step()
-        assert all(map(torch.equal, before, trainer.parameters()))
-        trainer.step()
-    finally:
-        trainer.manager.shutdown()
+def test_a_step_without_a_commit_is_refused_before_it_changes_anything(alone: Trainer) -> None:
+    alone.compute()
+    before = [parameter.detach().clone() for parameter in alone.parameters()]
+    with pytest.raises(ManagerError, match=r"expected should_commit\(\) to return True before AdamW.step\(\)"):
+        alone.optimizers[0].step()
+    alone.manager.report_error(RuntimeError("spoilt"))
+    assert not alone.manager.should_commit()
+    with pytest.raises(ManagerError, match="the step was not committed"):
+        alone.optimizers[0].step()
+    assert all(map(torch.equal, before, alone.parameters()))
+    alone.step()
 
 
-def test_optimizers_by_turns_are_attached_as_such(address: str) -> None:
-    trainer = Trainer(address, "replica_0")
-    try:
-        free = torch.optim.SGD(trainer.model["a"].parameters(), lr=0.1)
-        trainer.manager.register("free", free)
-        trainer.manager.attach(free, every_commit=False)
-        free.step()
-        trainer.step()
-        trainer.step()
-        free.step()
-        free.step()
-        trainer.step()
-        assert trainer.manager.current_step() == 3
-    finally:
-        trainer.manager.shutdown()
+def test_optimizers_by_turns_are_attached_as_such(alone: Trainer) -> None:
+    free = torch.optim.SGD(alone.model["a"].parameters(), lr=0.1)
+    alone.manager.register("free", free)
+    alone.manager.attach(free, every_commit=False)
+    free.step()
+    alone.step()
+    alone.step()
+    free.step()
+    free.step()
+    alone.step()
+    assert alone.manager.current_step() == 3
 
 
-def _unregistered_optimizer(manager: Manager, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    manager.register("model", model)
-    manager.attach(optimizer)
-
-
-def _unregistered_model(manager: Manager, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    manager.register("optimizer", optimizer)
-    manager.attach(optimizer)
-
-
-def _another_model(manager: Manager, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    manager.register("model", model)
-    manager.register("optimizer", optimizer)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
-    manager.attach(optimizer)
-
-
-def _nothing(manager: Manager, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("set_up", "named"),
-    [
-        (_unregistered_optimizer, r"the attached optimizer 0 \(SGD\)"),
-        (_unregistered_model, r"parameter 0 of group 0 \[2, 2\] of the attached SGD"),
-        (_another_model, r"parameter 0 of group 1 \[7\] of the attached SGD"),
-        (_nothing, r"got none; call manager.register\('model', model\)"),
-    ],
-)
-def test_what_is_trained_and_not_registered_is_refused_by_the_first_quorum(
-    address: str, set_up: Callable[..., None], named: str
-) -> None:
-    model = torch.nn.Linear(2, 2)
-    manager = make_manager(address, "replica_0")
-    try:
-        set_up(manager, model, torch.optim.SGD(model.parameters()))
-        with pytest.raises(RegistryError, match=named):
-            manager.start_quorum()
-    finally:
-        manager.shutdown()
-
-
-def test_functions_that_may_return_copies_are_warned_about_alone(
-    address: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    manager = make_manager(address, "replica_0")
-    try:
-        manager.register_state_dict_fn(
-            "everything",
-            lambda state: None,
-            lambda: {
-                "model": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-                "optimizer": optimizer.state_dict(),
-            },
-        )
-        manager.attach(optimizer)
+def test_steps_of_a_manager_without_a_quorum_do_not_mix_with_a_quorum(alone: Trainer) -> None:
+    with pytest.raises(ManagerError, match="expected start_quorum at the step boundary, got start_step"):
+        alone.manager.start_step(0)
+    manager = Manager()
+    manager.start_step(5)
+    with pytest.raises(ManagerError, match="call start_step at each step boundary"):
         manager.start_quorum()
-        assert manager.should_commit()
-        optimizer.step()
-    finally:
-        manager.shutdown()
-    (record,) = [record for record in caplog.records if record.levelname == "WARNING" and "registered" in record.msg]
-    assert "parameter 0 of group 0 [2, 2] of the attached SGD" in record.getMessage()
-    assert "optimizer 0" not in record.getMessage()
-
-
-def test_steps_of_a_manager_without_a_quorum_do_not_mix_with_a_quorum(address: str) -> None:
-    trainer = Trainer(address, "replica_0")
-    try:
-        with pytest.raises(ManagerError, match="expected start_quorum at the step boundary, got start_step"):
-            trainer.manager.start_step(0)
-    finally:
-        trainer.manager.shutdown()
-    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-    alone = Manager(checkpoint_transport=HTTPTransport(SHORT, settings=settings))
-    try:
-        alone.start_step(5)
-        with pytest.raises(ManagerError, match="call start_step at each step boundary"):
-            alone.start_quorum()
-        alone.start_step(5)
-        with pytest.raises(ManagerError, match="expected start_step with a step of at least 5"):
-            alone.start_step(3)
-        alone.load_state_dict({"step": 2})
-        alone.start_step(3)
-    finally:
-        alone.shutdown()
+    manager.start_step(5)
+    with pytest.raises(ManagerError, match="expected start_step with a step of at least 5"):
+        manager.start_step(3)
+    manager.load_state_dict({"step": 2})
+    manager.start_step(3)
+    manager.shutdown()

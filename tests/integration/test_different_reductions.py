@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import Gate, make_manager, run_replicas
 from torch import nn
 
 from manager import (
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 
 class Trainer:
-    """A replica with two parameters of one shape and one of another; closed by the test."""
+    """A replica with two parameters of one shape and one of another."""
 
     def __init__(self, address: str, index: int, **keywords: Any) -> None:
         torch.manual_seed(0)
@@ -53,18 +54,19 @@ class Trainer:
 
 
 @pytest.fixture
-def trainers() -> Iterator[Callable[..., list[Trainer]]]:
+def trainers(address: str) -> Iterator[Callable[..., list[Trainer]]]:
     """Makes trainers under one Lighthouse, all of which take part from the first step on."""
     made: list[Trainer] = []
-    with lighthouse(min_replicas=1) as address:
 
-        def make(num: int, **keywords: Any) -> list[Trainer]:
-            made.extend(Trainer(address, index, **{"min_replica_size": num, **keywords}) for index in range(num))
-            return made
+    def make(num: int, *, is_opaque: bool = False, **keywords: Any) -> list[Trainer]:
+        for index in range(num):
+            own = {"pg": Opaque(), "use_async_quorum": False} if is_opaque else {}
+            made.append(Trainer(address, index, **{"min_replica_size": num, **own, **keywords}))
+        return made
 
-        yield make
-        for trainer in made:
-            trainer.manager.shutdown()
+    yield make
+    for trainer in made:
+        trainer.manager.shutdown()
 
 
 def together(trainers: list[Trainer], *plans: list[int]) -> list[bool]:
@@ -183,42 +185,27 @@ class Opaque:
         self.shutdown = self._group.shutdown
 
 
-def test_another_process_group_is_compared_in_the_next_quorum() -> None:
-    with lighthouse(min_replicas=2) as address:
-        both = [Trainer(address, index, min_replica_size=2, pg=Opaque(), use_async_quorum=False) for index in (0, 1)]
-        try:
-            assert together(both, [0, 1, 2], [1, 0, 2]) == [True, True]
+def test_another_process_group_is_compared_in_the_next_quorum(trainers: Callable[..., list[Trainer]]) -> None:
+    both = trainers(2, is_opaque=True)
+    assert together(both, [0, 1, 2], [1, 0, 2]) == [True, True]
 
-            def go_on(trainer: Trainer) -> str:
-                with pytest.raises(StatesDivergedError) as raised:
-                    trainer.step([0, 1, 2])
-                return str(raised.value)
+    def go_on(trainer: Trainer) -> None:
+        with pytest.raises(StatesDivergedError, match="the tensors that were averaged in it differ"):
+            trainer.step([0, 1, 2])
 
-            for said in run_replicas(lambda: go_on(both[0]), lambda: go_on(both[1])):
-                assert "the tensors that were averaged in it differ" in said
-        finally:
-            for trainer in both:
-                trainer.manager.shutdown()
+    run_replicas(*(partial(go_on, trainer) for trainer in both))
 
 
-def test_most_heal_the_one_whose_process_group_reduced_something_else() -> None:
-    with lighthouse(min_replicas=3) as address:
-        three = [Trainer(address, index, min_replica_size=3, pg=Opaque(), use_async_quorum=False) for index in range(3)]
-        try:
-            assert together(three, [0, 1, 2], [0, 1, 2], [1, 0, 2]) == [True] * 3
-            assert together(three, [0, 1, 2], [0, 1, 2], [0, 1, 2]) == [True] * 3
-            assert three[0].values() == three[1].values() == three[2].values()
-        finally:
-            for trainer in three:
-                trainer.manager.shutdown()
+def test_most_heal_the_one_whose_process_group_reduced_something_else(trainers: Callable[..., list[Trainer]]) -> None:
+    three = trainers(3, is_opaque=True)
+    assert together(three, [0, 1, 2], [0, 1, 2], [1, 0, 2]) == [True] * 3
+    assert together(three, [0, 1, 2], [0, 1, 2], [0, 1, 2]) == [True] * 3
+    assert three[0].values() == three[1].values() == three[2].values()
 
 
 @pytest.fixture
-def alone() -> Iterator[Trainer]:
-    with lighthouse() as address:
-        trainer = Trainer(address, 0)
-        yield trainer
-        trainer.manager.shutdown()
+def alone(trainers: Callable[..., list[Trainer]]) -> Trainer:
+    return trainers(1)[0]
 
 
 def begun(trainer: Trainer) -> torch.Tensor:
@@ -293,32 +280,28 @@ def test_a_step_is_not_committed_after_a_start_quorum_that_raised(
     assert alone.step([0, 1, 2])
 
 
-def test_nothing_is_compared_with_a_replica_that_fails_after_its_last_reduction() -> None:
-    gate = Gate()
-    with lighthouse(min_replicas=2) as address:
-        both = [Trainer(address, index, min_replica_size=2) for index in (0, 1)]
+def test_nothing_is_compared_with_a_replica_that_fails_after_its_last_reduction(
+    trainers: Callable[..., list[Trainer]],
+) -> None:
+    gate, both = Gate(), trainers(2)
 
-        def reduce(trainer: Trainer) -> Manager:
-            trainer.manager.start_quorum()
-            trainer.manager.allreduce(torch.ones(3)).wait()
-            return trainer.manager
+    def reduce(trainer: Trainer) -> Manager:
+        trainer.manager.start_quorum()
+        trainer.manager.allreduce(torch.ones(3)).wait()
+        return trainer.manager
 
-        def healthy() -> bool:
-            manager = reduce(both[0])
-            gate.open("reduced")
-            return manager.should_commit()
+    def healthy() -> bool:
+        manager = reduce(both[0])
+        gate.open("reduced")
+        return manager.should_commit()
 
-        def failing() -> bool:
-            manager = reduce(both[1])
-            gate.wait("reduced")
-            manager.report_error(RuntimeError("bad loss"))
-            return manager.should_commit()
+    def failing() -> bool:
+        manager = reduce(both[1])
+        gate.wait("reduced")
+        manager.report_error(RuntimeError("bad loss"))
+        return manager.should_commit()
 
-        try:
-            assert run_replicas(healthy, failing) == [True, False]
-        finally:
-            for trainer in both:
-                trainer.manager.shutdown()
+    assert run_replicas(healthy, failing) == [True, False]
 
 
 def test_a_replica_that_is_interrupted_while_others_end_the_step_heals_in_the_next_one(
@@ -346,26 +329,20 @@ def test_a_replica_that_is_interrupted_while_others_end_the_step_heals_in_the_ne
     assert both[1].manager.current_step() == 3
 
 
-def test_what_a_step_without_commit_reduced_is_not_compared_later() -> None:
-    with lighthouse(min_replicas=2) as address:
-        both = [Trainer(address, index, min_replica_size=2, pg=Opaque(), use_async_quorum=False) for index in (0, 1)]
+def test_what_a_step_without_commit_reduced_is_not_compared_later(trainers: Callable[..., list[Trainer]]) -> None:
+    def train(trainer: Trainer, is_failing: bool) -> bool:
+        trainer.manager.start_quorum()
+        if is_failing:
+            trainer.manager.report_error(RuntimeError("a bad batch"))
+        trainer.manager.allreduce(torch.ones(5))
+        assert not trainer.manager.should_commit()
+        return trainer.step([0, 1, 2]) and trainer.step([0, 1, 2])
 
-        def train(trainer: Trainer, is_failing: bool) -> bool:
-            trainer.manager.start_quorum()
-            if is_failing:
-                trainer.manager.report_error(RuntimeError("a bad batch"))
-            trainer.manager.allreduce(torch.ones(5))
-            assert not trainer.manager.should_commit()
-            return trainer.step([0, 1, 2]) and trainer.step([0, 1, 2])
-
-        try:
-            assert run_replicas(lambda: train(both[0], False), lambda: train(both[1], True)) == [True, True]
-        finally:
-            for trainer in both:
-                trainer.manager.shutdown()
+    both = trainers(2, is_opaque=True)
+    assert run_replicas(lambda: train(both[0], False), lambda: train(both[1], True)) == [True, True]
 
 
-def test_a_reduction_after_the_commit_spoils_no_step_when_members_change() -> None:
+def test_a_reduction_after_the_commit_spoils_no_step_when_members_change(address: str) -> None:
     gate = Gate()
 
     def train(trainer: Trainer) -> list[bool]:
@@ -382,9 +359,8 @@ def test_a_reduction_after_the_commit_spoils_no_step_when_members_change() -> No
         gate.wait("two")
         return train(Trainer(address, 2))
 
-    with lighthouse() as address:
-        early = [Trainer(address, index) for index in (0, 1)]
-        outcome = run_replicas(lambda: train(early[0]), lambda: train(early[1]), late)
+    early = [Trainer(address, index) for index in (0, 1)]
+    outcome = run_replicas(lambda: train(early[0]), lambda: train(early[1]), late)
     assert all(all(each) for each in outcome)
 
 

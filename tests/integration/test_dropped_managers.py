@@ -13,55 +13,33 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import lighthouse, make_manager
+from quorum_threads import lighthouse, loopback_transport, make_manager
 
-from ft_transport import HTTPTransport, TransportError, TransportSettings
+from ft_transport import TransportError
 from manager import ConfigError, Manager, ManagerConfig, QuorumError, StateManager
 
 LONG_S = 30.0
+NOBODY = "http://127.0.0.1:1"
 
 
 def own_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("ft-transport")}
 
 
-def transport() -> HTTPTransport[Any]:
-    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-    return HTTPTransport(timedelta(seconds=30), settings=settings)
-
-
-def without_load_function() -> object:
-    return StateManager(None, dict, checkpoint_transport=transport())
-
-
-def without_a_store() -> object:
-    return StateManager(checkpoint_transport=transport(), save_every=5)
-
-
-def with_settings_twice() -> object:
-    return Manager(checkpoint_transport=transport(), config=ManagerConfig(), min_replica_size=1)
-
-
-def with_the_default_transport() -> object:
-    return Manager(None, None, dict, min_replica_size=1, lighthouse_addr="http://127.0.0.1:1")
-
-
-def without_a_lighthouse() -> object:
-    names = ("timeout", "connect_timeout", "quorum_timeout")
-    timeouts: Any = dict.fromkeys(names, timedelta(seconds=0.3))
-    return Manager(checkpoint_transport=transport(), lighthouse_addr="http://127.0.0.1:1", **timeouts)
+BRIEF: Any = dict.fromkeys(("timeout", "connect_timeout", "quorum_timeout"), timedelta(seconds=0.3))
 
 
 @pytest.mark.usefixtures("quorum_ready")
 @pytest.mark.parametrize(
     ("construct", "error"),
     [
-        (without_load_function, ValueError),
-        (without_a_store, ConfigError),
-        (with_settings_twice, ConfigError),
-        (with_the_default_transport, ValueError),
-        (without_a_lighthouse, QuorumError),
+        (lambda: StateManager(None, dict, checkpoint_transport=loopback_transport()), ValueError),
+        (lambda: StateManager(checkpoint_transport=loopback_transport(), save_every=5), ConfigError),
+        (lambda: Manager(checkpoint_transport=loopback_transport(), config=ManagerConfig(), rank=1), ConfigError),
+        (lambda: Manager(None, None, dict, min_replica_size=1, lighthouse_addr=NOBODY), ValueError),
+        (lambda: Manager(checkpoint_transport=loopback_transport(), lighthouse_addr=NOBODY, **BRIEF), QuorumError),
     ],
+    ids=["a function is missing", "no store", "settings twice", "its own transport", "no Lighthouse"],
 )
 def test_a_refused_manager_ends_the_transport_that_it_was_given(
     construct: Callable[[], object], error: type[Exception]
@@ -74,7 +52,7 @@ def test_a_refused_manager_ends_the_transport_that_it_was_given(
 
 
 def test_a_refused_manager_leaves_another_managers_transport_alone() -> None:
-    shared = transport()
+    shared = loopback_transport()
     owner = StateManager(checkpoint_transport=shared)
     try:
         owner.register_state_dict_fn("part", lambda _: None, lambda: {"value": 7})
@@ -91,7 +69,7 @@ def test_a_refused_manager_leaves_another_managers_transport_alone() -> None:
 def drop_state_manager() -> weakref.ref[torch.nn.Module]:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = StateManager(checkpoint_transport=transport())
+    manager = StateManager(checkpoint_transport=loopback_transport())
     manager.register("model", model)
     manager.register("optimizer", optimizer)
     manager.attach(optimizer)
@@ -141,7 +119,7 @@ def test_a_manager_that_is_dropped_frees_the_model_and_ends_its_threads(
 
 @pytest.mark.usefixtures("quorum_ready")
 def test_a_transport_that_is_kept_keeps_no_model_of_a_manager_that_was_shut_down() -> None:
-    kept = transport()
+    kept = loopback_transport()
     model = torch.nn.Linear(2, 1)
     with lighthouse() as address:
         manager = make_manager(address, "replica_0", checkpoint_transport=kept)
@@ -156,6 +134,6 @@ def test_a_transport_that_is_kept_keeps_no_model_of_a_manager_that_was_shut_down
 
 
 def test_a_manager_that_is_shut_down_is_not_complained_of(caplog: pytest.LogCaptureFixture) -> None:
-    StateManager(checkpoint_transport=transport()).shutdown()
+    StateManager(checkpoint_transport=loopback_transport()).shutdown()
     gc.collect()
     assert not caplog.records

@@ -41,6 +41,14 @@ def _model() -> torch.nn.Module:
     )
 
 
+def _manager(transport: HTTPTransport[Any], **parts: Any) -> Manager:
+    manager = Manager(checkpoint_transport=transport, timeout=_TIMEOUT)
+    for key, part in parts.items():
+        manager.register(key, part)
+    manager.register("rng", RandomState(), on_training_thread=True)
+    return manager
+
+
 def _loss(model: torch.nn.Module) -> torch.Tensor:
     noise = random.random() + np.random.rand()
     return (model(torch.randn(8, 32)) + noise).square().mean()
@@ -56,11 +64,8 @@ def test_buffers_scheduler_random_numbers_counters_and_scaler(
     large_buffer = torch.zeros(1 << 15)
     counters = Counters()
     transport = new_transport()
-    manager = Manager(checkpoint_transport=transport, timeout=_TIMEOUT)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "counters": counters}
-    for key, part in parts.items():
-        manager.register(key, part)
-    manager.register("rng", RandomState(), on_training_thread=True)
+    manager = _manager(transport, **parts)
     manager.register_state_dict_fn("buffer", large_buffer.copy_, lambda: large_buffer)
 
     def train_step() -> None:
@@ -86,10 +91,7 @@ def test_lbfgs_that_runs_forward_inside_its_step(
     model = _model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3, history_size=3)
     transport = new_transport()
-    manager = Manager(checkpoint_transport=transport, timeout=_TIMEOUT)
-    manager.register("model", model)
-    manager.register("optimizer", optimizer)
-    manager.register("rng", RandomState())
+    manager = _manager(transport, model=model, optimizer=optimizer)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -109,11 +111,7 @@ def test_two_optimizers_that_step_one_after_the_other(
     head, body = list(model[3].parameters()), list(model[:3].parameters())
     optimizers = [torch.optim.SGD(body, lr=0.01, momentum=0.9), torch.optim.Adam(head, lr=0.01)]
     transport = new_transport()
-    manager = Manager(checkpoint_transport=transport, timeout=_TIMEOUT)
-    manager.register("model", model)
-    for index, optimizer in enumerate(optimizers):
-        manager.register(f"optimizer {index}", optimizer)
-    manager.register("rng", RandomState())
+    manager = _manager(transport, model=model, body=optimizers[0], head=optimizers[1])
 
     def train_step() -> None:
         for optimizer in optimizers:

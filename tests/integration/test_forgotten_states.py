@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, let_join_at_once, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, make_manager, run_replicas
+from quorum_threads import Trainer as BaseTrainer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR, StepLR
 
 from manager import HyperparametersDivergedError, Manager, RegistryError
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 NUM_STEPS = 10
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse() as at:
-        yield at
 
 
 # ------------------------------------------------------------------------------------- refused by the first quorum
@@ -73,6 +66,16 @@ def _second_optimizer(parts: Parts) -> None:
     parts.register()
 
 
+def _attached_optimizer(parts: Parts) -> None:
+    parts.manager.register("model", parts.model)
+    parts.manager.attach(parts.optimizer)
+
+
+def _model_of_an_attached_optimizer(parts: Parts) -> None:
+    parts.manager.register("optimizer", parts.optimizer)
+    parts.manager.attach(parts.optimizer)
+
+
 def _module_of_a_registered_optimizer(parts: Parts) -> None:
     parts.manager.register("model", parts.model[0])
     parts.manager.register("optimizer", parts.optimizer)
@@ -92,6 +95,15 @@ class Wrapper:
             each.load_state_dict(state[key])
 
 
+def _model_in_a_function_that_copies(parts: Parts) -> None:
+    def state() -> dict[str, Any]:
+        model = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+        return {"model": model, "optimizer": parts.optimizer.state_dict()}
+
+    parts.manager.register_state_dict_fn("everything", lambda state: None, state)
+    parts.manager.attach(parts.optimizer)
+
+
 def _beside_a_wrapped_optimizer(parts: Parts) -> None:
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in parts.model)
     parts.kept.append(second)
@@ -107,6 +119,9 @@ def _scheduler_beside_a_wrapped_optimizer(parts: Parts) -> None:
 @pytest.mark.parametrize(
     ("set_up", "named"),
     [
+        (lambda parts: None, r"got none; call manager.register\('model', model\)"),
+        (_attached_optimizer, r"the attached optimizer 0 \(AdamW\)"),
+        (_model_of_an_attached_optimizer, r"parameter 0 of group 0 \[3, 3\] of the attached AdamW"),
         (_scheduler, "CosineAnnealingLR, which sets the learning rates of the attached AdamW"),
         (_schedulers_of_a_registered_optimizer, "LinearLR and SequentialLR and StepLR, .* of the registered AdamW"),
         (_optimizer, "AdamW, an optimizer of 4 parameters of 'model'"),
@@ -125,18 +140,19 @@ def test_what_is_forgotten_is_refused_by_the_first_quorum(
 @pytest.mark.parametrize(
     ("set_up", "named"),
     [
+        (_model_in_a_function_that_copies, "parameter 0 of group 0 [3, 3] of the attached AdamW"),
         (_beside_a_wrapped_optimizer, "SGD, an optimizer of 2 parameters of 'model'"),
         (_scheduler_beside_a_wrapped_optimizer, "CosineAnnealingLR, which sets the learning rates"),
     ],
 )
-def test_a_wrapper_that_is_registered_hides_only_what_it_holds(
+def test_what_an_object_of_the_users_may_return_is_warned_of(
     parts: Parts, set_up: Callable[[Parts], None], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning: an object of an unknown class may return what seems to be missing."""
     set_up(parts)
     parts.manager.start_quorum()
     assert parts.manager.should_commit()
     assert named in caplog.text
+    assert "optimizer 0" not in caplog.text
 
 
 def _wrapped_optimizer(parts: Parts) -> None:
@@ -266,55 +282,47 @@ def test_other_tensors_may_be_reduced(parts: Parts, caplog: pytest.LogCaptureFix
 # --------------------------------------------------------------------------- found in the quorum after the first step
 
 
-class Trainer:
+class Trainer(BaseTrainer):
     """A replica with a schedule that it may make another use of than the others."""
 
     def __init__(
         self,
         address: str,
         name: str,
-        beginning: threading.Barrier | None = None,
+        beginning: threading.Barrier,
         **flags: Any,
     ) -> None:
         torch.manual_seed(3)
-        self.model = torch.nn.Linear(4, 2)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **flags)
-        self.scheduler: LRScheduler = StepLR(self.optimizer, 1, gamma=0.5)
-        self.manager = make_manager(address, name, min_replica_size=2)
-        self.manager.register("model", self.model)
-        self.manager.register("optimizer", self.optimizer)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **flags)
+        super().__init__(address, name, model, optimizer, min_replica_size=2)
+        self.scheduler: LRScheduler = StepLR(optimizer, 1, gamma=0.5)
         self.manager.register("scheduler", self.scheduler)
-        self.manager.attach(self.optimizer)
         self.beginning = beginning
-        self.at_boundary: Callable[[int], None] = lambda step: None
         self.after_start: Callable[[int], None] = lambda step: None
         self.after_step: Callable[[int], None] = lambda step: self.scheduler.step()
         self.states: dict[int, tuple[torch.Tensor, float]] = {}
 
     def run(self) -> dict[int, tuple[torch.Tensor, float]]:
         """Train to the end; returns the weights and the learning rate at each step."""
-        manager = self.manager
         try:
-            if self.beginning is not None:
-                self.beginning.wait(LONG_S)
-            while (step := manager.current_step()) < NUM_STEPS:
-                self.at_boundary(step)
-                manager.start_quorum()
-                manager.wait_quorum()
-                step = manager.current_step()
-                if manager.is_participating():
-                    self.states[step] = self.model.weight.detach().clone(), self.optimizer.param_groups[0]["lr"]
-                self.after_start(step)
-                self.optimizer.zero_grad()
-                self.model(torch.randn(8, 4)).square().mean().backward()
-                for parameter in self.model.parameters():
-                    manager.allreduce(parameter.grad)
-                if manager.should_commit():
-                    self.optimizer.step()
-                    self.after_step(step)
+            self.beginning.wait(LONG_S)
+            while self.manager.current_step() < NUM_STEPS:
+                if self.step():
+                    self.after_step(self.manager.current_step() - 1)
             return self.states
         finally:
-            manager.shutdown()
+            self.manager.shutdown()
+
+    def started(self) -> None:
+        self.manager.wait_quorum()
+        step = self.manager.current_step()
+        if self.manager.is_participating():
+            self.states[step] = self.model.weight.detach().clone(), self.optimizer.param_groups[0]["lr"]
+        self.after_start(step)
+
+    def backward(self) -> None:
+        self.model(torch.randn(8, 4)).square().mean().backward()
 
 
 def assert_equal(states: list[dict[int, tuple[torch.Tensor, float]]], steps: range = range(NUM_STEPS)) -> None:
@@ -400,30 +408,4 @@ def test_what_may_differ_is_not_compared(address: str, caplog: pytest.LogCapture
     states = run_replicas(*(trainer.run for trainer in trainers))
     assert all(torch.equal(states[0][step][0], states[1][step][0]) for step in range(5))
     assert failed
-    assert not [each for each in errors(caplog) if "hyperparameters" in each]
-
-
-def test_a_newcomer_takes_over_the_schedule(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_join_at_once(monkeypatch, "replica_2")
-    with lighthouse(min_replicas=2) as address:
-        trainers = [Trainer(address, f"replica_{index}") for index in range(2)]
-        is_begun, has_joined = threading.Event(), threading.Event()
-
-        def wait_for_the_newcomer(step: int) -> None:
-            if step == 4:
-                is_begun.set()
-                assert has_joined.wait(LONG_S)
-
-        def join() -> dict[int, tuple[torch.Tensor, float]]:
-            assert is_begun.wait(LONG_S)
-            # The others wait for it from here on.
-            late = Trainer(address, "replica_2")
-            has_joined.set()
-            return late.run()
-
-        for trainer in trainers:
-            trainer.at_boundary = wait_for_the_newcomer
-        states = run_replicas(*(trainer.run for trainer in trainers), join)
-    assert_equal(states)
-    assert states[2]
     assert not [each for each in errors(caplog) if "hyperparameters" in each]

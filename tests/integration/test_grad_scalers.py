@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,13 @@ from quorum_threads import LONG_S, let_join_at_once, lighthouse, make_manager, r
 
 from manager import Manager, ManagerError, RegistryError
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+MIN_REPLICAS = 2
 
 NUM_STEPS = 8
 OVERFLOW = 4
 SCALE = 1024.0
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse(min_replicas=2) as at:
-        yield at
 
 
 def _register(trainer: Trainer) -> None:
@@ -104,11 +98,20 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
 
 
+def _in_a_function(trainer: Trainer) -> None:
+    scaler = trainer.scaler
+    trainer.manager.register_state_dict_fn(
+        "rest", lambda state: scaler.load_state_dict(state["scaler"]), lambda: {"scaler": scaler.state_dict()}
+    )
+
+
+@pytest.mark.parametrize("register", [_register, _in_a_function])
 def test_an_overflow_on_one_replica_skips_the_step_on_all_without_a_warning(
-    address: str, caplog: pytest.LogCaptureFixture
+    address: str, register: Callable[[Trainer], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     states = run_replicas(
-        lambda: Trainer(address, "replica_0").run(), lambda: Trainer(address, "replica_1").run(overflows=True)
+        lambda: Trainer(address, "replica_0", register=register).run(),
+        lambda: Trainer(address, "replica_1", register=register).run(overflows=True),
     )
     assert_equal(*states)
     before, skipped, after = (states[0][step] for step in (OVERFLOW, OVERFLOW + 1, OVERFLOW + 2))
@@ -195,13 +198,6 @@ def _as_local(trainer: Trainer) -> None:
     trainer.manager.register("scaler", trainer.scaler, scope="local")
 
 
-def _in_a_function(trainer: Trainer) -> None:
-    scaler = trainer.scaler
-    trainer.manager.register_state_dict_fn(
-        "rest", lambda state: scaler.load_state_dict(state["scaler"]), lambda: {"scaler": scaler.state_dict()}
-    )
-
-
 @pytest.mark.parametrize("register", [_nothing, _as_local])
 def test_a_scaler_that_nobody_registered_is_refused_at_its_first_step(
     address: str, register: Callable[[Trainer], None]
@@ -214,15 +210,6 @@ def test_a_scaler_that_nobody_registered_is_refused_at_its_first_step(
 
     states = run_replicas(lambda: run("replica_0"), lambda: run("replica_1"))
     assert all(set(each) == {0} for each in states)
-
-
-def test_a_scaler_in_a_function_is_known(address: str, caplog: pytest.LogCaptureFixture) -> None:
-    states = run_replicas(
-        lambda: Trainer(address, "replica_0", register=_in_a_function).run(),
-        lambda: Trainer(address, "replica_1", register=_in_a_function).run(overflows=True),
-    )
-    assert_equal(*states)
-    assert not [each for each in told(caplog) if "step" in each and "Lighthouse" not in each]
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

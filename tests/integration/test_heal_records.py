@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, make_manager
+from quorum_threads import TIMEOUT, Trainer, beside, loopback_transport
 
-from ft_transport import HTTPTransport, TransportSettings
+from ft_transport import HTTPTransport
 from ft_transport.telemetry.record import Record, decode_record
 from ft_transport.telemetry.recorder import current
-
-pytest.importorskip("torchft")
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(120)]
 
@@ -23,63 +19,36 @@ WIDTH = 1500
 STATE_BYTES = WIDTH * WIDTH * 4
 
 
-def transport(**settings: Any) -> HTTPTransport[Any]:
-    return HTTPTransport(TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1", **settings))
-
-
-class Replica:
+class Replica(Trainer):
     def __init__(self, address: str, name: str, *, seed: int, **settings: Any) -> None:
-        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)))
-        self.optimizer = torch.optim.SGD([self.weight], lr=1e-3)
-        self.transport: HTTPTransport[Any] = transport(**settings)
-        self.manager = make_manager(address, name, checkpoint_transport=self.transport)
-        self.manager.register("model", torch.nn.ParameterList([self.weight]))
-        self.manager.register("optimizer", self.optimizer)
-        self.manager.attach(self.optimizer)
+        model = torch.nn.ParameterList([torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))])
+        self.transport: HTTPTransport[Any] = loopback_transport(**settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        super().__init__(address, name, model, optimizer, checkpoint_transport=self.transport)
 
-    def step(self) -> None:
-        self.manager.start_quorum()
-        self.weight.grad = torch.full_like(self.weight, 0.1)
-        self.manager.allreduce(self.weight.grad)
-        if self.manager.should_commit():
-            self.optimizer.step()
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse() as at:
-        yield at
+    def backward(self) -> None:
+        self.model[0].grad = torch.full_like(self.model[0], 0.1)
 
 
 def healed(address: str, **settings: Any) -> tuple[Replica, Replica]:
     """One that trained, and a newcomer, after two steps that the newcomer has made with it."""
-    gate = Gate()
     trains = Replica(address, "trains", seed=1)
-    is_over = threading.Event()
 
-    def train() -> None:
-        while not is_over.is_set():
-            trains.step()
-            gate.open("trains")
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    newcomers: list[Replica] = []
-    try:
-        gate.wait("trains")
+    def newcomer() -> Replica:
         joins = Replica(address, "joins", seed=2, **settings)
-        newcomers.append(joins)
-        before = joins.manager.current_step()
-        while joins.manager.current_step() < before + 2:
-            joins.step()
-        assert current() is None
+        try:
+            before = joins.manager.current_step()
+            while joins.manager.current_step() < before + 2:
+                joins.step()
+            assert current() is None
+            return joins
+        finally:
+            joins.manager.shutdown(wait=False)
+
+    try:
+        return trains, beside(trains.step, newcomer)
     finally:
-        is_over.set()
-        for newcomer in newcomers:
-            newcomer.manager.shutdown(wait=False)
-        thread.join(LONG_S)
         trains.manager.shutdown(wait=False)
-    return trains, joins
 
 
 def the_heal(records: tuple[Record, ...]) -> Record:
@@ -114,7 +83,7 @@ def test_the_record_of_a_heal_says_where_its_time_went_and_whom_its_bytes_came_f
 
 @pytest.mark.parametrize(("same_host", "role"), [(False, "source"), (True, "same_host")])
 def test_a_fetch_without_a_manager_is_recorded_too(same_host: bool, role: str) -> None:
-    source, receiver = transport(), transport(same_host=same_host)
+    source, receiver = loopback_transport(), loopback_transport(same_host=same_host)
     try:
         source.send_checkpoint([], 3, {"w": torch.ones(1 << 20)}, TIMEOUT)
         receiver.fetch(source.metadata(), 3)

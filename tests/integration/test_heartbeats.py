@@ -47,14 +47,8 @@ def test_a_gil_that_is_held_for_long_costs_no_step(caplog: pytest.LogCaptureFixt
         step(manager)
 
     with lighthouse(min_replicas=2, heartbeat_timeout_ms=3000) as address:
-        managers = run_replicas(
-            *(
-                lambda name=name: make_manager(  # type: ignore[misc]
-                    address, name, min_replica_size=2, heartbeat_timeout=HEARTBEAT_TIMEOUT
-                )
-                for name in "ab"
-            )
-        )
+        timeouts = {"heartbeat_timeout": HEARTBEAT_TIMEOUT}
+        managers = [make_manager(address, name, min_replica_size=2, **timeouts) for name in "ab"]
         try:
             for manager in managers:
                 manager.register_state_dict_fn("part", lambda part: None, dict)

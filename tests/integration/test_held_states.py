@@ -67,25 +67,6 @@ def training(transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]) -> Itera
     made.replica.close(wait=True)
 
 
-def test_a_snapshot_begun_during_forward_shows_the_boundary(
-    training: Training, transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]
-) -> None:
-    sender, receiver = transports
-    assert training.replica.begin_step(1, hold=True)
-    expected = exact(training.state.content())
-    training.forward_backward()
-    changed = exact(training.state.content())
-    assert changed != expected, "buffers and the generator have moved on"
-    training.snapshot_scheduler.request()
-    training.snapshot_scheduler.settle()
-    stepping = threading.Thread(target=training.optimizer.step)
-    stepping.start()
-    received = receiver.fetch(sender.metadata(), 1, timeout=LONG)
-    stepping.join(LONG_S)
-    assert exact(received.state) == expected
-    assert training.lock_is_free()
-
-
 def test_a_boundary_that_nobody_needs_is_let_go_without_a_snapshot(
     training: Training, transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]
 ) -> None:
@@ -185,9 +166,14 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
     fetching.start()
     assert asked.wait(LONG_S)
     training.forward_backward()
+    assert exact(training.state.content()) != expected, "buffers and the generator have moved on"
     training.snapshot_scheduler.settle()
+    stepping = threading.Thread(target=training.optimizer.step)
+    stepping.start()
     fetching.join(LONG_S)
+    stepping.join(LONG_S)
     assert exact(received[0].state) == expected
+    assert training.lock_is_free()
 
 
 def test_a_step_to_come_is_served_although_training_goes_on_while_it_is_copied(
@@ -287,8 +273,7 @@ class ChangingTraining:
         self.optimizer.step()
 
 
-@pytest.mark.parametrize("make_model", [_embedding, _clipped])
-@pytest.mark.parametrize("num_steps_before", [0, 3])
+@pytest.mark.parametrize(("make_model", "num_steps_before"), [(_embedding, 0), (_clipped, 0), (_clipped, 3)])
 def test_parameters_that_forward_changes_are_served_as_at_the_boundary_or_not_at_all(
     transports: tuple[HTTPTransport[Any], HTTPTransport[Any]],
     make_model: Callable[[], torch.nn.Module],

@@ -12,8 +12,6 @@ from quorum_threads import lighthouse, make_manager
 
 from manager import GlooProcessGroup, Manager
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 

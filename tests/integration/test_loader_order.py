@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from ft_transport import CheckpointStore
 from manager import LoaderOrderError, Manager, RegistryError, StateManager
 
-pytest.importorskip("torchft")
 StatefulDataLoader: Any = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 pytestmark = [
@@ -260,8 +259,10 @@ def _nodes(prefetched: int) -> Any:
     return nodes.Loader(nodes.Prefetcher(numbers, prefetched) if prefetched else numbers)
 
 
-@pytest.mark.parametrize("scope", ["local", "replicated"])
-@pytest.mark.parametrize("make", [Numbers, OwnState, lambda: _nodes(0), lambda: _nodes(2)])
+@pytest.mark.parametrize(
+    ("make", "scope"),
+    [(Numbers, "local"), (OwnState, "replicated"), (lambda: _nodes(0), "replicated"), (lambda: _nodes(2), "local")],
+)
 def test_other_loaders_go_on_after_a_resume(tmp_path: Path, make: Callable[[], Any], scope: Any) -> None:
     """A loader of torchdata's nodes that has told its state ignores the next state that it loads."""
 

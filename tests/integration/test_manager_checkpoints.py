@@ -29,7 +29,7 @@ from ft_transport import (
     state_digest,
 )
 from ft_transport.checkpoint.writer_process import WriterProcess
-from manager import ConfigError, Manager, ManagerError, RandomState, RecoveryFailedError, StateManager
+from manager import ConfigError, ManagerError, RandomState, RecoveryFailedError, StateManager
 
 _TIMEOUT = timedelta(seconds=30)
 _NOBODY = "http://127.0.0.1:9/checkpoint/"
@@ -168,7 +168,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, transport:
 def test_live_peers_come_first_then_a_checkpoint_then_a_clear_failure(tmp_path: Path) -> None:
     with replica(tmp_path / "own") as trainer, replica(None) as peer:
         with pytest.raises(RecoveryFailedError, match=r"a live peer or a checkpoint .* there is no checkpoint"):
-            trainer.manager.recover(_NOBODY, timeout=timedelta(seconds=2))
+            trainer.manager.recover(_NOBODY, timeout=timedelta(seconds=0.5))
         trainer.train(0, 2)
         trainer.manager.save(wait=True)
         saved = trainer.digest()
@@ -177,7 +177,7 @@ def test_live_peers_come_first_then_a_checkpoint_then_a_clear_failure(tmp_path: 
         peer.manager.snapshot(7).result(30)
         assert trainer.manager.recover(peer.manager.metadata()).step == 7
         assert trainer.digest() == peer.digest()
-        recovery = trainer.manager.recover(_NOBODY, timeout=timedelta(seconds=2))
+        recovery = trainer.manager.recover(_NOBODY, timeout=timedelta(seconds=0.5))
         assert (recovery.step, trainer.digest()) == (2, saved)
         assert str(tmp_path / "own") in recovery.source
 
@@ -219,15 +219,6 @@ def test_a_save_at_the_step_that_was_resumed_keeps_the_checkpoint(
         assert not second.manager.save(wait=True).is_skipped
 
 
-def test_save_refuses_a_state_between_two_boundaries(tmp_path: Path) -> None:
-    with replica(tmp_path) as trainer:
-        trainer.train(0, 1)
-        trainer.model(torch.randn(8, 64)).sum().backward()
-        trainer.optimizer.step()
-        with pytest.raises(ManagerError, match="expected a step boundary"):
-            trainer.manager.save()
-
-
 @pytest.mark.parametrize("save_every", [0, -1, True, 2.5])
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, save_every: Any) -> None:
     with CheckpointStore(tmp_path, start_writers=False) as store, pytest.raises(ConfigError):
@@ -258,18 +249,6 @@ def test_a_dead_writer_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCa
         assert "writer processes of ranks (0,) have died" in caplog.text
         trainer.manager.save(wait=True)
         assert trainer.store.latest() == 1
-
-
-def test_a_manager_with_a_quorum_takes_a_store(tmp_path: Path) -> None:
-    with CheckpointStore(tmp_path) as store:
-        manager = Manager(checkpoint_store=store, save_every=2, timeout=_TIMEOUT)
-        weight = nn.Linear(4, 4)
-        manager.register("model", weight)
-        for step in range(5):
-            manager.start_step(step)
-        store.wait()
-        assert store.steps() == (2, 4)
-        manager.shutdown()
 
 
 def _flip(path: Path, position: int) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 from programs import run
-from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
 from torch.optim.lr_scheduler import StepLR
 
-from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
+from ft_transport import ConfigurationError
 from manager import (
     CommitFailedError,
-    ConfigError,
     HealFailedError,
     Manager,
     ManagerError,
@@ -31,15 +30,7 @@ from manager import (
     WorldSizeMode,
 )
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse() as at:
-        yield at
 
 
 class Replica:
@@ -284,8 +275,7 @@ def test_a_load_that_changes_what_it_takes_can_be_allowed(address: str) -> None:
         config = ManagerConfig(
             replica_id="lossy", lighthouse_addr=address, verify_heal=False, timeout=TIMEOUT, quorum_timeout=TIMEOUT
         )
-        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-        manager = Manager(config=config, checkpoint_transport=HTTPTransport(TIMEOUT, settings=settings))
+        manager = Manager(config=config, checkpoint_transport=loopback_transport())
         try:
             for key in ("weight", "optimizer", "scheduler"):
                 manager.register_state_dict_fn(key, lambda state: None, dict)
@@ -445,23 +435,8 @@ def test_ranks_of_a_replica_commit_together_and_heal_from_their_like() -> None:
 
 
 def test_an_address_that_leads_nowhere_is_found_at_the_start(address: str) -> None:
-    transport: HTTPTransport[Any] = HTTPTransport(
-        TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.2")
-    )
     with pytest.raises(ConfigurationError, match="to reach this transport at its advertised address"):
-        make_manager(address, "a", checkpoint_transport=transport)
-
-
-def test_a_lighthouse_that_is_not_there_is_named() -> None:
-    with pytest.raises(QuorumError, match=r"Lighthouse at http://127\.0\.0\.1:9 within 1 s"):
-        make_manager("http://127.0.0.1:9", "a", connect_timeout=timedelta(seconds=1))
-
-
-def test_settings_come_one_way() -> None:
-    from manager import ManagerConfig
-
-    with pytest.raises(ConfigError, match=r"both: config and \['min_replica_size', 'timeout'\]"):
-        Manager(config=ManagerConfig(), min_replica_size=2, timeout=TIMEOUT)
+        make_manager(address, "a", checkpoint_transport=loopback_transport(advertise="127.0.0.2"))
 
 
 def test_calls_out_of_order_say_what_is_missing(address: str) -> None:
@@ -473,21 +448,6 @@ def test_calls_out_of_order_say_what_is_missing(address: str) -> None:
                 call()
     with pytest.raises(ManagerError, match="give Manager min_replica_size"):
         Manager().start_quorum()
-
-
-def test_a_manager_joins_with_the_first_quorum_if_it_was_told_nothing(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
-    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-    manager = Manager(checkpoint_transport=HTTPTransport(TIMEOUT, settings=settings))
-    try:
-        manager.register_state_dict_fn("part", lambda part: None, dict)
-        manager.start_quorum()
-        assert manager.should_commit()
-        assert manager.replica_id().startswith("replica:")
-    finally:
-        manager.shutdown()
 
 
 def test_methods_and_arguments_are_torchfts() -> None:

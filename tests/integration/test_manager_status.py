@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import msgspec
-import pytest
 import torch
-from quorum_threads import lighthouse, loopback_transport, make_manager, run_replicas
+from quorum_threads import loopback_transport, make_manager, run_replicas
 
 from ft_transport import HTTPTransport
 from ft_transport.cli.top import JobFinder
 from ft_transport.http.client.peer_status import connecting
 from ft_transport.telemetry.process_state import ManagerStatus, ProcessState, decode_state
 from manager import Manager, StateManager
+
+MIN_REPLICAS = 2
 
 
 def told_by(transport: HTTPTransport[Any]) -> ProcessState:
@@ -29,12 +29,6 @@ def manager_part(transport: HTTPTransport[Any]) -> ManagerStatus:
     part = told_by(transport).manager
     assert part is not None
     return part
-
-
-@pytest.fixture
-def address(quorum_ready: None) -> Iterator[str]:
-    with lighthouse(min_replicas=2) as started:
-        yield started
 
 
 def test_a_quorum_its_steps_and_why_one_was_refused(address: str) -> None:

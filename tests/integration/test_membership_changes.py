@@ -17,8 +17,6 @@ from quorum_threads import LONG_S, Gate, lighthouse, make_manager, run_replicas
 
 from manager import Manager
 
-pytest.importorskip("torchft")
-
 pytestmark = [pytest.mark.usefixtures("quorum_ready")]
 
 _HEARTBEAT_S = 1.0
@@ -137,22 +135,3 @@ def test_each_survivor_says_once_who_left_and_for_how_long_all_stood_still(
     assert change["kind"] == "healed"
     assert drill.metrics["c"]["recovery_seconds_total"] == pytest.approx(change["length_s"])
     assert drill.metrics["c"]["departures_total"] == 0
-
-
-def test_replicas_that_start_together_and_heal_at_step_0_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    ready = threading.Barrier(2)
-
-    def replica(name: str) -> None:
-        manager, train = _replica(address, name)
-        try:
-            ready.wait(LONG_S)
-            for _ in range(4):
-                train()
-            ready.wait(LONG_S)
-        finally:
-            manager.shutdown()
-
-    with lighthouse(min_replicas=2) as address:
-        run_replicas(lambda: replica("a"), lambda: replica("b"))
-
-    assert [record for record in caplog.records if record.name == "manager.quorum.telemetry"] == []

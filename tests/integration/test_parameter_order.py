@@ -15,7 +15,7 @@ import torch
 from quorum_threads import Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
 
-from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
+from ft_transport import CheckpointStore
 from manager import HealFailedError, Manager, RegistryError, StateManager, StateMismatchError
 from manager.state.parameter_order import parameter_names
 from manager.state.registry import StateRegistry
@@ -132,10 +132,7 @@ def replica() -> Iterator[Callable[..., Replica]]:
     with ExitStack() as managers:
 
         def make(parameters: Names, *, store: CheckpointStore | None = None, **options: Any) -> Replica:
-            transport: HTTPTransport[Any] = HTTPTransport(
-                _TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-            )
-            manager = Manager(checkpoint_transport=transport, timeout=_TIMEOUT, checkpoint_store=store)
+            manager = Manager(checkpoint_transport=loopback_transport(), timeout=_TIMEOUT, checkpoint_store=store)
             managers.callback(manager.shutdown)
             return Replica(manager, parameters, **options)
 
@@ -150,6 +147,7 @@ def test_a_receiver_takes_over_the_order_of_a_peer(
     peer.train(2)
     ours.train(1)
     parameters = ours.optimizer.param_groups[0]["params"]
+    momenta = {name: ours.optimizer.state[each]["momentum_buffer"] for name, each in ours.model.named_parameters()}
     for _ in range(2):
         if way == "recover":
             ours.manager.recover(peer.snapshot())
@@ -161,17 +159,10 @@ def test_a_receiver_takes_over_the_order_of_a_peer(
             each.train(5)
         assert ours.by_name() == peer.by_name()
     assert ours.optimizer.param_groups[0]["params"] is parameters
-    assert caplog.text.count(_TAKEN_OVER) == 1
-
-
-def test_each_tensor_of_a_state_stays_the_one_of_its_parameter(replica: Callable[..., Replica]) -> None:
-    peer, ours = replica(named("a", "b", "c")), replica(named("b", "c", "a"))
-    for each in (peer, ours):
-        each.train(2)
-    momenta = {name: ours.optimizer.state[each]["momentum_buffer"] for name, each in ours.model.named_parameters()}
-    ours.manager.recover(peer.snapshot())
     for name, each in ours.model.named_parameters():
-        assert ours.optimizer.state[each]["momentum_buffer"].data_ptr() == momenta[name].data_ptr()
+        kept = ours.optimizer.state[each]["momentum_buffer"].data_ptr() == momenta[name].data_ptr()
+        assert kept or way == "load", "each tensor stays that of its parameter"
+    assert caplog.text.count(_TAKEN_OVER) == 1
 
 
 def test_another_order_in_a_checkpoint_is_taken_over(replica: Callable[..., Replica], tmp_path: Path) -> None:

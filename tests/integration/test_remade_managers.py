@@ -1,4 +1,4 @@
-"""Managers that are made again in the same processes, with the same store: nothing of an earlier one is believed."""
+"""Managers that are made again in the same process wait for nothing of an earlier one, and believe none of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from manager.quorum.rank_exchange import RankExchange
 from manager.quorum.replica_identity import Incarnation
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
+
+
+_FORGETS_AFTER_MS = 60_000
+"""Until then the Lighthouse would have a quorum wait for a manager that is gone."""
 
 
 class Ranks:
@@ -113,24 +117,47 @@ def test_a_rank_that_is_remade_alone_says_that_rank_0_was_not(ranks: Ranks) -> N
         ranks.make(1, timeout=timedelta(seconds=0.3))
 
 
+def make(address: str, name: str, value: float) -> tuple[Manager, dict[str, torch.Tensor]]:
+    manager = make_manager(address, name)
+    state = {"weight": torch.full((2,), value)}
+    manager.register_state_dict_fn("part", state.update, lambda: dict(state))
+    return manager, state
+
+
+def step(manager: Manager) -> bool:
+    manager.start_quorum()
+    value = torch.ones(1)
+    manager.allreduce(value).wait()
+    return manager.should_commit() and value.item() == 1.0
+
+
+def test_the_second_of_two_managers_gets_its_quorum_at_once() -> None:
+    with lighthouse(heartbeat_timeout_ms=_FORGETS_AFTER_MS) as address:
+        ids = []
+        for _ in range(3):
+            manager, _ = make(address, "replica_0", 1.0)
+            assert step(manager)
+            assert step(manager)
+            ids.append(manager.replica_id())
+            manager.shutdown()
+    assert len(set(ids)) == 1
+
+
+def test_managers_that_live_at_the_same_time_have_different_names(address: str) -> None:
+    managers = [make(address, "replica_0", 1.0)[0] for _ in range(2)]
+    assert managers[0].replica_id() != managers[1].replica_id()
+    for manager in managers:
+        manager.shutdown()
+        # Twice: its name is given back once.
+        manager.shutdown()
+
+
 def test_a_replica_that_comes_back_at_once_heals_in_another_process_group() -> None:
-    def make(address: str, name: str, value: float) -> tuple[Manager, dict[str, torch.Tensor]]:
-        manager = make_manager(address, name)
-        state = {"weight": torch.full((2,), value)}
-        manager.register_state_dict_fn("part", state.update, lambda: dict(state))
-        return manager, state
-
-    def step(manager: Manager) -> bool:
-        manager.start_quorum()
-        value = torch.ones(1)
-        manager.allreduce(value).wait()
-        return manager.should_commit() and value.item() == 1.0
-
     def train_until(manager: Manager, last_step: int) -> None:
         while manager.current_step() < last_step:
             step(manager)
 
-    with lighthouse(min_replicas=2) as address:
+    with lighthouse(min_replicas=2, heartbeat_timeout_ms=_FORGETS_AFTER_MS) as address:
         staying, kept = make(address, "staying", 1.0)
         leaving, _ = make(address, "leaving", 2.0)
         try:

@@ -90,15 +90,6 @@ def test_a_store_that_was_started_again_is_connected_to_again(
     assert connection.get(["key"], LONG) == [b"another"]
 
 
-def test_a_store_that_is_gone_is_named(stores: StoreConnections, servers: list[TCPStore]) -> None:
-    port = servers[0].port
-    connection = stores.at(f"127.0.0.1:{port}")
-    connection.set("key", "value", LONG)
-    servers.clear()
-    with pytest.raises((DeadlineExceededError, RankGoneError), match=rf"the store at 127.0.0.1:{port} to answer"):
-        connection.set("key", "another", timedelta(seconds=0.2))
-
-
 @pytest.mark.parametrize("is_connected", [False, True])
 def test_a_store_whose_replica_is_dead_is_given_up_at_once(
     stores: StoreConnections, servers: list[TCPStore], is_connected: bool

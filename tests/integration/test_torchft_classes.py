@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from lock_holders import holders_of
-from quorum_threads import LONG_S, Gate, lighthouse, loopback_transport, make_manager, run_replicas
+from quorum_threads import LONG_S, Gate, loopback_transport, run_replicas
 from state_equality import exact
 from torch import nn
 
 from ft_transport import HTTPTransport
 from manager import Manager
 
-pytest.importorskip("torchft")
-
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
+MIN_REPLICAS = 2
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse(min_replicas=2) as at:
-        yield at
+NewManager = Callable[..., Manager]
 
 
 _SEEDING = threading.Lock()
@@ -41,7 +37,7 @@ def _batch(replica: int, step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * replica + step))
 
 
-def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(address: str) -> None:
+def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(new_manager: NewManager) -> None:
     from torchft.ddp import DistributedDataParallel
     from torchft.optim import OptimizerWrapper
 
@@ -50,7 +46,7 @@ def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(addr
     models = [_model(seed=index) for index in (0, 1)]
 
     def replica(index: int) -> tuple[Any, int]:
-        manager = make_manager(address, f"replica_{index}", min_replica_size=2)
+        manager = new_manager(f"replica_{index}", min_replica_size=2)
         model = models[index]
         inner = torch.optim.AdamW(model.parameters(), lr=0.1)
         manager.register("model", model)
@@ -63,11 +59,8 @@ def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(addr
             optimizer.zero_grad()
             wrapped(_batch(index, step)).square().mean().backward()
             optimizer.step()
-        leaving.wait(LONG_S)
-        manager.shutdown()
         return exact(model.state_dict()), manager.batches_committed()
 
-    leaving = threading.Barrier(2)
     first, second = run_replicas(lambda: replica(0), lambda: replica(1))
 
     # At step 0 both take the weights of the first. Halving is exact, so that the sums are the same bits.
@@ -120,13 +113,13 @@ class _Trainer:
 
 
 @pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
-def test_local_sgd_and_diloco_keep_replicas_equal_and_heal_a_late_one(kind: str, address: str) -> None:
+def test_local_sgd_and_diloco_keep_replicas_equal_and_heal_a_late_one(kind: str, new_manager: NewManager) -> None:
     gate = Gate()
 
     def replica(index: int) -> Any:
         if index == 2:
             gate.wait("late")
-        manager = make_manager(address, f"replica_{index}", use_async_quorum=False)
+        manager = new_manager(f"replica_{index}", use_async_quorum=False)
         trainer = _Trainer(kind, manager, index)
         with manager.attach(trainer.inner), trainer.wrapper:
             if index != 2:
@@ -143,18 +136,14 @@ def test_local_sgd_and_diloco_keep_replicas_equal_and_heal_a_late_one(kind: str,
             trainer.train_until(gate.last_step)  # type: ignore[attr-defined]
         found = trainer.globals()
         step = manager.current_step()
-        leaving.wait(LONG_S)
-        manager.shutdown()
         return step, found
 
-    # Who leaves breaks up collectives that others have not finished.
-    leaving = threading.Barrier(3)
     outcomes = run_replicas(*(lambda index=index: replica(index) for index in range(3)))
     assert outcomes[0][0] >= 4
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
-def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
+def test_a_guarded_sync_of_local_sgd_is_a_write_section(new_manager: NewManager) -> None:
     from manager import ManagerError, guard_local_sgd
 
     class Watched(torch.nn.Linear):
@@ -171,7 +160,7 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
     def replica(index: int) -> Any:
         from torchft.local_sgd import LocalSGD
 
-        manager = make_manager(address, f"replica_{index}", use_async_quorum=False)
+        manager = new_manager(f"replica_{index}", use_async_quorum=False)
         torch.manual_seed(index)
         model = Watched(4, 4)
         manager_of[id(model)] = manager
@@ -187,12 +176,9 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
                 model(_batch(index, 0)[:, :4]).square().mean().backward()
                 optimizer.step()
         found = exact(model.state_dict())
-        leaving.wait(LONG_S)
-        manager.shutdown()
         # One of the two looks at its gradients when it heals.
         return model.held[-4:], found
 
-    leaving = threading.Barrier(2)
     first, second = run_replicas(lambda: replica(0), lambda: replica(1))
     assert first == second
     # Read for the averages, with others let in, and written.
@@ -201,7 +187,7 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
         guard_local_sgd(Manager(), "local_sgd")
 
 
-def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copied(address: str) -> None:
+def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copied(new_manager: NewManager) -> None:
     from manager import ManagerError, guard_diloco
 
     def inner_step_with_reader(transport: HTTPTransport[Any], trainer: _Trainer) -> bool:
@@ -213,7 +199,7 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
 
     def replica(index: int) -> Any:
         transport = loopback_transport()
-        manager = make_manager(address, f"replica_{index}", checkpoint_transport=transport, use_async_quorum=False)
+        manager = new_manager(f"replica_{index}", checkpoint_transport=transport, use_async_quorum=False)
         # Of the weights, the first is large enough not to be copied at once.
         trainer = _Trainer("DiLoCo", manager, index, width=4096)
         guard_diloco(manager, trainer.wrapper)
@@ -230,11 +216,8 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
         assert not copied, "only an outer step changes the backup"
         state = manager.replica_state()["user"]["StreamingDiLoCoFragment_0"]  # type: ignore[index]
         assert state["original_parameters"][name] is backup
-        leaving.wait(LONG_S)
-        manager.shutdown()
         return held, found
 
-    leaving = threading.Barrier(2)
     first, second = run_replicas(lambda: replica(0), lambda: replica(1))
     assert first == second
     assert first[0] == [("write",)] * 2

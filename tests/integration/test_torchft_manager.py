@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,17 +14,13 @@ import torch.distributed as dist
 from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch import nn
 
-from manager import GlooProcessGroup, Manager, QuorumTimeoutError, ReportedError, guard_diloco, guard_local_sgd
-
-pytest.importorskip("torchft")
+from manager import Manager, QuorumTimeoutError, ReportedError, guard_diloco, guard_local_sgd
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
+MIN_REPLICAS = 2
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse(min_replicas=2) as at:
-        yield at
+NewManager = Callable[..., Manager]
 
 
 @pytest.fixture
@@ -37,12 +33,11 @@ def alone() -> Iterator[Manager]:
 
 
 @pytest.mark.usefixtures("one_rank_group")
-@pytest.mark.parametrize("kind", ["ours", "torchft's"])
-def test_torchfts_managed_process_group_averages_what_hsdp_reduces(kind: str, address: str) -> None:
+def test_torchfts_managed_process_group_averages_what_hsdp_reduces(new_manager: NewManager) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
-    from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
+    from torchft.process_group import ManagedProcessGroup
 
     # As torchtitan does: sharded within the replica, averaged between replicas by the hook.
     mesh = init_device_mesh("cpu", (1,))
@@ -57,8 +52,7 @@ def test_torchfts_managed_process_group_averages_what_hsdp_reduces(kind: str, ad
         return gradient.to_local()
 
     def replica(index: int) -> tuple[torch.Tensor, int, str]:
-        group = ProcessGroupGloo() if kind == "torchft's" else None
-        manager = make_manager(address, f"replica_{index}", pg=group, min_replica_size=2)
+        manager = new_manager(f"replica_{index}", min_replica_size=2)
         manager.register_state_dict_fn("part", lambda part: None, dict)
         managed = groups[threading.get_ident()] = ManagedProcessGroup(manager)
         model = nn.Linear(4, 1, bias=False)
@@ -74,17 +68,14 @@ def test_torchfts_managed_process_group_averages_what_hsdp_reduces(kind: str, ad
         found = local_gradient(model)
         assert manager.should_commit()
         size = managed.size()
-        leaving.wait(LONG_S)
-        manager.shutdown()
         return found, size, managed.getBackendName()
 
     one_at_a_time = threading.Lock()
-    leaving = threading.Barrier(2)
     outcomes = run_replicas(lambda: replica(0), lambda: replica(1))
     for gradient, size, backend in outcomes:
         assert torch.equal(gradient, torch.full((1, 4), 0.5))
         assert size == 2
-        assert backend == ("torchft-gloo" if kind == "torchft's" else "ft-transport-gloo")
+        assert backend == "ft-transport-gloo"
 
 
 def test_a_future_is_wrapped_such_that_it_never_fails(alone: Manager) -> None:
@@ -159,9 +150,9 @@ def test_a_missing_gradient_is_refused_with_what_to_do(alone: Manager) -> None:
     assert alone.should_commit()
 
 
-def test_whether_a_replica_participates_is_said_without_waiting(address: str) -> None:
+def test_whether_a_replica_participates_is_said_without_waiting(new_manager: NewManager) -> None:
     def replica(index: int) -> list[bool]:
-        manager = make_manager(address, f"replica_{index}", min_replica_size=2)
+        manager = new_manager(f"replica_{index}", min_replica_size=2)
         manager.register_state_dict_fn("part", lambda part: None, dict)
         found = [manager.is_participating()]
         manager.start_quorum()
@@ -178,29 +169,20 @@ def test_whether_a_replica_participates_is_said_without_waiting(address: str) ->
             manager.start_quorum()
         assert manager.should_commit()
         found.append(manager.is_participating())
-        leaving.wait(LONG_S)
-        manager.shutdown()
         return found
 
-    asked, leaving = threading.Barrier(2), threading.Barrier(2)
+    asked = threading.Barrier(2)
     first, second = run_replicas(lambda: replica(0), lambda: replica(1))
     assert first == [False, True, True, True]
     assert second == [False, True, True]
 
 
-def test_the_process_group_is_the_one_that_was_passed_in(alone: Manager) -> None:
-    assert isinstance(alone._pg, GlooProcessGroup)
-    group = GlooProcessGroup()
-    with lighthouse() as at:
-        manager = make_manager(at, "replica_0", pg=group)
-        assert manager._pg is group
-        manager.shutdown()
-
-
 @pytest.mark.parametrize("holder", ["module", "optimizer", "attached optimizer"])
-def test_what_is_left_of_a_gradient_when_a_replica_heals_is_not_averaged_in(holder: str) -> None:
-    def replica(index: int, address: str) -> tuple[float, float]:
-        manager = make_manager(address, f"replica_{index}")
+def test_what_is_left_of_a_gradient_when_a_replica_heals_is_not_averaged_in(
+    holder: str, new_manager: NewManager
+) -> None:
+    def replica(index: int) -> tuple[float, float]:
+        manager = new_manager(f"replica_{index}")
         model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, float(index))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -223,13 +205,9 @@ def test_what_is_left_of_a_gradient_when_a_replica_heals_is_not_averaged_in(hold
         manager.allreduce(model.weight.grad).wait()
         assert manager.should_commit()
         found = model.weight.grad.item()
-        leaving.wait(LONG_S)
-        manager.shutdown()
         return found, manager.num_participants()
 
-    leaving = threading.Barrier(2)
-    with lighthouse(min_replicas=2) as address:
-        outcomes = run_replicas(*(lambda index=index: replica(index, address) for index in range(2)))
+    outcomes = run_replicas(lambda: replica(0), lambda: replica(1))
     assert outcomes == [(4.0, 2), (4.0, 2)]
 
 

@@ -2,201 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import SHORT, TIMEOUT, Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import Trainer as BaseTrainer
+from quorum_threads import beside, loopback_transport
 
-from ft_transport import HTTPTransport, TransportSettings
-from manager import HealFailedError, Manager, ManagerError, QuorumError
+from manager import HealFailedError, ManagerError, QuorumError
 from manager.quorum.members import read_status
-
-pytest.importorskip("torchft")
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    with lighthouse() as at:
-        yield at
-
-
-class Trainer:
+class Trainer(BaseTrainer):
     def __init__(
-        self, address: str, name: str, *, width: int = 4, token: str | None = None, min_replica_size: int = 1
+        self,
+        address: str,
+        name: str,
+        *,
+        width: int = 4,
+        has_more: bool = False,
+        token: str | None = None,
+        min_replica_size: int = 1,
     ) -> None:
-        self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
+        model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
+        self.transport = loopback_transport(token=token)
+        keywords = {"checkpoint_transport": self.transport, "min_replica_size": min_replica_size}
+        super().__init__(address, name, model, torch.optim.AdamW(model.parameters()), **keywords)
         self.bank = torch.nn.Module()
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", token=token)
-        self.transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
-        self.manager: Manager = make_manager(
-            address, name, checkpoint_transport=self.transport, timeout=SHORT, min_replica_size=min_replica_size
-        )
-        self.manager.register("model", self.model)
-        self.manager.register("optimizer", self.optimizer)
-        self.manager.attach(self.optimizer)
+        if has_more:
+            self.manager.register_state_dict_fn("more", lambda _: None, dict)
 
-    def step(self) -> bool:
-        self.manager.start_quorum()
-        self.optimizer.zero_grad()
+    def backward(self) -> None:
         self.model(torch.ones(3, 2)).square().mean().backward()
-        for parameter in self.model.parameters():
-            self.manager.allreduce(parameter.grad)
-        is_committed = self.manager.should_commit()
-        if is_committed:
-            self.optimizer.step()
-        return is_committed
-
-
-def beside_a_healthy_replica(
-    address: str, newcomer: Callable[[], Any], healthy_token: str | None = None
-) -> tuple[Any, list[bool], int]:
-    """Returns what the newcomer does, which steps were committed meanwhile, and how many snapshots were taken."""
-    gate = Gate()
-
-    def train() -> tuple[list[bool], int]:
-        trainer = Trainer(address, "healthy", token=healthy_token)
-        try:
-            committed = [trainer.step(), trainer.step()]
-            gate.open("trains")
-            while not gate.is_open("over"):
-                committed.append(trainer.step())
-            return committed, trainer.transport.server.newest_sequence()
-        finally:
-            trainer.manager.shutdown()
-
-    def join() -> Any:
-        gate.wait("trains")
-        try:
-            return newcomer()
-        finally:
-            gate.open("over")
-
-    (committed, num_snapshots), outcome = run_replicas(train, join)
-    return outcome, committed, num_snapshots
-
-
-def refused(address: str, **keywords: Any) -> str:
-    trainer = Trainer(address, "newcomer", **keywords)
-    try:
-        with pytest.raises(
-            HealFailedError, match="failed once: no further attempt can succeed: the state of healthy:"
-        ) as caught:
-            trainer.step()
-        return str(caught.value)
-    finally:
-        trainer.manager.shutdown()
-
-
-def test_other_shapes_are_named_and_cost_the_others_nothing(address: str) -> None:
-    told, committed, num_snapshots = beside_a_healthy_replica(address, lambda: refused(address, width=5))
-    assert "model.0.weight is float32 [5, 2] here and float32 [4, 2] there" in told
-    assert all(committed)
-    assert num_snapshots == 0
-
-
-def test_another_key_is_named_and_costs_the_others_nothing(address: str) -> None:
-    def other() -> str:
-        trainer = Trainer(address, "newcomer")
-        trainer.manager.register_state_dict_fn("more", lambda _: None, dict)
-        try:
-            with pytest.raises(HealFailedError) as caught:
-                trainer.step()
-            return str(caught.value)
-        finally:
-            trainer.manager.shutdown()
-
-    told, committed, num_snapshots = beside_a_healthy_replica(address, other)
-    assert "registered only here: ['more'], only there: []" in told
-    assert all(committed)
-    assert num_snapshots == 0
-
-
-@pytest.mark.parametrize(("token", "healthy_token"), [(None, "right"), ("guessed", "right"), ("right", None)])
-def test_another_token_costs_the_others_nothing(address: str, token: str | None, healthy_token: str | None) -> None:
-    def stranger() -> str:
-        trainer = Trainer(address, "newcomer", token=token)
-        try:
-            with pytest.raises(QuorumError, match="expected replicas with the same job token") as caught:
-                trainer.step()
-            return str(caught.value)
-        finally:
-            trainer.manager.shutdown()
-
-    told, committed, num_snapshots = beside_a_healthy_replica(address, stranger, healthy_token=healthy_token)
-    assert "healthy:" in told
-    assert "right" not in told
-    assert all(committed)
-    assert num_snapshots == 0
 
 
 @pytest.mark.parametrize(
-    ("keywords", "named"),
+    ("keywords", "healthy_token", "named"),
     [
-        ({"width": 5, "token": "right"}, "model.0.weight is float32"),
-        ({"min_replica_size": 2, "token": "right"}, "same rules"),
-        ({}, "same job token"),
+        (
+            {"width": 5, "token": "right"},
+            "right",
+            r"model\.0\.weight is float32 \[5, 2\] here and float32 \[4, 2\] there",
+        ),
+        ({"has_more": True}, None, r"registered only here: \['more'\], only there: \[\]"),
+        ({"min_replica_size": 2, "token": "right"}, "right", "same rules"),
+        ({}, "right", "expected replicas with the same job token"),
+        ({"token": "guessed"}, "right", "expected replicas with the same job token"),
+        ({"token": "right"}, None, "expected replicas with the same job token"),
     ],
-    ids=["another state", "other rules", "no token"],
+    ids=["another state", "another key", "other rules", "no token", "another token", "a token of its own"],
 )
-def test_the_lighthouse_hears_nothing_of_a_newcomer_that_is_refused(
-    address: str, keywords: dict[str, Any], named: str
+def test_a_newcomer_that_is_refused_costs_the_others_nothing(
+    address: str, keywords: dict[str, Any], healthy_token: str | None, named: str
 ) -> None:
-    """It waits for whatever it has heard until the heartbeats have run out, and with it all replicas."""
+    """No step and no snapshot; and none waits for its heartbeats, for the Lighthouse does not hear of it."""
+    healthy = Trainer(address, "healthy", token=healthy_token)
 
-    def newcomer() -> list[str]:
+    def step() -> None:
+        assert healthy.step()
+
+    def newcomer() -> tuple[ManagerError, list[str]]:
         trainer = Trainer(address, "newcomer", **keywords)
         try:
-            with pytest.raises(ManagerError, match=named):
+            with pytest.raises((HealFailedError, QuorumError), match=named) as caught:
                 trainer.step()
             status = read_status(address, 1.0)
             assert status is not None
-            return [*status.alive, *(name for name, _ in status.silent)]
+            return caught.value, [*status.alive, *(name for name, _ in status.silent)]
         finally:
             trainer.manager.shutdown()
 
-    heard, committed, _ = beside_a_healthy_replica(address, newcomer, "right")
-    assert [name.partition(":")[0] for name in heard] == ["healthy"]
-    assert all(committed)
+    try:
+        error, heard = beside(step, newcomer)
+    finally:
+        healthy.manager.shutdown()
+    assert healthy.transport.server.newest_sequence() == 0
+    assert "healthy:" in str(error)
+    assert "right" not in str(error)
+    if isinstance(error, HealFailedError):
+        assert "failed once: no further attempt can succeed: the state of healthy:" in str(error)
+    # With a token, what others say without one may be forged: the members of a quorum decide.
+    if "job token" not in named or not keywords:
+        assert [name.partition(":")[0] for name in heard] == ["healthy"]
 
 
 def test_a_state_that_has_changed_since_the_first_step_is_looked_at_once_more(address: str) -> None:
     """Neither replica registers anything anew, so neither knows by itself that it looks different now."""
-    gate = Gate()
 
     def change(trainer: Trainer) -> None:
         trainer.model[0].register_buffer("seen", torch.ones(1))
 
-    def train() -> None:
-        trainer = Trainer(address, "healthy")
-        try:
-            trainer.step()
-            change(trainer)
-            gate.open("changed")
-            while not gate.is_open("healed"):
-                trainer.step()
-        finally:
-            trainer.manager.shutdown()
-
-    def join() -> int:
-        gate.wait("changed")
+    def newcomer() -> int:
         trainer = Trainer(address, "newcomer")
         change(trainer)
         try:
             while not trainer.step():
                 pass
-            gate.open("healed")
             return trainer.manager.current_step()
         finally:
-            gate.open("healed")
             trainer.manager.shutdown()
 
-    _, step = run_replicas(train, join)
-    assert step > 1
+    healthy = Trainer(address, "healthy")
+    try:
+        healthy.step()
+        change(healthy)
+        assert beside(healthy.step, newcomer, num_steps=0) > 1
+    finally:
+        healthy.manager.shutdown()
 
 
 def _with_another_group(trainer: Trainer) -> None:
@@ -220,69 +135,28 @@ def test_what_a_replica_looks_like_is_known_at_the_next_boundary(
     address: str, change: Callable[[Trainer], None], named: str
 ) -> None:
     """A newcomer of the old form is refused before it is sent anything, and no step fails for it."""
-    gate = Gate()
 
-    def with_bank(trainer: Trainer) -> Trainer:
-        trainer.bank = torch.nn.Module()
+    def with_bank(name: str) -> Trainer:
+        trainer = Trainer(address, name)
         trainer.bank.register_buffer("seen", torch.zeros(1))
         trainer.manager.register("bank", trainer.bank)
         return trainer
 
-    def train() -> list[bool]:
-        trainer = with_bank(Trainer(address, "healthy"))
-        try:
-            assert trainer.step()
-            change(trainer)
-            committed = [trainer.step()]
-            gate.open("changed")
-            while not gate.is_open("over"):
-                committed.append(trainer.step())
-            return committed
-        finally:
-            trainer.manager.shutdown()
+    def step() -> None:
+        assert healthy.step()
 
-    def join() -> None:
-        gate.wait("changed")
-        trainer = with_bank(Trainer(address, "newcomer"))
+    def newcomer() -> None:
+        trainer = with_bank("newcomer")
         try:
             with pytest.raises(HealFailedError, match=f"failed once: no further attempt can succeed: .*{named}"):
                 trainer.step()
         finally:
-            gate.open("over")
             trainer.manager.shutdown()
 
-    committed, _ = run_replicas(train, join)
-    assert committed is not None
-    assert all(committed)
-
-
-def test_nobody_waits_for_the_process_of_a_newcomer_that_was_refused(address: str) -> None:
-    """It is silent from the refusal on, however long its process takes to end."""
-    gate = Gate()
-
-    def train() -> None:
-        trainer = Trainer(address, "healthy")
-        try:
-            trainer.step()
-            gate.open("trains")
-            while not gate.is_open("refused"):
-                trainer.step()
-            for _ in range(3):
-                assert trainer.step()
-            gate.open("goes on")
-        finally:
-            trainer.manager.shutdown()
-
-    def join() -> None:
-        gate.wait("trains")
-        trainer = Trainer(address, "newcomer", width=5)
-        try:
-            with pytest.raises(HealFailedError):
-                trainer.step()
-            gate.open("refused")
-            gate.wait("goes on")
-        finally:
-            gate.open("refused")
-            trainer.manager.shutdown()
-
-    run_replicas(train, join)
+    healthy = with_bank("healthy")
+    try:
+        step()
+        change(healthy)
+        beside(step, newcomer, num_steps=1)
+    finally:
+        healthy.manager.shutdown()

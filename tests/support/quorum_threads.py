@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import Manager
@@ -42,8 +43,9 @@ def lighthouse(min_replicas: int = 1, *, port: int = 0, heartbeat_timeout_ms: in
         server.shutdown()
 
 
-def loopback_transport() -> HTTPTransport[Any]:
-    return HTTPTransport(TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+def loopback_transport(**settings: Any) -> HTTPTransport[Any]:
+    given = {"host": "127.0.0.1", "advertise": "127.0.0.1", **settings}
+    return HTTPTransport(TIMEOUT, settings=TransportSettings(**given))
 
 
 def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywords: Any) -> Manager:
@@ -61,6 +63,48 @@ def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywo
     return kind(lighthouse_addr=address, replica_id=name, **chosen)
 
 
+class Trainer:
+    """A replica that registers a model and its optimizer, and averages each gradient by itself."""
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        is_stable: bool = False,
+        **keywords: Any,
+    ) -> None:
+        self.model: Any = model
+        self.optimizer = optimizer
+        self.manager = make_manager(address, name, **keywords)
+        self.manager.register("model", model, is_stable=is_stable)
+        self.manager.register("optimizer", optimizer)
+        self.manager.attach(optimizer)
+
+    def started(self) -> None:
+        """Called after `Manager.start_quorum`."""
+
+    def backward(self) -> None:
+        """Compute the gradients of the model's parameters."""
+        raise NotImplementedError
+
+    def step(self) -> bool:
+        """Make one step, and return whether it was committed."""
+        self.manager.start_quorum()
+        self.started()
+        self.optimizer.zero_grad()
+        self.backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self.manager.allreduce(parameter.grad)
+        is_committed = self.manager.should_commit()
+        if is_committed:
+            self.optimizer.step()
+        return is_committed
+
+
 def let_join_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let the replica of this name receive a state in the quorum only; the others wait for it from its start."""
     running_members = Membership.running_members
@@ -76,6 +120,32 @@ def run_replicas(*replicas: Callable[[], T]) -> list[T]:
     with ThreadPoolExecutor(len(replicas), thread_name_prefix="replica") as pool:
         futures = [pool.submit(replica) for replica in replicas]
         return [future.result(LONG_S) for future in futures]
+
+
+def beside(step: Callable[[], object], newcomer: Callable[[], T], *, num_steps: int = 2) -> T:
+    """Repeat the step of a replica while a newcomer comes, after the first steps; return what that returns."""
+    trains, is_over = threading.Event(), threading.Event()
+
+    def train() -> None:
+        try:
+            for _ in range(num_steps):
+                step()
+            trains.set()
+            while not is_over.is_set():
+                step()
+        finally:
+            trains.set()
+
+    def join() -> T:
+        assert trains.wait(LONG_S)
+        try:
+            return newcomer()
+        finally:
+            is_over.set()
+
+    outcomes: list[Any] = run_replicas(train, join)
+    newcomers: T = outcomes[1]
+    return newcomers
 
 
 class Gate:
