@@ -251,8 +251,7 @@ class PeerRecovery:
         into: Mapping[str, object],
         before: Received[Any] | None,
     ) -> Received[Any]:
-        """Receive the state from one rank of a peer with the same layout, or from all ranks of one with another layout.
-        """
+        """Receive the state from one rank of a peer with this layout, or from all ranks of one with another layout."""
         asked = "latest" if options.in_quorum else step
         keywords: Any = {
             "into": into,
