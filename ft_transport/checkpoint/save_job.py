@@ -234,7 +234,9 @@ class SaveJob:
     def run(self) -> None:
         """Save the state: stage, agree, compare, write and commit.
 
-        A failed save starts over, up to ``_MAX_ATTEMPTS`` attempts in all, if the error of every rank that failed is
+        If a rank's snapshot fails, the save fails at once: training has continued, so the state of the step no longer
+        exists. Any other failed save starts over, up to ``_MAX_ATTEMPTS`` attempts in all, if the error of every rank
+        that failed is
 
         - an ``OSError`` whose number is in ``coordination.votes.RETRYABLE_ERRNOS``: EIO, ESTALE, EBUSY, ETIMEDOUT and
           other errors of a disk or a file server that a retry may cure; or
@@ -250,10 +252,11 @@ class SaveJob:
         means, collective, step = self._means, self._means.collective, self._step
         means.agreement.step = step
         try:
+            with collective.attempt(step):
+                collective.stage(self)
             for attempt in range(1, _MAX_ATTEMPTS + 1):
                 try:
                     with collective.attempt(step):
-                        collective.stage(self)
                         directory, plan = collective.agree(step, self, is_retry=attempt > 1)
                         self._note_plan()
                         collective.compare(self)

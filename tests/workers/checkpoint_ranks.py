@@ -205,11 +205,11 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
 def counted_attempts() -> Iterator[list[int]]:
     attempts: list[int] = []
 
-    def attempt(settings: Callable[..., Any], job: SaveJob) -> Any:
-        attempts.append(1)  # Each attempt begins with what all ranks have to be told alike.
-        return settings(job)
+    def attempt(take: Callable[..., Any], job: SaveJob) -> Any:
+        attempts.append(1)  # Each attempt passes the snapshot to the writer process.
+        return take(job)
 
-    with replaced(SaveJob, "settings", attempt):
+    with replaced(SaveJob, "take", attempt):
         yield attempts
 
 
