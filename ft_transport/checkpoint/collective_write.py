@@ -79,23 +79,11 @@ class WriteJob(Protocol):
         """Raises if ranks have different bytes of an item that must be equal. Called on the first rank only."""
 
 
-class _Taken(Struct, frozen=True, array_like=True):
-    """The digests of a rank's snapshot, and whether the rank still has the plan of the last write."""
-
-    snapshot: TakenSnapshot
-    is_planned: bool
-
-
-class _Assigned(Struct, frozen=True, array_like=True):
-    """The plan of a rank, and whether any rank has items to compare."""
-
-    plan: RankPlan
-    is_compared: bool
-
-
 _drawn_decoder: Final = msgspec.msgpack.Decoder(int)
-_taken_decoder: Final = msgspec.msgpack.Decoder(_Taken)
-_assigned_decoder: Final = msgspec.msgpack.Decoder(_Assigned)
+_taken_decoder: Final = msgspec.msgpack.Decoder(tuple[TakenSnapshot, bool])
+"""Decodes the digests of a rank's snapshot, and whether the rank still has the plan of the last write."""
+_assigned_decoder: Final = msgspec.msgpack.Decoder(tuple[RankPlan, bool])
+"""Decodes the plan of a rank, and whether any rank has items to compare."""
 
 
 class CollectiveWrite:
@@ -119,7 +107,7 @@ class CollectiveWrite:
         self._all_write = all_write
         self._marker = Path()
         self._plan_key: tuple[object, ...] | None = None
-        self._assigned = _Assigned(RankPlan(), False)
+        self._rank_plan, self._is_compared = RankPlan(), False
 
     @contextlib.contextmanager
     def attempt(self, number: int) -> Iterator[None]:
@@ -160,16 +148,16 @@ class CollectiveWrite:
         if self._all_write:
             agreement.run("find the directory", lambda: wait_until_visible(self._marker, agreement.check_others))
         taken = agreement.values_of_all(
-            "take the snapshot", lambda: _Taken(job.take(), self._plan_key is not None), _taken_decoder
+            "take the snapshot", lambda: (job.take(), self._plan_key is not None), _taken_decoder
         )
         self._plan(job, taken)
-        return directory, self._assigned.plan
+        return directory, self._rank_plan
 
     def compare(self, job: WriteJob) -> None:
         """Raise if ranks have different bytes of an item that must be equal."""
-        agreement, plan = self._agreement, self._assigned.plan
-        if self._assigned.is_compared:
-            digests = agreement.run("digest", lambda: job.digest(plan))
+        agreement = self._agreement
+        if self._is_compared:
+            digests = agreement.run("digest", lambda: job.digest(self._rank_plan))
             gathered = agreement.gather("gather the digests", digests)
             agreement.on_first("compare", lambda: job.compare(gathered))
 
@@ -201,12 +189,12 @@ class CollectiveWrite:
         os.close(create_file(directory / _marker_name(drawn)))
         return drawn
 
-    def _plan(self, job: WriteJob, taken: Sequence[_Taken]) -> None:
+    def _plan(self, job: WriteJob, taken: Sequence[tuple[TakenSnapshot, bool]]) -> None:
         """Divide the work among the ranks, unless the plan of the last write is still valid."""
-        key = tuple((each.snapshot.structure, each.snapshot.holder) for each in taken)
+        key = tuple((snapshot.structure, snapshot.holder) for snapshot, _ in taken)
         # A rank that was interrupted after the last vote has no plan, while the other ranks have theirs.
-        is_known = key == self._plan_key and all(each.is_planned for each in taken)
-        if is_known and len({each.snapshot.values for each in taken}) == 1:
+        is_known = key == self._plan_key and all(is_planned for _, is_planned in taken)
+        if is_known and len({snapshot.values for snapshot, _ in taken}) == 1:
             return
         agreement = self._agreement
         header = agreement.run("read the headers", job.header)
@@ -215,8 +203,9 @@ class CollectiveWrite:
         assigned: list[bytes] | None = None
         if plans is not None:
             is_compared = any(plan.compared for plan in plans)
-            assigned = [msgspec.msgpack.encode(_Assigned(plan, is_compared)) for plan in plans]
-        self._assigned = decode_message(agreement.scatter("divide the work", assigned), _assigned_decoder)
+            assigned = [msgspec.msgpack.encode((plan, is_compared)) for plan in plans]
+        scattered = agreement.scatter("divide the work", assigned)
+        self._rank_plan, self._is_compared = decode_message(scattered, _assigned_decoder)
         self._plan_key = key
 
 

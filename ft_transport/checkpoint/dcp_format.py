@@ -19,7 +19,6 @@ import io
 import pickle  # noqa: TID251 # DCP's format; `_MetadataReader` resolves a closed set of names
 import pickletools  # reads opcodes and makes no objects
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -51,19 +50,6 @@ DCP_METADATA_NAME: Final = ".metadata"
 _MAX_ENVELOPES: Final = 1 << 16
 _CAPTURED_BYTES: Final = 1 << 20
 """``torch.save`` writes data of this length in a call of its own; its other writes are far smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class TorchEnvelope:
-    """The bytes that ``torch.save`` writes before and after the data of a tensor.
-
-    Attributes:
-        before: Bytes before the data. Their number is a multiple of the alignment that torch requires for the data.
-        after: Bytes after the data.
-    """
-
-    before: bytes
-    after: bytes
 
 
 def saved(value: object) -> bytes:
@@ -142,8 +128,11 @@ class _Capture:
 
 
 @lru_cache(_MAX_ENVELOPES)
-def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
-    """Return the envelope of a row-major tensor. Turns off the CRC-32 of ``torch.save`` in this process.
+def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the bytes that ``torch.save`` writes before and after the data of a row-major tensor.
+
+    The length of the bytes before the data is a multiple of the alignment that torch requires for the data. Turns off
+    the CRC-32 of ``torch.save`` in this process.
 
     Raises:
         CheckpointError: This version of torch writes an unexpected format.
@@ -159,14 +148,14 @@ def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
         whole = saved(template)
         reader: Any = torch._C.PyTorchFileReader(io.BytesIO(whole))
         start = reader.get_record_offset("data/0")
-        return TorchEnvelope(whole[:start], whole[start + num_bytes :])
+        return whole[:start], whole[start + num_bytes :]
     # The zeros use no memory: no page of them is ever touched.
     template = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
     capture = _Capture(num_bytes)
     torch.save(template, capture)  # type: ignore[arg-type] # noqa: TID251 # as above
     if capture.num_data_writes != 1:
         raise CheckpointError(f"expected torch.save to write the data of {dtype}{list(shape)} in one piece")
-    return TorchEnvelope(b"".join(capture.parts[: capture.data_at]), b"".join(capture.parts[capture.data_at :]))
+    return b"".join(capture.parts[: capture.data_at]), b"".join(capture.parts[capture.data_at :])
 
 
 _MAX_METADATA_BYTES: Final = 1 << 30

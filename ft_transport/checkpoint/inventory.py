@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
@@ -17,6 +17,7 @@ from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, DCPCheckpoint
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
+from ft_transport.checkpoint.plan import shown_names
 from ft_transport.checkpoint.settings import CheckpointSelector, Existing, checked_selector, compare_settings
 from ft_transport.checkpoint.stored_files import (
     ReadRetries,
@@ -45,7 +46,6 @@ MAX_GONE: Final = 10
 """Number of checkpoints that may be deleted while `load_newest_good` reads them, before it gives up."""
 _CLAIM_S: Final = 10.0
 """How long to wait for another process to release the lock of the root."""
-_MAX_SHOWN: Final = 5
 
 
 class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
@@ -123,9 +123,10 @@ class Inventory:
             directory.recover()
             foreign = directory.foreign()
             if existing == "clear" and foreign:
+                names = shown_names([path.name for path in foreign.values()])
                 raise CheckpointExistsError(
                     f"expected to clear only checkpoints of this package in {directory.root}, but another program "
-                    f"wrote {_named(foreign)}; nothing was cleared: move those directories away, or use another root"
+                    f"wrote {names}; nothing was cleared: move those directories away, or use another root"
                 )
             if existing == "clear":
                 directory.clear()
@@ -345,11 +346,6 @@ class Inventory:
                 return action()
 
         return self._agreement.value_of_first(phase, lambda: retries.call(run), decoder)
-
-
-def _named(foreign: Mapping[int, Path]) -> str:
-    names = [path.name for path in foreign.values()]
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -335,12 +335,17 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
     if diverged:
         names = [name for name, _ in diverged]
         ranks = sorted({rank for each in diverged.values() for rank in each})
-        shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
         raise ReplicasDivergedError(
-            f"expected equal values on ranks {ranks}, {len(names)} of {len(known)} tensors differ: {shown}; "
-            + OWN_STATE_ADVICE,
+            f"expected equal values on ranks {ranks}, {len(names)} of {len(known)} tensors differ: "
+            f"{shown_names(names)}; {OWN_STATE_ADVICE}",
             path=names[0],
         )
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """Return names as text for an error message; only the first few if there are many."""
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 def _check_coverage(described: Sequence[Described]) -> None:

@@ -224,8 +224,7 @@ class Writer:
                 item = self._described.items[at]
                 before = after = b""
                 if item.names:
-                    envelope = envelope_of(DTYPES_BY_NAME[item.dtype], item.shape)
-                    before, after = envelope.before, envelope.after
+                    before, after = envelope_of(DTYPES_BY_NAME[item.dtype], item.shape)
                 start = file.position
                 if item.is_entry:
                     positions[item.part][item.entry] = start + len(before)

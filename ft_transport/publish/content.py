@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import nn
 
-from ft_transport.checkpoint.plan import MAX_FILE_BYTES
+from ft_transport.checkpoint.plan import MAX_FILE_BYTES, shown_names
 from ft_transport.errors import ConfigurationError, PublishError
 from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter, unwrapped
 from ft_transport.publish.engines.engine import Kind
@@ -32,7 +32,6 @@ _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5"
 _INDEX_SUFFIX: Final = ".index.json"
 Renamed: TypeAlias = dict[str, str | None]
 """The name that engines use for each of the trainer's tensors; ``None`` for a tensor that is not published."""
-_MAX_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,15 +212,9 @@ def check_engine_names(by_rank: Sequence[Renamed], names: Names) -> None:
     unknown = sorted(names.keys() - merged.keys()) if isinstance(names, Mapping) else []
     if unknown:
         raise PublishError(
-            f"expected only tensors of the trainer in the table of names, but no rank has {shown(unknown)}",
+            f"expected only tensors of the trainer in the table of names, but no rank has {shown_names(unknown)}",
             path=unknown[0],
         )
-
-
-def shown(names: Sequence[str]) -> str:
-    """Return names as text for an error message; only the first few if there are many."""
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 def _check_distinct(renamed: Renamed) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
@@ -30,6 +29,7 @@ from ft_transport.checkpoint.plan import (
     create_consolidated,
     find_diverged,
     make_plan,
+    shown_names,
     write_box,
 )
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
@@ -46,7 +46,6 @@ from ft_transport.publish.content import (
     check_engine_names,
     content_of,
     read_files,
-    shown,
 )
 from ft_transport.runtime.regular_files import make_read_only, open_regular
 from ft_transport.settings import default_num_threads
@@ -62,18 +61,11 @@ _ROOT: Final = "weights"
 _BATCH_BYTES: Final = 32 << 20
 _ADAPTER_FILE_BYTES: Final = 1 << 62
 """Larger than any adapter, because PEFT and engines expect an adapter in one file."""
-_KINDS: Final = ("adapter", "weights")
 _SINGLE_NAMES: Final = {"adapter": "adapter_model.safetensors", "weights": "model.safetensors"}
 
 
-class _Header(Struct, frozen=True, array_like=True):
-    """A message that each rank sends to the first: its snapshot's header, and the engines' names of its tensors."""
-
-    header: bytes
-    renamed: Renamed
-
-
-_header_decoder: Final = msgspec.msgpack.Decoder(_Header)
+_header_decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, Renamed])
+"""Decodes the message of `ExportJob.header`: a snapshot's header, and the engines' names of the rank's tensors."""
 _digests_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
 
@@ -115,10 +107,6 @@ class ExportMeans:
         if self.snapshot is not None:
             self.snapshot.close()
             self.snapshot = None
-
-    def close(self) -> None:
-        """Free all memory, when the publisher is closed."""
-        self.stager.close()
 
 
 @dataclass(slots=True)
@@ -201,20 +189,20 @@ class ExportJob:
         self._described = _described_by_name(self._header)
         for value in self._described.values:
             raise PublishError("expected only tensors, got another value", path=value.name.removeprefix(f"{_ROOT}."))
-        # The third value makes ranks with different kinds disagree: the kind decides the names of the files.
-        return TakenSnapshot(self._described.structure, 0, _KINDS.index(self._content.kind))
+        # The kind decides the names of the files, so a plan for another kind is not valid.
+        return TakenSnapshot(self._described.structure, values=0, holder=int(self._content.kind == "adapter"))
 
     def header(self) -> bytes:
         """Return this rank's message to the first rank (`WriteJob.header`)."""
-        return msgspec.msgpack.encode(_Header(self._header, self._content.renamed))
+        return msgspec.msgpack.encode((self._header, self._content.renamed))
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """Plan, on the first rank, which rank sends which bytes to which file (`WriteJob.plan`)."""
         kind, weight_format = self._content.kind, self.means.weight_format
         decoded = [decode_message(header, _header_decoder) for header in headers]
         if weight_format.names is not None:
-            check_engine_names([each.renamed for each in decoded], weight_format.names)
-        described = [_described_by_name(each.header) for each in decoded]
+            check_engine_names([renamed for _, renamed in decoded], weight_format.names)
+        described = [_described_by_name(header) for header, _ in decoded]
         max_file_bytes = weight_format.max_shard_bytes if kind == "weights" else _ADAPTER_FILE_BYTES
         plan = make_plan(described, _ROOT, max_file_bytes=max_file_bytes, single_name=_SINGLE_NAMES[kind])
         self.means.plan = plan
@@ -252,8 +240,8 @@ class ExportJob:
             if missing:
                 raise PublishError(
                     f"expected the weights to have all names of version {number}, because engines load incomplete "
-                    f"weights without an error; missing: {shown(missing)}; pass missing_ok=True to publish them, and "
-                    "publish weights of another model to another root",
+                    f"weights without an error; missing: {shown_names(missing)}; pass missing_ok=True to publish them "
+                    "anyway, and publish weights of another model to another root",
                     path=missing[0],
                 )
             return

@@ -8,8 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-
-# Differs from the builtin one before Python 3.11.
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -283,7 +281,7 @@ class Publisher:
         self._notifier.wait(deadline_s)
         self._notifier.close()
         self._agreement.close()
-        self._means.close()
+        self._means.stager.close()
         self._claim.release()
 
     def _close_at_exit(self) -> None:

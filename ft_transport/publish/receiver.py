@@ -25,6 +25,7 @@ from ft_transport.errors import (
     FetchFailedError,
     PeerUnreachableError,
     TransportError,
+    escape_peer_text,
 )
 from ft_transport.http.bind_address import advertised_url, bound_host, listen
 from ft_transport.http.peer_address import PeerAddress, socket_address
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 _MAX_ORDERS: Final = 32
 _PATIENCE_S: Final = 10.0
 """Seconds after which the receiver cancels a slow fetch while another order waits."""
+_MAX_SHOWN_CHARACTERS: Final = 2000
 
 _REASONS: Final[Sequence[tuple[type[Exception], Reason]]] = (
     (ConfigurationError, "malformed"),
@@ -279,7 +281,8 @@ class _OrderServer:
         except Exception as error:
             reason = _reason_of(error)
             is_own = reason in ("engine_failed", "weights_unusable") and not isinstance(error, TransportError)
-            logger.warning("version %d could not be received: %s", order.version, _shown(error), exc_info=is_own)
+            text = escape_peer_text(f"{type(error).__name__}: {error}", max_characters=_MAX_SHOWN_CHARACTERS)
+            logger.warning("version %d could not be received: %s", order.version, text, exc_info=is_own)
             if reason in ("malformed", "source_refused"):
                 self._log(reason, request)
         outcome = order.outcome(self._keys, version=self._received.version, reason=reason)
@@ -331,9 +334,3 @@ def _reason_of(error: Exception) -> Reason:
     if isinstance(error, FetchFailedError) and error.failures:
         error = error.failures[-1] if isinstance(error.failures[-1], PeerUnreachableError) else error
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "engine_failed")
-
-
-def _shown(error: Exception) -> str:
-    """Return an error as one printable line, because its message may contain text from a peer."""
-    text = f"{type(error).__name__}: {error}"[:2000]
-    return "".join(each if each.isprintable() else " " for each in text)

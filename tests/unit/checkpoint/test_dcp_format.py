@@ -44,10 +44,10 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 def test_torch_loads_what_is_framed(name: str) -> None:
     for shape in _SHAPES:
         tensor = random_tensor(_DTYPES[name], shape)
-        envelope = envelope_of(tensor.dtype, shape)
-        assert len(envelope.before) % 64 == 0
-        framed = envelope.before + tensor_bytes(tensor) + envelope.after
-        assert len(framed) == len(envelope.before + envelope.after) + tensor.nbytes
+        before, after = envelope_of(tensor.dtype, shape)
+        assert len(before) % 64 == 0
+        framed = before + tensor_bytes(tensor) + after
+        assert len(framed) == len(before + after) + tensor.nbytes
         assert exact(torch.load(io.BytesIO(framed), weights_only=True)) == exact(tensor)
         # And so do programs that read torch's files in their own way.
         assert framed == saved(tensor)
@@ -64,8 +64,8 @@ def test_a_large_tensor_is_framed_as_a_small_one(name: str, num_bytes: int) -> N
     """From a certain size on, another way leads there."""
     dtype = _DTYPES[name]
     tensor = random_tensor(dtype, (num_bytes // dtype.itemsize,))
-    envelope = envelope_of(dtype, tuple(tensor.shape))
-    framed = envelope.before + tensor_bytes(tensor) + envelope.after
+    before, after = envelope_of(dtype, tuple(tensor.shape))
+    framed = before + tensor_bytes(tensor) + after
     assert exact(torch.load(io.BytesIO(framed), weights_only=True)) == exact(tensor)
     assert framed == saved(tensor)
 
@@ -79,10 +79,10 @@ def _peak_bytes() -> int:
 def test_a_huge_tensor_is_framed_without_its_memory() -> None:
     envelope_of(torch.float32, (_MIB,))
     Path("/proc/self/clear_refs").write_text("5")  # The peak is what is used now.
-    before = _peak_bytes()
-    envelope = envelope_of(torch.bfloat16, (1 << 16, 1 << 15))  # 4 GiB
-    assert _peak_bytes() - before < 64 * _MIB
-    assert len(envelope.before + envelope.after) < 4096
+    peak_bytes = _peak_bytes()
+    before, after = envelope_of(torch.bfloat16, (1 << 16, 1 << 15))  # 4 GiB
+    assert _peak_bytes() - peak_bytes < 64 * _MIB
+    assert len(before + after) < 4096
 
 
 def test_a_frame_is_made_once() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from ft_transport import ConfigurationError, PublishError, WeightFormat, model_files
 from ft_transport.publish import content as module
 from ft_transport.publish.adapter import unwrapped
-from ft_transport.publish.content import check_engine_names, engine_names, read_files, shown
+from ft_transport.publish.content import check_engine_names, engine_names, read_files
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,6 @@ def test_ranks_whose_functions_say_otherwise_are_refused() -> None:
         check_engine_names([{"a": "x"}, {"a": "y"}], str.upper)
     with pytest.raises(PublishError, match="expected one tensor with the new name x, got a and"):
         check_engine_names([{"a": "x"}, {"b": "x"}], str.upper)
-
-
-def test_of_many_names_a_few_are_shown() -> None:
-    assert shown(["a", "b"]) == "a, b"
-    assert shown([str(number) for number in range(8)]) == "0, 1, 2, 3, 4 and 3 more"
 
 
 def test_a_path_is_copied_a_mapping_is_json_and_the_rest_is_the_content(tmp_path: Path) -> None:
