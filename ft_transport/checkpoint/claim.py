@@ -15,11 +15,11 @@ import secrets
 import socket
 import stat
 import time
-import weakref
 from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import CheckpointError, CheckpointInUseError
+from ft_transport.runtime.children import close_files_in_children
 from ft_transport.runtime.regular_files import UnusableFileError, is_in_place, make_directory, open_regular, try_lock
 
 _OWNER_NAME: Final = ".owner"
@@ -42,7 +42,7 @@ class RootClaim:
         self._path = root / _OWNER_NAME
         self._is_private = is_private
         self._descriptor: int | None = None
-        _claims.add(self)
+        close_files_in_children(self)
 
     def take(self, owner: str, timeout_s: float) -> None:
         """Lock the directory until `release` or the end of this process.
@@ -77,11 +77,9 @@ class RootClaim:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def forget(self) -> None:
-        """Close the descriptor in a forked child, so that the lock ends with the parent process."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+    def is_my_file(self, status: os.stat_result) -> bool:
+        """Return whether this is the locked file. Forked children close it, so that the lock ends with this process."""
+        return self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), status)
 
     def _locked(self, deadline_s: float) -> int:
         while True:
@@ -122,17 +120,6 @@ class RootClaim:
             f"expected to be the only group that saves to {self._root}, another group does: "
             f"{repr(text) if text else 'unknown'}, user {os.fstat(descriptor).st_uid}",
         )
-
-
-_claims: weakref.WeakSet[RootClaim] = weakref.WeakSet()
-
-
-def _forget_claims() -> None:
-    for claim in list(_claims):
-        claim.forget()
-
-
-os.register_at_fork(after_in_child=_forget_claims)
 
 
 def _open(path: Path) -> int:

@@ -213,7 +213,8 @@ class _Walk:
                 # The bytes of leaves that are no tensors, and of tensors that only other tensors view.
                 piece = Slice(entry.start, entry.end - entry.start) if entry.end > entry.start else None
                 key = (f"{self._prefix}{entry.name} (bytes)", ())
-                self._add(WriteItem(key, self._part, index, piece, True, (), "uint8", (), (), ()))
+                item = WriteItem(key, self._part, index, piece, True, (), "uint8", (), (), ())
+                self._described.items.append(item)
 
     def _leaves(self, node: Node, path: _Path) -> Iterator[tuple[_Path, Node]]:
         if isinstance(node, (MappingNode, DefaultDictNode)):
@@ -228,9 +229,6 @@ class _Walk:
             yield from self._leaves(node, path)
         else:
             yield path, node
-
-    def _add(self, item: WriteItem) -> None:
-        self._described.items.append(item)
 
     def _add_tensor(self, node: Node, names: tuple[str, ...]) -> None:
         local = node.local if isinstance(node, DTensorNode) else node
@@ -270,7 +268,7 @@ class _Walk:
             piece = slice_of(start, strides, held_origin, counts, item_bytes) if math.prod(counts) else None
             if piece is None and 0 not in global_shape:
                 continue  # DCP lists an empty box only if the whole tensor is empty.
-            self._add(
+            self._described.items.append(
                 WriteItem(
                     (base, offset), self._part, local.index, piece, is_entry, names, dtype, global_shape, offset, counts
                 )

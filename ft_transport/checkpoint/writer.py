@@ -48,7 +48,6 @@ from ft_transport.checkpoint.plan import (
 from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe, value_of
 from ft_transport.checkpoint.writer_process import (
     Bytes,
-    Cancel,
     Compare,
     Create,
     Describe,
@@ -115,8 +114,6 @@ class Writer:
                 return self._take(request, descriptors)
             case Drop():
                 self.drop()
-                return Done()
-            case Cancel():
                 return Done()
             case Plan():
                 return self._make_plan(request)

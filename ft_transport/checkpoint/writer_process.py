@@ -44,12 +44,8 @@ class Take(Struct, tag=True):
     hash_name: HashName
 
 
-class Cancel(Struct, tag=True):
-    """Abort the running request, if one is running."""
-
-
 class Drop(Struct, tag=True):
-    """Unmap the snapshots."""
+    """Unmap the snapshots. Any message that arrives during a `Write` or a `Reread` aborts that request."""
 
 
 class Plan(Struct, tag=True):
@@ -152,7 +148,7 @@ class Failed(Struct, tag=True):
     failure: Failure
 
 
-WriterRequest: TypeAlias = Take | Cancel | Drop | Plan | Create | Reread | Digest | Compare | Write | Describe
+WriterRequest: TypeAlias = Take | Drop | Plan | Create | Reread | Digest | Compare | Write | Describe
 WriterAnswer: TypeAlias = Taken | Bytes | RankPlans | Written | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
@@ -355,10 +351,10 @@ class WriterProcess:
             raise self._died(what) from error
 
     def _cancel(self) -> None:
-        """Abort the running request, and read the answers to it and to `Cancel`, so that none is left."""
+        """Abort the running request by a `Drop`, and read the answers to both requests, so that none is left."""
         try:
             deadline_s = time.monotonic() + _CANCEL_S
-            self._send(Cancel(), (), "to give up", deadline_s)
+            self._send(Drop(), (), "to give up", deadline_s)
             for _ in range(2):
                 self._answer(deadline_s, "to give up", lambda: None)
         except WriterFailedError:
