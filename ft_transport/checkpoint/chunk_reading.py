@@ -1,8 +1,8 @@
-"""Reads the bytes that each rank needs from the data files of a checkpoint, each chunk on one rank only.
+"""Reads the bytes that each rank needs from the data files of a checkpoint. By default one rank reads each chunk.
 
-The unit is a chunk: `CHUNK_BYTES` of one file. First, the ranks exchange which chunks they need. Of the ranks that need
-a chunk, the one with the fewest chunks to read reads it, verifies it, and sends it to the others. All ranks process the
-chunks in the same order, which prevents deadlocks.
+A chunk is `CHUNK_BYTES` bytes of one file. First, the ranks tell each other which chunks they need. Of the ranks that
+need a chunk, the one with the fewest chunks to read reads the chunk, verifies it, and sends it to the other ones. All
+ranks process the chunks in the same order, which prevents deadlocks.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Need(NamedTuple):
     """A piece of a file that a rank needs, and its destination in memory.
 
     Attributes:
-        file: Number of the file in `DataFiles`.
-        piece: Position of the bytes in the file.
+        file: Index of the file in `DataFiles.files`.
+        piece: The needed bytes of the file.
         memory: The destination memory.
-        target: Position of the bytes in the destination memory.
-        path: Path of the tensor that the bytes belong to, for errors.
+        target: The bytes of ``memory`` to which ``piece`` is copied.
+        path: Path of the tensor to which the bytes belong, for errors.
     """
 
     file: int
@@ -59,13 +59,13 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The data files of a checkpoint, whose chunks are numbered across all files.
+    """The data files of a checkpoint. The index of a chunk counts the chunks of all files in order.
 
     Attributes:
         directory: The directory of the files.
-        files: Name, length and digests of each file, by its number.
+        files: Name, length and digests of each file.
         hash_name: Hash function of the digests.
-        first_chunks: The number of the first chunk of each file, followed by the total number of chunks.
+        first_chunks: Index of the first chunk of each file, followed by the total number of chunks.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class DataFiles:
 
     @classmethod
     def of(cls, directory: Path, files: Sequence[FileEntry], hash_name: HashName) -> DataFiles:
-        """Number the chunks of these files, and return the result."""
+        """Return the data files, after counting their chunks."""
         first = [0]
         for file in files:
             first.append(first[-1] + -(-file.num_bytes // CHUNK_BYTES))
@@ -87,19 +87,19 @@ class DataFiles:
         return self.first_chunks[-1]
 
     def place_of(self, chunk: int) -> tuple[int, int, int]:
-        """Return the number of a chunk's file, and the start and end of the chunk in it."""
+        """Return the index of the file that contains a chunk, and the chunk's start and end in that file."""
         file = bisect_right(self.first_chunks, chunk) - 1
         start = (chunk - self.first_chunks[file]) * CHUNK_BYTES
         return file, start, min(start + CHUNK_BYTES, self.files[file].num_bytes)
 
     def chunks_of(self, need: Need) -> range:
-        """Return the numbers of the chunks that contain any of the needed bytes."""
+        """Return the indices of all chunks that contain needed bytes."""
         first = self.first_chunks[need.file]
         return range(first + need.piece.start // CHUNK_BYTES, first + (need.piece.end - 1) // CHUNK_BYTES + 1)
 
 
 class _Ahead(Generic[T]):
-    """Starts an operation for each chunk in order. `next` returns the oldest one, and a few newer ones are running."""
+    """Starts an operation for each chunk, a few chunks ahead of `next`, which returns the operations in order."""
 
     def __init__(self, begin: Callable[[int], T], chunks: Sequence[int]) -> None:
         self._begin, self._chunks = begin, iter(chunks)
@@ -116,7 +116,7 @@ class ChunkReader:
 
     Args:
         files: The files to read.
-        chunks: Numbers of the chunks to read, ascending.
+        chunks: Indices of the chunks to read, ascending.
         retries: Retries failed reads.
     """
 
@@ -241,9 +241,10 @@ class _Reading:
         return num_bytes
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """Run ``action`` unless an earlier action failed. Store the error if it fails, and return ``None``.
+        """Run ``action`` and return its result; return ``None`` if the action fails or an earlier action has failed.
 
-        After a failure, this rank still sends chunks, marked as bad, so that no other rank waits for them in vain.
+        The first error is stored in ``failure``. After a failure, this rank still sends chunks, marked as bad, so that
+        no other rank waits for them in vain.
         """
         if self.failure is None:
             try:
@@ -253,7 +254,7 @@ class _Reading:
         return None
 
     def _empty(self, chunk: int) -> bytearray:
-        """Return zeroed memory for a chunk, followed by one byte that marks it as good; 0 means that it is bad."""
+        """Return zeroed memory for a chunk and one more byte. While that byte is 0, it marks the chunk as bad."""
         _, start, end = self._files.place_of(chunk)
         return bytearray(end - start + 1)
 
@@ -315,7 +316,7 @@ def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: GlooExchange) -> npt.
 
 
 def _choose_readers(by_rank: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Assign each chunk to one of the ranks that need it: to the rank with the fewest chunks so far."""
+    """Choose the rank that reads each chunk: of the ranks that need it, the one with the fewest chunks so far."""
     readers = np.full(by_rank.shape[1], _NOBODY, dtype=np.int64)
     loads = [0] * len(by_rank)
     for chunk in range(by_rank.shape[1]):

@@ -1,8 +1,8 @@
-"""A lock by which one group at a time writes to a directory. The lock ends with the process that holds it.
+"""A lock that lets only one group of ranks at a time write to a directory. The lock ends with the process that has it.
 
 ``flock`` needs only an open descriptor, so any process that may read the lock file could lock it. Therefore a new lock
-file has mode 0600; from an existing one, read permission is removed for users who may not also write. On NFS, the
-system turns the lock into a lock of the file server, which other hosts respect (flock(2)).
+file has mode 0600. In an existing lock file, users who may not write lose the permission to read. On NFS, the system
+turns the lock into a lock of the file server, which other hosts respect (flock(2)).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RootClaim:
         """Lock the directory until `release` or the end of this process.
 
         Args:
-            owner: Description of the claiming group, which errors in other processes show.
+            owner: Description of this group, for the errors of other groups.
             timeout_s: How long to wait for another process to release the lock.
 
         Raises:
@@ -123,7 +123,7 @@ class RootClaim:
 
 
 def _open(path: Path) -> int:
-    """Open or create the lock file, and remove read permission from users who could lock it but not write."""
+    """Open or create the lock file. Users who may read the file but not write it lose the permission to read it."""
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _OWNER_MODE)
     except UnusableFileError as error:

@@ -1,12 +1,12 @@
-"""The phases in which the ranks of a group write one numbered directory, which is then complete or absent.
+"""The phases in which the ranks of a group write one numbered directory together. It appears complete or not at all.
 
 All ranks run each phase together. Saves (``SaveJob``) and exports of published versions (``ExportJob``) use the same
-phases. Such a job (`WriteJob`) defines where the snapshot is (in a writer process or in this process), and which files
-are written. The methods ``run`` of both classes call the phases in this order:
+phases. Both classes are a `WriteJob`, which defines where the snapshot is (in a writer process or in this process) and
+which files are written. Their methods ``run`` call the phases in this order:
 
 ```
  stage     every rank completes its part of the snapshot; the ranks compare their settings
- agree     the first rank creates the directory, and waits until all ranks that write see it; the ranks divide the work,
+ agree     the first rank creates the directory; all ranks that write wait until they see it; the ranks divide the work,
            unless the last write had the same structure
  compare   ranks with the same item compare its bytes, before anything is written
  write     the job writes its data files; each job has its own phases for this
@@ -45,8 +45,8 @@ class TakenSnapshot(Struct, frozen=True, array_like=True):
     Attributes:
         structure: Digest of names, shapes and positions, but not of bytes and values.
         values: Digest of the values in the shared part.
-        holder: Which writer process has the snapshot, as an ordinal. Another ordinal than at the last write means that
-            the process was restarted, and no longer has the plan.
+        holder: Ordinal of the writer process that has the snapshot. If it differs from the ordinal at the last write,
+            the process was restarted and has lost the plan. An export puts the kind of its content here.
     """
 
     structure: int
@@ -61,7 +61,7 @@ class WriteJob(Protocol):
         """Completes the snapshot, and returns the settings that must be equal on all ranks."""
 
     def admit(self, *, is_retry: bool) -> None:
-        """Raises if the directory of this number must not be written. Called on the first rank only."""
+        """Raises an error if the directory must not be written. Called on the first rank only."""
 
     def take(self) -> TakenSnapshot:
         """Gives the snapshot to the code that will write it, and returns its digests."""
@@ -76,7 +76,7 @@ class WriteJob(Protocol):
         """Returns the digests of the items that other ranks also have."""
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """Raises if ranks have different bytes of an item that must be equal. Called on the first rank only."""
+        """Raises an error if an item differs between the ranks that have it. Called on the first rank only."""
 
 
 _drawn_decoder: Final = msgspec.msgpack.Decoder(int)
@@ -94,7 +94,7 @@ class CollectiveWrite:
 
     Args:
         agreement: The group's agreement. No other thread may use it.
-        directory: The numbered directories, under the root as this rank sees it: the path may differ between ranks.
+        directory: The numbered directories. The path of their root may differ between ranks.
         all_write: Whether all ranks write to the directory, and so must see it. Otherwise only the first rank writes.
 
     Attributes:
@@ -134,7 +134,7 @@ class CollectiveWrite:
         compare_settings(self._agreement, "snapshot", job.settings)
 
     def agree(self, number: int, job: WriteJob, *, is_retry: bool = False) -> tuple[Path, RankPlan]:
-        """Create the directory, and divide the work among the ranks. A state that can never be written raises here.
+        """Create the directory, and divide the work among the ranks. Raises an error if the state cannot be written.
 
         Returns:
             The path of the incomplete directory, and this rank's plan.
@@ -154,7 +154,7 @@ class CollectiveWrite:
         return directory, self._rank_plan
 
     def compare(self, job: WriteJob) -> None:
-        """Raise if ranks have different bytes of an item that must be equal."""
+        """Raise an error if an item differs between the ranks that have it."""
         agreement = self._agreement
         if self._is_compared:
             digests = agreement.run("digest", lambda: job.digest(self._rank_plan))
@@ -181,7 +181,10 @@ class CollectiveWrite:
         return self.directory.final(number)
 
     def _set_up(self, number: int, job: WriteJob, *, is_retry: bool) -> int:
-        """Create the directory, and an empty file with a random name by which the other ranks recognise it."""
+        """Create the directory and, in it, an empty file with a random name. Return the number in the name.
+
+        The other ranks recognise the new directory by this name.
+        """
         # Before a retry, this write may itself have created a directory of this number.
         job.admit(is_retry=is_retry)
         directory = self.directory.begin(number)

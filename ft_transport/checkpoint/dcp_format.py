@@ -8,9 +8,9 @@ depend only on dtype and shape. This module gets them from one ``torch.save`` of
 data itself is then written unchanged, at the speed of a bare write. With the CRC-32, which nothing reads, torch writes
 only 0.3 GB/s to a disk that accepts 1.7 GB/s. The digests in ``manifest.json`` cover every byte.
 
-Reading: DCP's metadata is a pickle. `DCPCheckpoint` refuses it if it names a class or function that DCP's metadata does
-not use. Values are loaded with ``weights_only``. So no file of a checkpoint can run code. No digests exist for the
-files of other programs. No collective runs.
+Reading: DCP's metadata is a pickle. `DCPCheckpoint` refuses a pickle that names a class or function that DCP's metadata
+does not use. Values are loaded with ``weights_only``. So no file of a checkpoint can run code. The files of other
+programs have no digests. Reading runs no collective.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int
 
     Args:
         plan: The plan of all ranks.
-        places: For each rank, offset and length in the rank's data file: of each item, then of each value.
+        places: For each rank, the offset and length of each item, then of each value, in the rank's data file.
     """
     stored: dict[Key, _StorageInfo] = {}
     state: dict[str, Any] = {}
@@ -196,7 +196,7 @@ class DCPCheckpoint:
         values: Names in DCP of all values that are not tensors.
 
     Raises:
-        CheckpointError: The metadata is not DCP's.
+        CheckpointError: The metadata was not written by DCP, or is damaged.
         OSError: The metadata cannot be read.
     """
 

@@ -1,4 +1,4 @@
-"""Writes a new file from front to back, and computes its digests at the same time on another thread."""
+"""Writes a new file from front to back, and meanwhile computes the digests of its chunks on another thread."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def digested(path: Path, check: Callable[[], None], *, hash_name: HashName = CHE
 
 
 def _without(buffers: list[Buffer], count: int) -> list[Buffer]:
-    """Return the buffers without the first ``count`` bytes of the whole."""
+    """Return the buffers that remain to be written after the first ``count`` bytes."""
     for position, buffer in enumerate(buffers):
         if count < len(buffer):
             return [memoryview(buffer)[count:], *buffers[position + 1 :]]

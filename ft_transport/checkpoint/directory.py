@@ -1,9 +1,9 @@
 """Numbered directories, ``step-N`` or ``version-N``, that are complete or absent even after a crash.
 
-Only one rank of a group uses this module. It writes files to ``step-N.incomplete``, and renames that directory to
-``step-N`` when all files are on disk. To replace a directory, one system call exchanges the old and the new one. If the
-file system cannot do that (NFS), the old directory is first renamed to ``step-N.replaced``, which counts as ``step-N``
-as long as no ``step-N`` exists. A directory that is to be deleted is first renamed to ``step-N.deleted``.
+Only one rank of a group uses this module. That rank writes files to ``step-N.incomplete``, and renames the directory to
+``step-N`` when all files are on disk. If ``step-N`` already exists, one system call exchanges the two directories. On
+file systems without this call (NFS), the old directory is first renamed to ``step-N.replaced``, which counts as
+``step-N`` as long as no ``step-N`` exists. A directory that is to be deleted is first renamed to ``step-N.deleted``.
 
 A ``step-N`` that another program wrote is called foreign. It is not listed, and never replaced or deleted.
 """
@@ -44,15 +44,15 @@ class NumberedDirectory:
     """The numbered directories under one root. Two threads may work on different numbers at the same time.
 
     Args:
-        root: The parent of the directories; created if it is missing.
-        prefix: The part of their names before the number, such as ``step``.
+        root: The parent directory; created if it is missing.
+        prefix: The text before the hyphen in the directories' names, such as ``step``.
         last_file: Name of the file that is written last. A directory without this file is incomplete, even under its
-            final name. With ``None``, every directory under a final name is complete, but a link to one is not.
+            final name. With ``None``, every directory under a final name is complete, but a link to a directory is not.
         is_private: Whether only the owner may read new directories and files. Otherwise the umask decides.
 
     Attributes:
-        root: The parent of the directories.
-        prefix: The part of their names before the number.
+        root: The parent directory.
+        prefix: The text before the hyphen in the directories' names.
     """
 
     def __init__(self, root: Path, prefix: str, last_file: str | None, *, is_private: bool = False) -> None:
@@ -66,7 +66,7 @@ class NumberedDirectory:
     def recover(self) -> None:
         """Delete the leftovers of an interrupted run, and restore directories that the run was replacing.
 
-        Logs a warning for a leftover that cannot be deleted, such as one of another user.
+        Logs a warning for a leftover that cannot be deleted, such as another user's directory.
         """
         for path, number, suffix in self._found():
             try:
@@ -97,7 +97,7 @@ class NumberedDirectory:
         return sorted(found)
 
     def find(self, number: int) -> Path | None:
-        """Return the complete directory of a number; ``None`` if there is none."""
+        """Return the path of the directory with this number; ``None`` if it is missing or incomplete."""
         paths = (self._path(number), self._path(number, ".replaced"))
         return next((path for path in paths if self._is_complete(path)), None)
 
@@ -107,7 +107,7 @@ class NumberedDirectory:
         return dict(sorted(found.items()))
 
     def refuse_foreign(self, number: int) -> None:
-        """Raise if another program wrote the directory of a number: a save must not replace it.
+        """Raise an error if another program wrote the directory with this number, because a save must not replace it.
 
         Raises:
             CheckpointExistsError: Another program wrote the directory.
@@ -141,7 +141,7 @@ class NumberedDirectory:
         return self._path(number)
 
     def commit(self, number: int) -> Path:
-        """Rename the incomplete directory to its final name, and return that path. Its files must be on disk."""
+        """Rename the incomplete directory to its final name, and return the new path. All its files must be on disk."""
         incomplete, final = self.incomplete(number), self.final(number)
         sync_directory(incomplete)
         if os.path.lexists(final):
@@ -275,7 +275,7 @@ class NumberedDirectory:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory with its content, or a file. Of a link, delete only the link."""
+    """Delete a directory with its content, or a file. If the path is a link, delete only the link."""
     if is_directory(path):
         shutil.rmtree(path)
     else:

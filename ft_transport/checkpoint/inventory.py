@@ -82,7 +82,7 @@ class Inventory:
 
     Args:
         agreement: The group's agreement for the training thread.
-        directory: The ``step-N`` directories of the root; only the first rank uses it.
+        directory: The ``step-N`` directories of the root; used only on the first rank.
         keep: Number of checkpoints that remain after a save; ``None`` keeps all.
         retry_s: How long a failed read is retried, in seconds.
         trust: Verifies the signatures of checkpoints.
@@ -108,7 +108,7 @@ class Inventory:
 
         Args:
             claim: The lock, which the first rank takes.
-            owner: Description of the group, which errors in other processes show.
+            owner: Description of this group, for the errors of other groups.
             existing: Whether to ``keep`` or ``clear`` existing checkpoints, or to ``refuse`` a root that has any.
 
         Raises:
@@ -175,7 +175,7 @@ class Inventory:
         return self._agreement.run("read DCP's metadata", lambda: retries.call(lambda: DCPCheckpoint(Path(path), step)))
 
     def refuse_newer_of_dcp(self) -> None:
-        """Raise if another program wrote the newest checkpoint with DCP, so that no caller loads an older one instead.
+        """Raise an error if another program wrote the newest checkpoint with DCP, instead of loading an older one.
 
         Raises:
             CheckpointError: DCP wrote a later checkpoint than this package.
@@ -200,7 +200,7 @@ class Inventory:
         return checked_selector(step)
 
     def find(self, step: CheckpointSelector) -> FoundCheckpoint:
-        """Find a checkpoint by its step. If the ranks fail to agree later, the error names this step.
+        """Find a checkpoint by its step. If a later phase of this operation fails, the error names the step.
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists.
@@ -258,7 +258,7 @@ class Inventory:
         return removed
 
     def retire_old(self, saved: int) -> None:
-        """Rename the oldest checkpoints before step ``saved``, so that ``keep`` remain; `steps` then omits them."""
+        """Rename the oldest checkpoints of steps before ``saved``, so that ``keep`` checkpoints remain in `steps`."""
         if self._keep is None:
             return
         try:
@@ -334,7 +334,7 @@ class Inventory:
         try:
             self._verify(self.find(step))
         except (CheckpointDamagedError, CheckpointUntrustedError, CheckpointNotFoundError) as error:
-            logger.warning("step %d: the checkpoint is damaged, not trusted or deleted: %s", step, error)
+            logger.warning("step %d: the checkpoint is damaged or not trusted, or was deleted: %s", step, error)
             return False
         return True
 

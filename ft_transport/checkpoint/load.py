@@ -89,7 +89,7 @@ class LoadedCheckpoint(Generic[T]):
     _manifest: Manifest
 
     def differences(self, state: object) -> tuple[str, ...]:
-        """Compare a state, bit for bit, with what was loaded. The rank-local part is not compared.
+        """Compare a state bit for bit with the loaded one. The rank-local part is not compared.
 
         The comparison uses digests from the time of the load, so later changes of the loaded tensors do not affect it.
 
@@ -109,7 +109,7 @@ class LoadedCheckpoint(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """The destination of a load on one rank: arguments of ``CheckpointStore.load``.
+    """One rank's destination of a load, from the arguments of ``CheckpointStore.load``.
 
     Attributes:
         into: This rank's own state, whose tensors are loaded in place.
@@ -208,7 +208,7 @@ class _Loading:
         self._check_needs()
 
     def _plan_local(self, into: object) -> None:
-        """Plan the rank-local part: rank K loads what rank K saved, if the number of ranks is the same."""
+        """Plan the rank-local part: rank K loads the part that rank K saved, if the number of ranks is the same."""
         if not self._manifest.local_keys:
             return
         rank, num_ranks = self._agreement.rank, self._agreement.size
@@ -295,7 +295,7 @@ def _key_of(node: Any) -> object:
 
 
 def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
-    """Raise if the load would leave a tensor of ``into`` unchanged, which a trainer would not notice."""
+    """Raise an error if the load would leave a tensor of ``into`` unchanged, which a trainer would not notice."""
     incoming = restore.incoming
     misfits = [f"{each.path}: {each.own} here, {each.received} in the checkpoint" for each in incoming.mismatches]
     mismatching = {each.path for each in incoming.mismatches}
@@ -313,7 +313,7 @@ def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
 
 
 def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node, torch.Tensor]]:
-    """Yield path, node and tensor for each tensor of ``into``. If the checkpoint lacks it, the node is ``None``."""
+    """Yield path, node and tensor for each tensor of ``into``; ``None`` as node if the checkpoint lacks the tensor."""
     if isinstance(into, torch.Tensor):
         is_tensor = isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode))
         yield path or "(root)", node if is_tensor else None, into
@@ -347,7 +347,7 @@ def _needs_of_shared(
 
 
 def _only_written(wanted: Wanted, ranks: Sequence[StoredRank]) -> Wanted:
-    """Remove the sources that have a tensor but did not write it: only one rank writes each part."""
+    """Remove the sources that have a tensor but did not write it. Only one rank writes each part of a tensor."""
     kept = [
         at
         for at, (source, node) in enumerate(zip(wanted.sources, wanted.nodes, strict=True))

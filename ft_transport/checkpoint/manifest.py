@@ -144,11 +144,11 @@ class StoredRank:
     def check_positions(self, num_bytes: int, *, name: str) -> None:
         """Check that all tensors lie inside the data file.
 
-        `DataFiles` numbers chunks across all files, so a position outside this file would select bytes of another file.
+        `DataFiles` counts the chunks of all files together, so a position outside this file would be in another file.
 
         Args:
             num_bytes: Length of the data file.
-            name: Name of the ``rank-K.json``, for the error.
+            name: Name of the file ``rank-K.json``, for the error.
 
         Raises:
             CheckpointDamagedError: A tensor lies outside the file; ``path`` names the tensor.
@@ -193,7 +193,7 @@ def data_file_name(rank: int) -> str:
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """Encode a list of files, without digest and signature; see `encode_sealed`."""
+    """Encode a list of files. `encode_sealed` adds its digest and signature."""
     return _encoder.encode(manifest)
 
 
@@ -219,7 +219,7 @@ def encode_sealed(body: bytes, signature: str) -> bytes:
 
     Args:
         body: The encoded list of files.
-        signature: Signature of ``body``; empty for none.
+        signature: Signature of ``body``; empty if the list is not signed.
     """
     return _encoder.encode(_Sealed(f"{digest(body):016x}", Raw(body), signature))
 
@@ -228,7 +228,7 @@ def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, byt
     """Decode ``manifest.json``, and compare the list of files with its digest. Does not verify the signature.
 
     Returns:
-        The list of files decoded, the same list encoded, and its signature.
+        The decoded list of files, the encoded list, and its signature.
 
     Raises:
         CheckpointDamagedError: The content was changed, is invalid, or has a newer format.
@@ -289,7 +289,7 @@ _PURPOSE: Final = "checkpoint/list of files"
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Signs lists of files, and verifies the signatures of those that are loaded.
+    """Signs new lists of files, and verifies the signatures of loaded lists.
 
     Attributes:
         keys: Keys of the job token. With ``None``, nothing is signed, and every list is accepted.

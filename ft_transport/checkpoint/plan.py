@@ -58,7 +58,7 @@ class Consolidation:
     Attributes:
         files: All files, in order.
         index: Content of ``model.safetensors.index.json``.
-        places: For each tensor, by its name in DCP: the number of its file, and its offset in that file.
+        places: By the name of each tensor in DCP: the index of its file in ``files``, and its offset in that file.
     """
 
     files: tuple[ConsolidatedFile, ...]
@@ -76,7 +76,7 @@ def consolidate(
 
     Args:
         described: Items and values of each rank.
-        root: Path of the part, keys joined by dots. Tensor names in the files omit it.
+        root: Path of the part, keys joined by dots. Tensor names in the files omit this path.
         max_file_bytes: Largest size of a file, unless a single tensor is larger.
         single_name: Name of the file if there is only one file.
 
@@ -205,14 +205,14 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 class RankPlan(Struct, frozen=True, array_like=True):
-    """The work of one rank. Numbers of items and values are positions in the rank's own `Described`.
+    """The work of one rank. Items and values are given as indices in the rank's own `Described`.
 
     Attributes:
         items: Items that the rank writes, ascending.
         values: Values that the rank writes, ascending.
         compared: Items that other ranks also have, and whose bytes must be equal on all these ranks.
-        targets: One entry for each item that is also written to a consolidated file: the item, the file in ``files``,
-            and the offset of the item's tensor in that file.
+        targets: One entry for each item that is also written to a consolidated file: the index of the item, the index
+            of the file in ``files``, and the offset of the item's tensor in that file.
         files: Names of the consolidated files.
     """
 
@@ -258,7 +258,7 @@ def make_plan(
         single_name: Name of the consolidated file if there is only one.
 
     Raises:
-        CheckpointError: A tensor has different shapes or dtypes on different ranks, or no rank has some part of it.
+        CheckpointError: A tensor has different shapes or dtypes on different ranks, or a part of it is on no rank.
     """
     holders: dict[Key, list[tuple[int, int, WriteItem]]] = {}
     loads = [0] * len(described)
@@ -315,7 +315,7 @@ def make_plan(
 
 
 def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
-    """Raise if ranks have different bytes of an item that must be equal.
+    """Raise an error if an item differs between the ranks that have it.
 
     Args:
         plan: The plan, with the compared items of each rank.

@@ -64,7 +64,7 @@ class StagedState:
 
     Attributes:
         local_keys: Top-level keys of the rank-local part.
-        parts: The copy of each part. If the shared part is leased instead, the function that returns the lease.
+        parts: The copy of each part. If the shared part is leased, its entry is a function that returns the lease.
         failure: The error that prevented the copy. `files` raises it, so that this rank reports it to the other ranks.
     """
 
@@ -75,7 +75,7 @@ class StagedState:
         self._leases: list[SnapshotLease] = []
 
     def check(self) -> None:
-        """Raise the error of the copy if every other save of this state would fail as well.
+        """Raise the error of the copy if no later save of this state could succeed.
 
         Raises:
             SnapshotError: The state contains a value that cannot be saved; the path names it.
@@ -86,7 +86,7 @@ class StagedState:
             raise error
 
     def files(self) -> list[SnapshotLease]:
-        """Return the snapshot of each part, until `release` frees it. The first call completes the copies.
+        """Return the snapshot of each part, which is valid until `release`. The first call completes the copies.
 
         Raises:
             Exception: Part of the state could not be copied. Every call raises the same error.
@@ -329,7 +329,7 @@ class SaveJob:
         """Compare the digests of all ranks in the first rank's writer process.
 
         Raises:
-            ReplicasDivergedError: Ranks have different bytes of an item that must be equal.
+            ReplicasDivergedError: An item differs between the ranks that have it.
         """
         self._ask(messages.Compare(tuple(digests)), messages.Done)
 

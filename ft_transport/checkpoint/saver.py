@@ -52,8 +52,8 @@ class SaveHandle:
 
     Attributes:
         step: The step that is saved.
-        is_skipped: Whether the call saves nothing, because an earlier save was still running or because the training
-            has just resumed from the checkpoint of this step.
+        is_skipped: Whether nothing is saved, because an earlier save was still running, or because training has just
+            resumed from the checkpoint of this step.
     """
 
     def __init__(self, step: int, *, is_skipped: bool = False) -> None:
@@ -201,7 +201,7 @@ class BackgroundSaver:
         if not self._is_planned:
             job.planned.result()
             error = handle.exception() if handle.done() else None
-            # A `RankFailedError` may not occur again, so it counts as a failed save and does not raise here.
+            # A `RankFailedError` may not occur again, so it is not raised here, and counts as a failed save.
             if isinstance(error, CheckpointError) and error.path is not None and not isinstance(error, RankFailedError):
                 self._num_failed = max(0, self._num_failed - 1)
                 raise error
@@ -271,7 +271,7 @@ class BackgroundSaver:
         self._health.close()
 
     def finish_at_exit(self, deadline_s: float) -> None:
-        """Let the thread finish its save and end, but wait at most until ``deadline_s`` of the monotonic clock."""
+        """Let the thread finish its save and end, but wait at most until ``deadline_s`` (monotonic seconds)."""
         thread = self._thread
         if thread.is_alive():
             self._jobs.put(None)

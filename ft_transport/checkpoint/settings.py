@@ -1,4 +1,4 @@
-"""The settings and arguments of a checkpoint store: defaults, checks, and their comparison between ranks."""
+"""The settings and arguments of a checkpoint store: their defaults, checks, and the comparison between ranks."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +33,8 @@ class StoreSettings:
     """Settings of a `CheckpointStore` that few users change.
 
     Attributes:
-        timeout: How long the other ranks wait for a heartbeat of a rank before they give up on it. Also how long the
-            writer process may take for a request; a write may take longer, depending on the number of bytes.
+        timeout: Longest time without a heartbeat of a rank, after which the other ranks raise an error. Also how long
+            the writer process may take for a request; a write may take longer, depending on the number of bytes.
         max_failed_saves: Number of saves in a row that may fail, each with a warning. If one more fails, the store
             raises an error in the trainer.
         busy: Decides what happens to a new save while an earlier save is running: ``wait`` for the earlier save,
@@ -82,11 +82,12 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
     Args:
         agreement: The group's agreement.
         phase: Name of the comparison, for errors.
-        settings: Returns this rank's settings by name, or raises if one is invalid. Their ``repr`` are compared.
+        settings: Returns this rank's settings by name, or raises an error if one is invalid. Each value is compared as
+            its ``repr``.
 
     Raises:
         ConfigurationError: The settings differ; the same error on all ranks.
-        TransportError: ``settings`` raised on a rank; the same error on all ranks.
+        TransportError: ``settings`` raised an error on a rank; the same error on all ranks.
     """
     stated = agreement.values_of_all(
         phase, lambda: {name: repr(value) for name, value in settings().items()}, _settings_decoder
@@ -146,19 +147,19 @@ def checked_store_arguments(
     """
     keys = tuple(rank_local) if isinstance(rank_local, Iterable) and not isinstance(rank_local, str) else None
     if keys is None or not all(isinstance(key, str) for key in keys):
-        raise ConfigurationError(f"expected rank_local to be a sequence of keys, got {rank_local!r}")
+        raise ConfigurationError(f"expected a sequence of keys as rank_local, got {rank_local!r}")
     if keep is not None:
         check_number("keep", keep, at_least=1)
     if existing not in ("keep", "clear", "refuse"):
-        raise ConfigurationError(f"expected existing to be keep, clear or refuse, got {existing!r}")
+        raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
     if consolidate is not None:
         if not isinstance(consolidate, str) or not all(consolidate.split(".")):
             raise ConfigurationError(
-                f"expected consolidate to be the path of a part of the state (keys joined by dots), got {consolidate!r}"
+                f"expected the path of a part of the state (keys joined by dots) as consolidate, got {consolidate!r}"
             )
         if consolidate.split(".")[0] in keys:
             raise ConfigurationError(
-                f"expected consolidate to name a part that is not rank-local, but {consolidate!r} is in rank_local"
+                f"expected a part of the state outside rank_local as consolidate, but {consolidate!r} is in rank_local"
             )
     return {
         "rank_local": tuple(dict.fromkeys(keys)),

@@ -53,10 +53,11 @@ class CheckpointStore:
         existing: How to treat existing checkpoints: ``keep`` them, ``clear`` them, or ``refuse`` to start. A
             ``step-N`` that another program wrote is never cleared or replaced.
         keep: Number of checkpoints that remain after a save: the new one and the newest of earlier steps. ``None``
-            keeps all. Checkpoints of later steps, left by a run that was set back, are not counted and not deleted.
+            keeps all. Checkpoints of later steps, which remain if a run resumes from an earlier step, are not counted
+            and not deleted.
         consolidate: Path of a part of the state (keys joined by dots), such as ``model``. The tensors of this part are
             also written whole, to safetensors files with the index that ``transformers`` reads.
-        read_only: Whether the store only loads. Then it neither claims the root nor starts writer processes.
+        read_only: Whether the store only loads. Such a store neither claims the root nor starts writer processes.
         start_writers: Whether to start the writer processes now, so that their errors appear before training.
         settings: Timeouts, policies, file modes and the job token; by default, the defaults of `StoreSettings`.
         recorder: Records saves and loads (``ft_transport.telemetry``); a new one by default.
@@ -145,14 +146,14 @@ class CheckpointStore:
     ) -> SaveHandle:
         """Copy the state, and write the copy to disk while training continues.
 
-        The state may change as soon as this returns. A state that can never be saved raises here, on all ranks. The
-        returned handle raises all other errors, on all ranks.
+        The state may change as soon as this method returns. If the state can never be saved, this method raises the
+        error on all ranks. The returned handle raises all other errors, on all ranks.
 
         Args:
             step: The committed step.
-            state: Nested dicts, as for ``torch.distributed.checkpoint``, of tensors, DTensors and plain values; or a
-                function that returns such dicts, called at once. The state must not change before this returns.
-            local: Further rank-local values, by top-level key, in addition to those that ``rank_local`` names.
+            state: Nested dicts of tensors, DTensors and plain values, as for ``torch.distributed.checkpoint``; or a
+                function that returns them, which is called at once. The state must not change during the call.
+            local: Rank-local values by top-level key, in addition to the keys in ``rank_local``.
             wait: Whether to return only when the checkpoint is complete.
             overwrite: Whether the save may replace a checkpoint of this step.
 
@@ -180,7 +181,7 @@ class CheckpointStore:
         return self._save(step, lambda: self._stager.stage(step, None, local, lease), wait=wait, overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
-        """Run ``action`` on every rank. If it fails on one rank, all ranks raise an error.
+        """Run ``action`` on every rank. If the action fails on one rank, all ranks raise an error.
 
         Args:
             phase: Name of the action, for errors.
@@ -213,7 +214,7 @@ class CheckpointStore:
     def check_health(self) -> StoreHealth:
         """Return the health of the writer processes and saves of all ranks. Cheap enough for every step.
 
-        Each call returns what the ranks sent at the previous call, so that no rank waits for the others.
+        A call returns the health that the ranks sent in the previous call, so that no rank waits for the others.
 
         Raises:
             TransportError: More saves in a row have failed than ``StoreSettings.max_failed_saves`` allows.
@@ -235,19 +236,20 @@ class CheckpointStore:
         check: Callable[[Incoming], None] | None = None,
         is_comparable: bool = False,
     ) -> LoadedCheckpoint[Any]:
-        """Load a checkpoint into the layout of this group of ranks; it may have been saved in another layout.
+        """Load a checkpoint into the layout of this group of ranks. The saved layout may be another one.
 
         Args:
             step: The step to load, or ``latest`` for the newest complete checkpoint.
-            into: This rank's own state, whose tensors are loaded in place. The load skips top-level keys that ``into``
-                lacks. For keys that ``into`` lacks at deeper levels, it returns new tensors. Without ``into`` and
-                without ``like``, it returns all tensors whole.
+            into: This rank's own state, whose tensors are loaded in place. Top-level keys that ``into`` lacks are not
+                loaded. For keys that ``into`` lacks at deeper levels, the result has new tensors. Without ``into`` and
+                ``like``, the result has all tensors whole.
             like: Decides how new tensors are sharded; see ``HTTPTransport.fetch_sharded``.
             check: Called with a description of the checkpoint before any data is read; its error ends the load on all
                 ranks. If ``check`` is omitted, the checkpoint must have all tensors of ``into``, with the same shapes
-                and dtypes. It must also come from as many ranks if ``into`` has rank-local state; with ``check``, the
-                load skips rank-local state of another number of ranks.
-            is_comparable: Prepare `LoadedCheckpoint.differences`, which costs another pass over all loaded bytes.
+                and dtypes; and if ``into`` has rank-local state, the same number of ranks must have saved it. With
+                ``check``, rank-local state that another number of ranks saved is not loaded.
+            is_comparable: Whether to prepare `LoadedCheckpoint.differences`, at the cost of a second pass over all
+                loaded bytes.
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists, or another process deleted it during the read.
@@ -308,7 +310,7 @@ class CheckpointStore:
         return max(self.steps(), default=None)
 
     def verify(self, step: CheckpointSelector = "latest") -> None:
-        """Read every file of a checkpoint, each on one rank, and compare it with its digests.
+        """Read every file of a checkpoint, and compare it with its digests. Each file is read by one rank.
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists, or another process deleted it during the read.

@@ -1,10 +1,10 @@
 """Reads the files of a checkpoint, retries failed reads, and compares the content with the digests.
 
 A file is damaged if it is missing, is not a regular file, has another length, or differs from its digest. No retry
-cures that. Other errors say nothing about the content of the file: too many open descriptors (EMFILE), a permission
-that is missing for a moment (EACCES), a stale handle of a file server (ESTALE). These reads are retried. If such errors
-counted as damage, a job would load an older checkpoint, and repeat steps for no reason. EIO is retried as well, but
-counts as damage if it persists.
+cures damage. Other errors say nothing about the content of a file: too many open descriptors (EMFILE), a permission
+that is missing for a moment (EACCES), a stale handle of a file server (ESTALE). Reads with such errors are retried. If
+these errors counted as damage, a job would load an older checkpoint and repeat steps for no reason. EIO is retried as
+well, but counts as damage if it persists.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def _sleep(pause_s: float) -> None:
 
 
 class ReadRetries:
-    """Retries failed reads, with pauses that all calls together take from one budget. Thread-safe.
+    """Retries failed reads. All calls share one budget for the pauses between attempts. Thread-safe.
 
     Args:
-        total_s: Sum of all pauses after which failures are final, in seconds.
-        pause: Sleeps for a number of seconds.
+        total_s: The budget in seconds. When it is used up, failures are final.
+        pause: Sleeps for the given number of seconds.
     """
 
     def __init__(self, total_s: float, pause: Callable[[float], None] = _sleep) -> None:
@@ -60,7 +60,7 @@ class ReadRetries:
         self._mutex = threading.Lock()
 
     def call(self, action: Callable[[], T]) -> T:
-        """Call ``action`` until it succeeds or the budget of pauses is used up, and return its result.
+        """Call ``action`` until it succeeds or the budget is used up, and return its result.
 
         Raises:
             OSError: The error of the last attempt. A missing file is not retried.
@@ -127,7 +127,7 @@ class StoredFile:
         self._given_up: list[int] = []
 
     def check_length(self) -> None:
-        """Check that the file is as long as its entry in the list of files states.
+        """Check that the file has the length that the list of files states.
 
         Raises:
             CheckpointDamagedError: The file has another length, or is missing.
@@ -236,7 +236,7 @@ def read_manifest(directory: Path, step: int | None, trust: Trust, retries: Read
 
 
 def read_rank_files(directory: Path, manifest: CheckpointManifest, retries: ReadRetries) -> list[bytes]:
-    """Return the content of each ``rank-K.json``, verified but not decoded, in the order of the ranks.
+    """Read and verify each file ``rank-K.json``. Return the encoded contents in the order of the ranks.
 
     Raises:
         CheckpointDamagedError: A file is missing, too large, or differs from its digest.
@@ -256,7 +256,7 @@ def read_rank_files(directory: Path, manifest: CheckpointManifest, retries: Read
 
 
 def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) -> list[StoredRank]:
-    """Decode and check the content of each ``rank-K.json``, in the order of the ranks.
+    """Decode and check the contents that `read_rank_files` has returned.
 
     Raises:
         CheckpointDamagedError: A file has invalid content.
@@ -277,7 +277,7 @@ def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) ->
 
 
 def read_file(directory: Path, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> bytes:
-    """Return the whole content of a small file, verified.
+    """Read a small file, compare it with its digests, and return its content.
 
     Raises:
         CheckpointDamagedError: The file is missing or differs from its digest.

@@ -1,9 +1,9 @@
 """Divides a rank's state into the items and values that a checkpoint stores, under the names that DCP gives them.
 
-DCP names each leaf of a nested state by its path: keys and positions joined by dots. It descends into dicts, and into
-lists that contain tensors or containers (torch/distributed/checkpoint/_traverse.py, ``traverse_state_dict``). It
-divides a DTensor into boxes, and stores the offset of each box in the whole tensor. This module computes names and
-boxes from the manifest of a snapshot, so it needs neither the tensors nor their process groups.
+DCP names each leaf of a nested state by its path: keys and list indices joined by dots. DCP descends into dicts, and
+into lists that contain tensors or containers (torch/distributed/checkpoint/_traverse.py, ``traverse_state_dict``). It
+divides a DTensor into boxes (rectangular blocks), and stores the offset of each box in the whole tensor. This module
+computes names and boxes from the manifest of a snapshot, so it needs neither the tensors nor their process groups.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class WriteItem(NamedTuple):
     """Bytes that a data file stores in one piece: a box of a tensor, or the bytes of another leaf.
 
     Attributes:
-        key: Name and offset. Items of two ranks with the same key must have equal bytes.
+        key: Name and offset. If two ranks have items with the same key, the bytes must be equal.
         part: `SHARED` or `LOCAL`.
-        entry: Number of the tensor in the manifest of the part.
-        piece: Position of the bytes in the data of the part; ``None`` if the item has no bytes.
+        entry: Index of the tensor in the manifest of the part.
+        piece: Slice of the part's data that has the bytes; ``None`` if the item has no bytes.
         is_entry: Whether the item is a whole tensor of the manifest, not a part of one.
         names: Names of the tensor in DCP; empty if DCP does not list the item.
         dtype: Name of the torch dtype.
@@ -99,8 +99,8 @@ class Described:
         items: Items, in the order of the state.
         values: Values, in the order of the state.
         paths: The path (keys and positions) of each leaf, by its name in DCP.
-        structure: Digest of names, shapes and positions, but not of bytes and values. A plan of the save stays valid
-            while the digests of all ranks stay equal to those at the time of the plan.
+        structure: Digest of names, shapes and positions, but not of bytes and values. The plan of a save is valid for a
+            later save if these digests are unchanged on all ranks.
     """
 
     items: list[WriteItem] = field(default_factory=list)
@@ -122,7 +122,7 @@ def describe(manifests: Sequence[Manifest], rank: int) -> Described:
 
     Args:
         manifests: Manifest of each part of the rank's state: `SHARED`, then `LOCAL` if there is rank-local state.
-        rank: Number of the rank, which is part of the names of its rank-local items.
+        rank: The rank, which is part of the names of its rank-local items.
 
     Raises:
         CheckpointError: Two leaves have the same name in DCP, or the shard of a DTensor has an unexpected shape.
@@ -139,7 +139,7 @@ class Describer:
         self._structure = 0
 
     def describe(self, manifests: Sequence[Manifest], rank: int) -> Described:
-        """Return the items and values of one rank, as the function `describe` does."""
+        """Return the items and values of one rank. See the function `describe`."""
         described = Described()
         walks = []
         for part, manifest in enumerate(manifests):
@@ -173,7 +173,7 @@ class _Walk:
     """Walks through one part of a state, and adds its items, values and paths to a `Described`.
 
     Attributes:
-        tensors: The names of each tensor, by its node. A tied tensor has several names, and is stored once.
+        tensors: The names of each tensor, by the tensor's node. A tied tensor has several names, and is stored once.
     """
 
     def __init__(self, manifest: Manifest, part: int, base: tuple[str, ...], described: Described) -> None:
@@ -186,7 +186,7 @@ class _Walk:
         self._entries: set[int] = set()
 
     def find_leaves(self) -> None:
-        """Add the path of every leaf, and all values, to the description; add the tensors to `tensors`."""
+        """Add the paths of all leaves and all values to the `Described`, and the tensors to `tensors`."""
         tree = self._manifest.tree
         if not isinstance(tree, (MappingNode, DefaultDictNode)):
             raise CheckpointError("expected a dict as state, which torch.distributed.checkpoint requires")
@@ -205,7 +205,7 @@ class _Walk:
                 self.tensors.setdefault(tensor, []).append(name)
 
     def add_items(self) -> None:
-        """Add the items of the tensors, and those of other leaves that have bytes."""
+        """Add the items of the tensors and of all other leaves that have bytes to the `Described`."""
         for tensor, names in self.tensors.items():
             self._add_tensor(tensor, tuple(names))
         for index, entry in enumerate(self._manifest.tensors):
@@ -291,7 +291,7 @@ def _is_list(node: Node) -> bool:
 
 
 def _is_terminal(node: Node) -> bool:
-    """Return whether DCP stores the container as one value. DCP's function ``_is_terminal`` has the same rule."""
+    """Return whether DCP stores the container as one value, by the rule of DCP's function ``_is_terminal``."""
     if isinstance(node, (MappingNode, DefaultDictNode)):
         return False
     if not isinstance(node, SequenceNode) or not _is_list(node):

@@ -1,8 +1,8 @@
 """The program of a writer process, which writes one rank's part of a checkpoint.
 
-The trainer starts it with the number of a descriptor: one end of a pair of sockets. Over it, the writer receives
-requests, and descriptors of the memory with the snapshots. The writer uses no process group and no accelerator. It
-exits when the trainer closes its end, so it does not outlive the trainer.
+The trainer passes the number of a descriptor: one of two connected sockets. Over this socket, the writer receives
+requests, and the descriptors of memory with snapshots. The writer uses no process group and no accelerator. It exits
+when the trainer closes the other socket, so it does not outlive the trainer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trainer's side of a writer process: the messages between them, and the class that starts and ends the process.
 
-A message is its length (8 bytes, big-endian), followed by as many bytes of msgpack, over a pair of Unix sockets. If a
+The messages go over a pair of Unix sockets: first the length (8 bytes, big-endian), then as many bytes of msgpack. If a
 request has snapshots, their descriptors are sent together with the length (``SCM_RIGHTS``). The writer answers each
 request once, in order.
 """
@@ -29,10 +29,10 @@ _LENGTH_BYTES: Final = 8
 
 
 class Take(Struct, tag=True):
-    """Map the snapshots of a new state, and unmap the previous ones. The message has a descriptor for each part.
+    """Map the snapshots of a new state, and unmap the previous ones. A descriptor for each part comes with the message.
 
     Attributes:
-        rank: Number of the rank.
+        rank: The rank whose state it is.
         starts: Offset of each part's safetensors file in its memory file.
         num_bytes: Length of each part's safetensors file.
         hash_name: Hash function for the digests of written files.
@@ -49,7 +49,7 @@ class Drop(Struct, tag=True):
 
 
 class Plan(Struct, tag=True):
-    """Divide the work among all ranks. ``headers`` has, by rank and part, the header of each snapshot."""
+    """Divide the work among all ranks. ``headers`` has the snapshot headers of each rank, one for each part."""
 
     headers: tuple[tuple[bytes, ...], ...]
     consolidated: str | None
@@ -75,7 +75,7 @@ class Digest(Struct, tag=True):
 
 
 class Compare(Struct, tag=True):
-    """Compare the digests of the ranks' items. ``digests`` has, by rank, 8 bytes for each compared item."""
+    """Compare the items of all ranks by digest. ``digests`` has, for each rank, 8 bytes for each compared item."""
 
     digests: tuple[bytes, ...]
 
@@ -94,8 +94,8 @@ class Describe(Struct, tag=True):
         directory: Path of the directory.
         step: The step of the checkpoint.
         local_keys: Top-level keys of the state whose values are rank-local.
-        written: For each rank, the encoded `Written` about its own files.
-        reread: For each rank, the encoded `Written` about the consolidated files that it has digested.
+        written: Each rank's answer to `Write`, encoded.
+        reread: Each rank's answer to `Reread`, encoded; empty without consolidated files.
         job: Name of the run that will sign the list; empty without a signature.
     """
 
@@ -131,7 +131,7 @@ class Written(Struct, tag=True):
 
     Attributes:
         files: The files that were written or digested.
-        places: Offset and length in the data file of each written item, then of each written value.
+        places: The offset and length of each written item, then of each written value, in the data file.
     """
 
     files: tuple[FileEntry, ...]
@@ -157,7 +157,7 @@ _answer_decoder: msgspec.msgpack.Decoder[WriterAnswer] = msgspec.msgpack.Decoder
 
 
 def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descriptors: Sequence[int] = ()) -> None:
-    """Send a message, together with descriptors of snapshots if it has any.
+    """Send a message, and with it the descriptors of snapshots if there are any.
 
     Raises:
         OSError: The peer has closed the connection.
@@ -173,7 +173,7 @@ def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descr
 
 
 def receive_request(connection: socket.socket) -> tuple[WriterRequest, list[int]] | None:
-    """Receive a request and its descriptors, which the caller must close. ``None`` if the connection was closed.
+    """Receive a request and its descriptors, which the caller must close. Return ``None`` if the connection was closed.
 
     Raises:
         OSError: The connection broke.
@@ -227,7 +227,7 @@ class WriterProcess:
     Any thread may call `is_alive`. Only one thread at a time may call the other methods.
 
     Args:
-        command: The command of the process, without its last argument: the number of the socket's descriptor.
+        command: The command of the process. `start` appends the number of the socket's descriptor as last argument.
         is_private: Whether only the owner may read the written files. Otherwise the umask decides.
 
     Attributes:
@@ -243,12 +243,12 @@ class WriterProcess:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """Return whether this object has the socket; a forked child then closes its copy (``runtime.children``)."""
+        """Return whether the socket is this object's own. Forked children close it (``runtime.children``)."""
         return self._connection is not None and candidate.fileno() == self._connection.fileno()
 
     @property
     def process_id(self) -> int | None:
-        """The ID of the process; ``None`` if none was started or the last one was ended."""
+        """The ID of the process; ``None`` before `start` and after `close`."""
         return self._process.pid if self._process is not None else None
 
     def is_alive(self) -> bool:
@@ -296,8 +296,8 @@ class WriterProcess:
             request: The request.
             descriptors: Descriptors of snapshots that the request refers to.
             timeout_s: Seconds after which the process counts as stuck, and is killed.
-            check: Called repeatedly while waiting. If it raises, the process aborts the request, and this method raises
-                the same error.
+            check: Called repeatedly while waiting. If it raises an error, the process aborts the request, and this
+                method raises the same error.
 
         Raises:
             WriterFailedError: The process died, or did not answer in time.

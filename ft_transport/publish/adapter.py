@@ -45,7 +45,7 @@ _PLAIN: Final = frozenset([
 # fmt: on
 """Fields of PEFT's configuration that do not change what an adapter adds to a model."""
 MODULE_FEATURES: Final = frozenset({"modules_outside_layers", "modules_without_q_proj"})
-"""Features that say which modules an adapter changes. Engines apply them unless ``adapter_gaps`` lists them."""
+"""Features that tell which modules an adapter changes. Engines apply them unless ``adapter_gaps`` lists them."""
 _PLACED: Final = re.compile(r"(?:^|\.)(?:layers\.\d+|embed_tokens|lm_head)\.")
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base model's weights unchanged (peft/tuners/lora/layer.py)."""
@@ -102,13 +102,13 @@ class LoRAAdapter:
 
     @classmethod
     def of(cls, module: nn.Module, config: Mapping[str, Any] | PEFTConfig, name: str = "default") -> LoRAAdapter:
-        """Return the adapter of a model that was wrapped by PEFT, or by a library with the same parameter names.
+        """Return the adapter of a model that PEFT has wrapped, or a library with the same parameter names.
 
         The model may be wrapped by ``torch.compile``, activation checkpointing, FSDP or DistributedDataParallel.
 
         Args:
-            module: A module with parameters such as ``layer.lora_A.default.weight``. No other parameter may require
-                gradients, because engines would serve the base model's value of that parameter.
+            module: A module with parameters such as ``layer.lora_A.default.weight``. Parameters outside the adapter
+                must not require gradients, because engines would serve their values in the base model.
             config: PEFT's ``LoraConfig``, or its fields as a dict.
             name: Name of the adapter in PEFT's model.
 
@@ -156,15 +156,15 @@ class LoRAAdapter:
         return adapter
 
     def plain(self, dtype: torch.dtype | None) -> LoRAAdapter:
-        """Convert the adapter to a plain one with the same effect: all modules have one rank and one scale.
+        """Convert the adapter to a plain one with the same effect: all modules have the same rank and scale.
 
         With rsLoRA alone, only ``lora_alpha`` changes. If scales differ between modules, the method multiplies each
-        ``lora_B`` by the ratio of its old and new scale, in float32 with one rounding, which is exact for powers of
-        two. It pads matrices of smaller rank with zeros. The new rank and scale depend on the configuration alone, so
-        that process ranks with different modules agree.
+        ``lora_B`` by the ratio of its old and new scale, in float32 with one rounding. This is exact for powers of
+        two. The method pads matrices of smaller rank with zeros. The new rank and scale depend only on the
+        configuration, so processes with different modules agree.
 
         Args:
-            dtype: Dtype in which the matrices will be published; ``None``: each matrix keeps its dtype.
+            dtype: Dtype in which the matrices will be published. With ``None``, each matrix keeps its dtype.
 
         Raises:
             ConfigurationError: A tensor cannot be converted.
@@ -224,7 +224,7 @@ class LoRAAdapter:
             )
 
     def _check_layer(self, module: str, layer: nn.Module, name: str) -> None:
-        """Check that this adapter is the only active one in a PEFT layer, and that its scale is the configured one."""
+        """Check that this adapter is the only active one in a PEFT layer, with the scale of the configuration."""
         scaling = getattr(layer, "scaling", None)
         if not isinstance(scaling, Mapping) or name not in scaling:
             return
@@ -274,7 +274,7 @@ def _plain(value: object) -> object:
 
 
 def module_of(name: str) -> tuple[str, str] | None:
-    """Split a tensor name of an adapter into module and kind of matrix; return ``None`` for any other tensor."""
+    """Split the name of a LoRA matrix into module and kind, such as ``lora_A``. Return ``None`` for any other name."""
     match = _MATRIX.fullmatch(name)
     return (match["module"] or "", match["kind"]) if match is not None else None
 
@@ -304,8 +304,8 @@ def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, ob
         names: Names of the adapter's tensors.
 
     Returns:
-        The value of each feature. A feature is a field of the configuration, ``lora_embedding``, or one of
-        `MODULE_FEATURES`. Fields unknown to this package count as features, because they may change the effect.
+        The value of each feature, by name. A feature is a field of the configuration, ``lora_embedding``, or one of
+        `MODULE_FEATURES`. Unknown fields count as features, because they may change the effect of the adapter.
     """
     features = {name: value for name, value in config.items() if value and name not in _PLAIN}
     if features.get("bias") == "none":

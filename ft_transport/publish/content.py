@@ -1,4 +1,4 @@
-"""The content of a version on one rank: tensors under the names that engines use, and other files."""
+"""The content of a version on one rank: tensors by the names that engines use, and other files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_BYTES: Final = 256 << 20
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _INDEX_SUFFIX: Final = ".index.json"
 Renamed: TypeAlias = dict[str, str | None]
-"""The name that engines use for each of the trainer's tensors; ``None`` for a tensor that is not published."""
+"""The engines' names of tensors, by the trainer's names; ``None`` for a tensor that is not published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class WeightFormat:
 
     Attributes:
         names: Maps the trainer's tensor names to the names that engines use: a function of the name, or a table of the
-            names that differ. The trainer's names are given without attributes of wrappers, such as ``_orig_mod``. A
-            tensor whose new name is ``None``, such as a value head, is not published.
+            names that differ. The trainer's names lack attributes of wrappers, such as ``_orig_mod``. A tensor whose
+            new name is ``None``, such as a value head, is not published.
         dtype: Dtype to which all floating-point tensors are cast: float64, float32, float16 or bfloat16. The tensors
             are cast one by one, during the copy. Integer tensors do not change. Weights with float8 tensors are
-            refused, because their scales would be cast as well. ``None``: every tensor keeps its own dtype.
-        max_shard_bytes: Maximum size of a file with weights. A tensor that is larger than this has a file of its own.
-            An adapter is always one file.
+            refused, because their scales would be cast as well. With ``None``, every tensor keeps its dtype.
+        max_shard_bytes: Maximum size of a file with weights. A larger tensor has a file of its own. An adapter is
+            always one file.
 
     Raises:
         ConfigurationError: A setting is invalid.
@@ -75,7 +75,7 @@ class WeightFormat:
         object.__setattr__(self, "max_shard_bytes", number)
 
     def stated(self) -> dict[str, object]:
-        """Return the settings that ranks compare, by name. If ``names`` is a function, ranks compare only that fact."""
+        """Return the settings that ranks compare, by name. If ``names`` is a function, its code is not compared."""
         names: object = self.names
         if isinstance(names, Mapping):
             names = f"a table with the digest {digest(repr(sorted(names.items())).encode()):x}"
@@ -91,9 +91,10 @@ class Content:
     Attributes:
         kind: Whether the version is an adapter or weights.
         tensors: Whole tensors, or DTensors of which each rank has a part, by the engines' names.
-        files: Files that every version of this kind has, such as ``adapter_config.json``, by name. All ranks have the
-            same files.
-        renamed: The engines' name of each of the trainer's tensors; empty if ``WeightFormat.names`` is ``None``.
+        files: Content of the files that belong to this kind of version, such as ``adapter_config.json``, by file name.
+            All ranks have the same files.
+        renamed: The name that engines use for each of the trainer's tensors, by the trainer's name. Empty if
+            ``WeightFormat.names`` is ``None``.
     """
 
     kind: Kind
@@ -116,7 +117,7 @@ def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFo
         tensors, renamed = _formatted(value.tensors, weight_format)
         if renamed and not is_adapter(tensors):
             other = next(name for name in tensors if not is_adapter([name]))
-            raise PublishError("expected an adapter's tensor to get the name of a LoRA matrix, got another", path=other)
+            raise PublishError("expected the name of a LoRA matrix for an adapter's tensor, got another", path=other)
         files = {CONFIG_NAME: value.encoded_config()}
         return Content(kind="adapter", tensors=tensors, files=files, renamed=renamed)
     if isinstance(value, nn.Module):
@@ -170,10 +171,10 @@ def _formatted(tensors: Mapping[Any, object], weight_format: WeightFormat) -> tu
 
 
 def engine_names(trained: Sequence[str], names: Names) -> Renamed:
-    """Return the engines' name of each tensor of this rank.
+    """Return the names that engines use for this rank's tensors.
 
     Args:
-        trained: The trainer's names of the tensors.
+        trained: The names that the trainer uses for the tensors.
         names: Function or table, as in `WeightFormat`.
 
     Raises:
@@ -197,8 +198,8 @@ def check_engine_names(by_rank: Sequence[Renamed], names: Names) -> None:
         names: Function or table, as in `WeightFormat`.
 
     Raises:
-        PublishError: Ranks name a tensor differently, two tensors have the same new name, or the table names a tensor
-            that no rank has.
+        PublishError: The new name of a tensor differs between ranks, two tensors have the same new name, or the table
+            has a tensor that no rank has.
     """
     merged: Renamed = {}
     for rank, renamed in enumerate(by_rank):
@@ -252,7 +253,7 @@ def read_files(files: Files) -> dict[str, bytes]:
     """Return the bytes of each of the caller's files, by name.
 
     Raises:
-        PublishError: A name or a content is invalid; ``path`` names the file.
+        PublishError: The name or the content of a file is invalid; ``path`` names the file.
     """
     given: object = files
     if not isinstance(given, Mapping):

@@ -42,12 +42,12 @@ class EngineRecord:
 
     Attributes:
         engine: The engine.
-        link: State of the engine that remains if the engine is removed from the publisher and added again.
+        link: State that remains if the engine is removed from the publisher and added again.
         version: The version that the engine last confirmed or reported to serve; ``None`` if it reported none.
         has_reported: Whether the engine has ever reported a version.
         is_counted: Whether the engine confirmed the version of its last delivery.
         outcome: Outcome of the last delivery; ``None`` before the first delivery.
-        doubtful: Versions that the engine may have begun to load but has not confirmed; only the newest few.
+        doubtful: The newest few versions that the engine may have begun to load but has not confirmed.
         loading: The version that is being delivered; ``None`` without a running delivery.
         serving: Versions that the engine lists as served, besides ``version``.
         newest: The newest version whose delivery to the engine was requested; -1 if there was no delivery.
@@ -83,7 +83,7 @@ class EngineRecord:
 
     @property
     def used(self) -> int | None:
-        """The version that the engine certainly uses; ``None`` if that is unknown."""
+        """The version that the engine certainly uses; ``None`` if the version is unknown."""
         return None if self.link.is_in_doubt else self.version
 
     def connection(self, session: aiohttp.ClientSession) -> EngineConnection:
@@ -98,7 +98,7 @@ class EngineRecord:
         return versions | {each for each in (self.version, self.loading) if each is not None}
 
     def state(self) -> EngineState:
-        """Return the state of the engine in the form that users get from `Publisher.engines`."""
+        """Return the state of the engine for `Publisher.engines`."""
         return EngineState(
             url=self.url,
             version=self.used,
@@ -117,7 +117,7 @@ class EngineDelivery:
         delivery: The version to deliver.
         timeout_s: Seconds that the delivery may take, from the end of the engine's previous delivery.
         number: Number of attempts so far.
-        failure: Error of the last attempt that did not reach the engine; ``None`` if every attempt reached it.
+        failure: Error of the last attempt that did not reach the engine; ``None`` if there was no such attempt.
         may_be_loading: Whether a request with the version may have reached the engine.
     """
 
@@ -129,9 +129,9 @@ class EngineDelivery:
     may_be_loading: bool = False
 
     async def run(self, session: aiohttp.ClientSession) -> EngineReport:
-        """Deliver the version: wait for its turn, then try until the engine answers or the deadline expires.
+        """Wait until the engine is free, then repeat the delivery until the engine answers or the deadline expires.
 
-        Failures of the engine do not raise; the returned report has the outcome.
+        A failure of the engine raises no error; the returned report has the outcome.
 
         Args:
             session: The HTTP session.
@@ -166,7 +166,7 @@ class EngineDelivery:
         return report
 
     async def _take_turn(self) -> EngineReport | None:
-        """Acquire the engine's mutex. Return ``None``, or a report if this version will not be delivered."""
+        """Acquire the engine's mutex. If this version will not be delivered, return a report instead."""
         record, mutex = self.record, self.record.link.mutex
         if record.link.polling is not None:
             record.link.polling.cancel()
@@ -260,7 +260,7 @@ class EngineDelivery:
 
 
 def _shown(text: str) -> str:
-    """Return a text from an engine, shortened and escaped for reports and logs."""
+    """Shorten and escape an engine's text for reports and logs."""
     return escape_peer_text(text, max_characters=3000)
 
 
@@ -314,7 +314,7 @@ def needs_delivery(
         newest: The newest version.
         version: The version in the answer; ``None`` if the engine serves none of this publisher's versions.
         is_reported: Whether the engine can report its version. If it cannot, ``version`` is ``None``.
-        was_resumed: Whether a delivery had left the engine paused and it is no longer paused, so it was restarted.
+        was_resumed: Whether a delivery had left the engine paused and the engine no longer is, so it was restarted.
     """
     if is_reported and version is not None and version > newest:
         return False  # Another publisher has delivered a newer version.
@@ -332,7 +332,7 @@ def needs_delivery(
 async def _served_version(
     record: EngineRecord, newest: Delivery, session: aiohttp.ClientSession
 ) -> tuple[bool, int | None] | str:
-    """Return whether an engine can report its version, and the version. If this fails, return the error as text."""
+    """Return whether an engine can report its version, and the version. After a failure, return the error as text."""
     assert isinstance(record.engine, PolledEngine), "only a PolledEngine is polled"
     try:
         version: object = await record.engine.served_version(record.connection(session), newest)
@@ -341,5 +341,5 @@ async def _served_version(
             return False, None  # The engine runs, but has no route that reports its version.
         return f"{type(error).__name__}: {error}"
     if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
-        return f"TypeError: expected served_version to return a number or None, got {type(version).__name__}"
+        return f"TypeError: expected a whole number or None from served_version, got {type(version).__name__}"
     return True, version

@@ -1,9 +1,9 @@
 """The `DeltaDirectory`: versions as small files, for engines that share only a slow disk or a bucket with the trainer.
 
-Each version is a subdirectory ``version-N``. It is either an anchor, which has all files of the version, or has a delta
-from an earlier version. For the publisher, the directory is an engine like any other: a delivery has a deadline, is
-repeated after a failure, and may skip versions while an earlier delivery runs. On the engine's host,
-`DeltaDirectory.restore` writes whole versions to a local disk.
+Each version is a subdirectory ``version-N``. An anchor has all files of its version; any other subdirectory has a delta
+from an earlier version. The publisher treats the directory as an engine: a delivery has a deadline, is repeated after a
+failure, and may skip versions while an earlier delivery runs. On the engine's host, `DeltaDirectory.restore` writes
+whole versions to a local disk.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DeltaDirectory:
 
     Args:
         root: The directory. Only one publisher at a time can write there.
-        anchor_every: At least one in this many versions is an anchor, which does not depend on other versions.
-        keep_anchors: Number of newest anchors to keep. Versions older than all of these are deleted.
+        anchor_every: Of so many versions in a row, at least one is an anchor, which does not depend on other versions.
+        keep_anchors: Number of newest anchors to keep. Versions older than these anchors are deleted.
         private: Whether only the owner may read the files and directories, including restored ones. By default the
             umask applies.
     """
@@ -116,7 +116,7 @@ class DeltaDirectory:
         keep: int = 2,
         timeout: timedelta = timedelta(minutes=10),
     ) -> Path:
-        """Restore a whole version on a local disk: apply deltas to a local version, or to an anchor.
+        """Restore a whole version on a local disk by applying deltas to an earlier local version or to an anchor.
 
         Args:
             directory: Local directory for whole versions; created if it does not exist. If several processes restore to
@@ -126,12 +126,13 @@ class DeltaDirectory:
             timeout: Longest wait for other processes that restore to ``directory``.
 
         Returns:
-            The local directory of the version, complete and on disk, for ``from_pretrained`` or an engine.
+            The local directory of the version, from which ``from_pretrained`` or an engine can load it. All files are
+            on disk.
 
         Raises:
-            RestoreError: The version, or a delta that is needed for it, is missing.
-            IntegrityError: The restored files are not those of the version.
-            CheckpointInUseError: Another process wrote to ``directory`` until ``timeout`` had passed.
+            RestoreError: The version, or a delta that it depends on, is missing.
+            IntegrityError: A restored file differs from the file of the version.
+            CheckpointInUseError: Another process still restored to ``directory`` when ``timeout`` had passed.
             OSError: A file cannot be read or written.
         """
         keep = check_number("keep", keep, at_least=1)
@@ -182,7 +183,7 @@ class DeltaDirectory:
     def _newest(self) -> int | None:
         if not self._mutex.acquire(blocking=False):
             raise EngineUnreachableError(
-                f"cannot list the versions in {self._directory.root} while one is being written", peer=self.url
+                f"cannot list the versions in {self._directory.root} while a version is being written", peer=self.url
             )
         try:
             return max(self.versions(), default=None)
@@ -256,9 +257,9 @@ class DeltaDirectory:
     # ------------------------------------------------------------------------------------------------------ restoring
 
     def _good_local(self, local: NumberedDirectory, wanted: int) -> Path | None:
-        """Return the local directory of a version if its files are right; ``None`` otherwise.
+        """Return the local directory of a version if its files match their digests; ``None`` otherwise.
 
-        A version that is no longer in the delta directory cannot be checked, and counts as right.
+        If the version is no longer in the delta directory, its digests are unknown, and its files count as good.
         """
         found, there = local.find(wanted), self._directory.find(wanted)
         if found is None or there is None:
@@ -292,14 +293,16 @@ class DeltaDirectory:
         while base not in have and (file := self._delta_file(base)) is not None:
             deltas.append(decode_delta(_read(file, most + _DELTA_SURPLUS_BYTES), max_bytes=most))
             if deltas[-1].version != base or deltas[-1].base >= base:
-                raise RestoreError(f"expected a delta to version {base} in {file}, got one to {deltas[-1].version}")
+                raise RestoreError(
+                    f"expected a delta to version {base} in {file}, got one to version {deltas[-1].version}"
+                )
             base = deltas[-1].base
         start = local.find(base) if base in have else self._directory.find(base)
         newest = self._directory.find(wanted)
         if start is None or newest is None:
             raise RestoreError(
                 f"expected all deltas up to version {wanted}, but version {base if start is None else wanted} is "
-                f"missing; {self._directory.root} has {self.versions()}"
+                f"missing; {self._directory.root} has the versions {self.versions()}"
             )
         path = local.begin(wanted)
         try:
@@ -346,7 +349,7 @@ class DeltaDirectory:
 async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
     """Call a function on a daemon thread, and wait for its result.
 
-    With ``asyncio.to_thread``, ``concurrent.futures`` would block the exit of the process until the function returns.
+    Threads of ``asyncio.to_thread`` would block the exit of the process until the function returns.
 
     Args:
         function: The function to call. Cancelling the wait does not stop the function.

@@ -1,7 +1,7 @@
-"""Functions that make deltas between versions of weights, apply them to tensors, and handle `DeltaDirectory` files.
+"""Makes deltas between versions of weights, applies deltas to tensors, and reads and writes `DeltaDirectory` files.
 
-A receiver does not trust deltas: it compares each chunk of the result with the digests of the version. So a delta that
-is lost, repeated, damaged or made for other weights costs time, but does not change the result.
+A receiver does not trust deltas: after it has applied them, it compares each chunk with the digests of the version. So
+a delta that is lost, repeated, damaged or made for other weights costs time, but does not change the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes with an exclusive-or on all devices, by the size of an element in bytes."""
 DELTA_NAME: Final = ".delta"
 DIGESTS_NAME: Final = ".digests.json"
-"""File names that no user's file can have, because the names of a version's files must not begin with a dot."""
+"""Names that no file of a user can have, because the names of a version's files must not begin with a dot."""
 SAFETENSORS: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 << 20
 """Longest header that the safetensors library accepts."""
@@ -55,8 +55,8 @@ def delta_between(
         base_weights: Tensors of the older version, in host memory.
 
     Returns:
-        The encoded delta. ``None`` if names, dtypes or shapes differ between the versions, or if a receiver would fetch
-        fewer bytes by fetching the changed chunks.
+        The encoded delta. ``None`` if names, dtypes or shapes differ between the versions, or if the delta would
+        be too large to be useful (`encode_delta`).
     """
     kinds, base_kinds = (
         {name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (weights, base_weights)
@@ -79,10 +79,11 @@ def changes_of(
 
     Args:
         deltas: The deltas, in the order in which they must be applied.
-        weights: The engine's tensors, by all their names; a tied tensor appears under several names.
+        weights: The engine's tensors by name. A tied tensor has an entry for each of its names.
 
     Returns:
-        Each changed tensor with its changes, the arguments of `flip`. Empty if the deltas do not fit the tensors.
+        The arguments of a `flip` for each change: the tensor and its changes. Empty if the deltas do not fit the
+        tensors.
 
     Raises:
         ManifestError: A delta is inconsistent.
@@ -104,7 +105,7 @@ def changes_of(
 
 
 def flip(tensor: torch.Tensor, changes: TensorChanges) -> None:
-    """Apply changes to a tensor in place. Applying the same changes again restores the previous bits."""
+    """Apply changes to a tensor in place. A second call with the same changes restores the previous bits."""
     if tensor.device.type == "cpu":
         apply_changes(changes, _bytes_of(tensor))
         return
@@ -166,9 +167,9 @@ def digests_of(directory: Path) -> dict[str, int]:
 
 
 def digests_in(directory: Path) -> dict[str, int]:
-    """Return the recorded digests of a version in a `DeltaDirectory`, by file name.
+    """Return the digests that a `DeltaDirectory` has recorded for a version, by file name.
 
-    The publisher computed them with `digests_of` from the whole version.
+    The publisher computed the digests from the whole version, with `digests_of`.
 
     Raises:
         RestoreError: The version has no readable record of digests.
@@ -228,9 +229,9 @@ def num_bytes_of(directory: Path) -> int:
 
 @contextmanager
 def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
-    """Map the safetensors files of a directory into memory; yield the writable bytes of each tensor, by name.
+    """Map the safetensors files of a directory into memory, and yield the writable bytes of each tensor by name.
 
-    At the end of the context, changes are written to disk.
+    The end of the context writes changes to disk.
 
     Raises:
         RestoreError: A file is not a safetensors file.

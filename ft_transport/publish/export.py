@@ -1,7 +1,7 @@
-"""The export of a version: a collective write in which every rank sends its data, and the first rank writes the files.
+"""The export of a version: a collective write in which all ranks send their data to the first, which writes the files.
 
-The plan takes each byte from one of the ranks that have it. After the last vote the version is on disk, and all ranks
-can continue training.
+If several ranks have the same bytes, the plan selects one of them to send these bytes. After the last vote, the version
+is on disk, and all ranks can continue training.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _digests_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
 @dataclass(slots=True, kw_only=True)
 class ExportMeans:
-    """Resources on one rank that all exports of a publisher use.
+    """The resources that all exports of a publisher use on one rank.
 
     Attributes:
         agreement: The agreement of the publisher's ranks, used for exports only.
@@ -83,7 +83,7 @@ class ExportMeans:
         collective: The collective write into the directory.
         stager: Copies the weights into a snapshot.
         snapshot: The copy of this rank's weights; ``None`` outside an export.
-        plan: The plan of the last export, on the first rank. An export of weights with the same structure reuses it.
+        plan: The plan of the last export, on the first rank. The next export reuses it if the structure is the same.
     """
 
     agreement: Agreement
@@ -133,7 +133,7 @@ class ExportJob:
     _described: Described = field(init=False)
 
     def run(self) -> Path:
-        """Stage, agree, write and commit the version. Return the version's directory, complete and on disk.
+        """Stage, agree, compare, write and commit the version. Return the version's complete directory.
 
         Raises:
             TransportError: A rank failed. All ranks raise the same error.
@@ -154,7 +154,7 @@ class ExportJob:
             means.release()
 
     def settings(self) -> Mapping[str, object]:
-        """Copy the tensors, and return what all ranks must agree on (`WriteJob.settings`)."""
+        """Copy the tensors, and return the settings that must be equal on all ranks (`WriteJob.settings`)."""
         means = self.means
         self._content = own = content_of(self.weights, means.weight_format)
         if means.agreement.is_first and self.files is not None:
@@ -211,11 +211,11 @@ class ExportJob:
         return plan.rank_plans
 
     def digest(self, plan: RankPlan) -> bytes:
-        """Return digests of the tensors that several ranks have (`WriteJob.digest`)."""
+        """Return digests of the items that other ranks also have (`WriteJob.digest`)."""
         return msgspec.msgpack.encode([digest(self._bytes_of(self._described.items[at])) for at in plan.compared])
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """Check, on the first rank, that ranks have equal values of the same tensor (`WriteJob.compare`)."""
+        """Check, on the first rank, that an item is equal on all ranks that have it (`WriteJob.compare`)."""
         by_rank = [decode_message(each, _digests_decoder) for each in digests]
         find_diverged(self.means.plan, by_rank)
 
@@ -231,7 +231,7 @@ class ExportJob:
         self.means.agreement.run("write", self.means.agreement.exchange.ending_on_failure(write))
 
     def _check_complete(self, names: Set[str]) -> None:
-        """Refuse weights that lack tensor names of the previous version, because engines would load them silently."""
+        """Refuse weights that lack tensor names of the previous version, because engines load incomplete weights."""
         for number in reversed(self.means.directory.numbers()):
             before = self.means.directory.find(number)
             if before is None or (before / CONFIG_NAME).exists():
@@ -298,7 +298,7 @@ def _protect(directory: Path) -> None:
 
 
 def _names_in(directory: Path) -> set[str]:
-    """Return the names of all tensors in a version's safetensors files, except files that cannot be read."""
+    """Return the names of all tensors in a version's safetensors files. Skips files that cannot be read."""
     names: set[str] = set()
     for path in directory.glob("*.safetensors"):
         try:
@@ -307,12 +307,12 @@ def _names_in(directory: Path) -> set[str]:
         except (OSError, SafetensorError) as error:
             # Logs the text: a log handler that stores the error would keep the frames, and so the snapshot, alive.
             reason = str(error)
-            logger.warning("could not read %s, so its tensors may be missing in newer weights: %s", path, reason)
+            logger.warning("could not read %s, so the new weights are not checked for its tensors: %s", path, reason)
     return names
 
 
 def _described_by_name(header: bytes) -> Described:
-    """Describe a snapshot with one write item per tensor name, so that each name of a tied tensor is in the files.
+    """Describe a snapshot, with one write item for each tensor name, so that the files have all names of tied tensors.
 
     Engines and ``from_pretrained`` look up every name. With FSDP2, tied parameters are one DTensor with two names.
     """

@@ -43,9 +43,9 @@ class EngineNotifier:
         policy: The policy that decides when a version counts as published.
         timeout_s: Seconds that each engine has for a version.
         poll_interval_s: Seconds between two polls of an engine; ``None`` disables polling.
-        reports: The store for reports. The notifier posts a report when the policy has decided, and another one when no
-            engine is pending any more.
-        versions: The versions on disk. The notifier deletes those that no engine uses any more, on its thread.
+        reports: The store for reports. The notifier posts a report when the policy is decided, and another report when
+            every delivery has ended.
+        versions: The versions on disk. The notifier's thread deletes versions that no engine uses any more.
 
     Attributes:
         lag: Measures how far the engines are behind the newest version.
@@ -80,7 +80,7 @@ class EngineNotifier:
         self._loop = asyncio.new_event_loop()
 
     def begin_with(self, newest: Delivery) -> None:
-        """Set the version that engines get if they are added before the next publish."""
+        """Set the version that is delivered to engines that are added before the next publish."""
         with self._mutex:
             self._newest = newest
         self.lag.published(newest.version)
@@ -159,7 +159,7 @@ class EngineNotifier:
         return tuple(record.state() for record in self._engines.values())
 
     def _delete_unused(self) -> None:
-        """Delete the versions that no engine may be using and that no delivery needs."""
+        """Delete the versions that no delivery needs and that certainly no engine uses."""
         with self._mutex:
             versions = {version for version in self._unfinished.values() if version is not None}
         for record in self._engines.values():

@@ -1,6 +1,6 @@
-"""The queue in which a receiver carries out orders: one fetch at a time, and a slow fetch is cancelled if others wait.
+"""The queue of a receiver's orders. One fetch runs at a time; a slow fetch is cancelled if another order waits.
 
-An order is the request of a publisher that the receiver fetches a version (``engines.pulling``).
+An order is a publisher's request to fetch a version (``engines.pulling``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class OrderRefusedError(TransportError):
 class OrderQueue:
     """Carries out publishers' orders to fetch a version, one after the other. Not thread-safe: used on one event loop.
 
-    A source is the ``host:port`` of a publisher's transport. At most one order per source waits, the one with the
-    highest version. The queue refuses an order if its version is lower than that of the source's waiting or running
-    order, or than the current version from that source. It does not compare versions of different sources: a later
-    order replaces the weights of an earlier one.
+    A source is the ``host:port`` of a publisher's transport. At most one order of each source waits: the one with the
+    highest version. The queue refuses an order for an older version than the source's waiting or running order, or than
+    the version that was last fetched from this source. It does not compare versions of different sources: the weights
+    of a later order replace those of an earlier one.
 
     Args:
         fetch: Fetches the version of an order, on a worker thread. Cancelling the `FetchHandle` ends the fetch.
-        patience_s: While an order waits, the queue cancels the running fetch if it receives less than 1 MiB/s over this
-            many seconds.
+        patience_s: Seconds over which the rate of a fetch is measured. While an order waits, the queue cancels a fetch
+            that receives less than 1 MiB/s.
     """
 
     def __init__(self, fetch: Callable[[Order, FetchHandle], None], *, patience_s: float) -> None:
@@ -55,8 +55,8 @@ class OrderQueue:
         """Wait for the order's turn, then fetch the version.
 
         Raises:
-            OrderRefusedError: The queue refused the order before the fetch started.
-            Exception: The fetch failed; the error is that of ``fetch``.
+            OrderRefusedError: The queue refused the order, and did not start the fetch.
+            Exception: The error with which ``fetch`` failed.
         """
         entry = _Entry(order, str(PeerAddress.from_url(order.address)), asyncio.get_running_loop().create_future())
         self._admit(entry)

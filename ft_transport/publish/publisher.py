@@ -1,4 +1,4 @@
-"""The `Publisher`, with which a trainer publishes weights to inference engines."""
+"""`Publisher`: publishes a trainer's weights to inference engines."""
 
 from __future__ import annotations
 
@@ -55,27 +55,28 @@ _numbers_decoder: Final = msgspec.msgpack.Decoder(list[int])
 class Publisher:
     """Publishes versions of weights to inference engines.
 
-    All ranks export a version together. A rank can continue training as soon as the version is on disk. Rank 0 then
-    notifies all engines at once, on a thread, and posts the outcome. No rank waits for HTTP inside a collective.
+    All ranks export a version together. A rank can continue training as soon as the version is on disk. Then a thread
+    of rank 0 notifies all engines at the same time, and sends the outcome to the other ranks. No rank waits for HTTP
+    inside a collective.
 
     Args:
-        engines: Engines to notify. Only the engines that rank 0 passes count.
-        root: Directory of the versions, which are its subdirectories ``version-N``. Engines must see the directory
+        engines: Engines to notify; used only on rank 0.
+        root: Directory of the versions. Each version is a subdirectory ``version-N``. Engines must see the directory
             under the same path. Only one publisher at a time can write there.
         process_group: All ranks that have parts of the weights. Default: all ranks of ``torch.distributed``, or this
             process alone if ``torch.distributed`` is not initialised.
-        policy: When `PublishHandle.result` succeeds: ``all``: every engine has confirmed the version. ``quorum``: more
-            than half have. ``best_effort``: always. An engine that failed is still notified of every later version, and
-            counts again after it has confirmed a version.
-        engine_timeout: Time that each engine has for each version, from the end of its previous delivery.
+        policy: Condition for `PublishHandle.result` to succeed. ``all``: every engine has confirmed the version.
+            ``quorum``: more than half of the engines have. ``best_effort``: none. An engine that failed does not count
+            until it has confirmed a later version; it is still notified of every version.
+        engine_timeout: Longest time for the delivery of a version to an engine, from the end of the engine's previous
+            delivery.
         timeout: Longest time without a heartbeat of a rank during an export.
-        transport: Serves versions to engines that pull them (`PullingEngine`); only rank 0 uses the transport. An
-            engine that has an earlier version fetches only the changed elements, if these are fewer bytes than the
-            changed chunks. The metrics of the transport include this publisher. The publisher does not shut the
-            transport down.
+        transport: Serves versions to engines that fetch them (`PullingEngine`); used only on rank 0. An engine that has
+            an earlier version fetches only the changed elements, if that takes fewer bytes than the changed chunks. The
+            metrics of the transport include this publisher. The publisher does not shut the transport down.
         keep_for: How long the publisher keeps an adapter after it has published the next version. Choose a time longer
-            than any request runs: engines may read the adapter during a request, and vLLM exits if the files are
-            missing. Engines read weights only once.
+            than the longest request: engines may read the adapter during a request, and vLLM exits if the files are
+            missing. The time does not apply to weights, which engines read only once.
         weight_format: Tensor names, dtype and maximum file size of every version. Default: the trainer's names and
             dtypes.
         poll_interval: Time between two polls of an idle engine for its version. An engine that lost the newest version
@@ -188,14 +189,15 @@ class Publisher:
         returns, the version is on disk, and the trainer may change the weights.
 
         Args:
-            version: Number of the version. It must be greater than every earlier version, including earlier runs'.
+            version: Number of the version, greater than that of every version of this run and of earlier runs.
             weights: A LoRA adapter, or all weights of a model by name, or a function that returns either. The tensors
                 are DTensors, or whole tensors with the same values on every rank.
-            files: Other files for the version's directory, by name, such as ``config.json``. The publisher copies a
-                ``Path``, writes bytes and a str as they are, and converts a mapping to JSON. Only rank 0's files count.
-                `model_files` returns the files of a model's directory.
+            files: Other files for the version's directory, by name, such as ``config.json``; used only on rank 0. The
+                publisher copies the file of a ``Path``, writes bytes and text unchanged, and converts a mapping to
+                JSON. `model_files` returns the files of a model's directory.
             missing_ok: Whether the weights may lack tensor names of the previous version. If a whole layer is missing,
-                vLLM keeps its previous values. If only a part is missing, the values of the layer are undefined.
+                vLLM keeps the layer's previous values. If a part of a layer is missing, the values of the layer are
+                undefined.
 
         Raises:
             PublishError: The weights contain nothing that engines can use, a file is invalid, or names are missing.
@@ -222,15 +224,15 @@ class Publisher:
         return PublishHandle(version, directory, self._reports, self._timeout_s)
 
     def latest(self) -> int | None:
-        """Return the newest version of this or earlier runs; ``None`` if there is none. All ranks must call this."""
+        """Return the newest version in the root; ``None`` if there is none. All ranks must call this method."""
         versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, _numbers_decoder)
         return versions[-1] if versions else None
 
     def add_engine(self, engine: Engine) -> None:
-        """Add an engine to those that the publisher notifies. Any thread of rank 0 may call this method.
+        """Add an engine to notify. Any thread of rank 0 may call this method; on other ranks it does nothing.
 
         The publisher delivers the newest version to the engine in the background, with the usual deadline. The policy
-        counts the engine from the next publish on. On ranks other than 0 the method does nothing.
+        counts the engine from the next publish on.
 
         Args:
             engine: The engine to add.
@@ -244,12 +246,12 @@ class Publisher:
             adding.add_done_callback(lambda _: self.root)
 
     def remove_engine(self, url: str) -> None:
-        """Stop notifying an engine. Any thread of rank 0 may call this method.
+        """Stop notifying an engine. Any thread of rank 0 may call this method; on other ranks it does nothing.
 
         The publisher cancels a running delivery to the engine. If the delivery has paused the engine, the publisher
         resumes the engine in the background, unless the engine's weights may be half replaced. The policy no longer
         counts the engine, not even in a running publish. The publisher may delete versions that the engine uses, so end
-        the engine's requests first. On ranks other than 0 the method does nothing.
+        the engine's requests first.
 
         Args:
             url: URL of the engine.
@@ -262,15 +264,15 @@ class Publisher:
             self._notifier.remove(url)
 
     def engines(self) -> tuple[EngineState, ...]:
-        """Return the state of each engine, without waiting; empty on ranks other than 0. Any thread may call this."""
+        """Return the state of each engine, without waiting. Any thread may call this. Empty on ranks other than 0."""
         return self._notifier.states()
 
     def close(self, timeout: timedelta | None = None) -> None:
         """Wait for running deliveries, then stop the publisher's thread. Idempotent.
 
         Args:
-            timeout: Longest wait. The publisher cancels deliveries that have not ended by then. Default: a little more
-                than twice ``engine_timeout``.
+            timeout: Longest wait, after which the publisher cancels the deliveries. Default: a little more than twice
+                ``engine_timeout``.
         """
         self._is_closed = True
         deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
@@ -303,7 +305,7 @@ class Publisher:
             self._notifier.begin_with(newest)
 
     def _end_publish(self, recording: Recording, notified: Future[PublishReport]) -> None:
-        """Complete the record of a publish. Until then, the callback that calls this keeps the publisher alive."""
+        """Complete the record of a publish. Called by a callback, which keeps the publisher alive until then."""
         error = notified.exception() if not notified.cancelled() else None
         if notified.cancelled() or error is not None:
             recording.end("abandoned", error=error or "")

@@ -1,7 +1,7 @@
 """Receives versions into an engine's own tensors, from allowed sources only.
 
-If a transfer fails, the tensors have the previous version or are marked as unusable. The receiver connects to exactly
-the IP address that it has checked.
+After a failed transfer, the tensors have the previous version, or are marked as unusable. The receiver connects to
+exactly the IP address that it has checked.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class ReceivedWeights:
 
     Args:
         weights: The engine's tensors by name, or a function that returns them.
-        allowed: The allowed sources.
-        paused: Returns a context manager in which no forward pass reads the tensors.
+        allowed: Decides from which addresses versions may be fetched.
+        paused: Returns a context manager. Inside the context, no forward pass reads the tensors.
         keys: Keys of the job; ``None`` without a job token.
         tls: Certificates for fetching versions.
         timeout: Longest duration of fetching a version.
 
     Attributes:
         version: The version of the tensors. ``None`` before the first version, while the tensors change, and after a
-            broken transfer.
-        num_bytes_fetched: Number of bytes that were fetched for the last version.
+            transfer that left the tensors unusable.
+        num_bytes_fetched: Number of bytes that were fetched for the last complete version.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class ReceivedWeights:
         Raises:
             SourceRefusedError: The receiver may not fetch from this address.
             DeadlineExceededError: The handle was cancelled, or the timeout expired.
-            WeightsDifferError: The version has other tensors than the engine; nothing was received.
+            WeightsDifferError: The version has other tensors than the engine, and nothing was received; or it has
+                different values for the names of a tied tensor, and the tensors are unusable.
             WeightsUnusableError: A weight of the engine is unusable; nothing was received.
             TransportError: The version did not arrive completely. If ``destination_touched`` is set, the tensors are
                 unusable.
@@ -174,9 +175,9 @@ class ReceivedWeights:
     def _deltas(
         self, source: PeerAddress, version: int, own: _Own, settings: FetchSettings
     ) -> tuple[list[tuple[torch.Tensor, TensorChanges]], int]:
-        """Fetch the changes from the current version to another; return them, and the number of bytes of their deltas.
+        """Fetch the deltas from the current version to another one. Return their changes and their size in bytes.
 
-        The result is empty if no delta is usable.
+        Without a usable delta, there are no changes, and the size is 0.
         """
         base = self.version
         if base is None:
@@ -223,7 +224,7 @@ def _own_weights(weights: Mapping[str, object]) -> _Own:
 
 
 def _refuse_unfilled(state: Mapping[str, torch.Tensor], own: _Own) -> None:
-    """Check that all tensors were received in place, and that the version has equal values for tied names."""
+    """Check that all tensors were received in place, and that all names of a tied tensor have the same value."""
     for names, tensor in own:
         if state[names[0]] is not tensor and tensor.numel():
             raise RestoreError("expected this tensor to be received in place, got another tensor", path=names[0])
@@ -248,7 +249,7 @@ def _refuse_others(incoming: Incoming, own: Set[str]) -> None:
             f"{each.path}: {each.own} in the engine, {each.received} published" for each in incoming.mismatches[:5]
         )
         raise WeightsDifferError(
-            f"expected the engine's weights; missing: {missing or 'none'}, unexpected: {unexpected or 'none'}, "
+            f"expected exactly the engine's weights; missing: {missing or 'none'}, unexpected: {unexpected or 'none'}, "
             f"differing: {differing or 'none'}; nothing was received"
         )
 
@@ -262,7 +263,7 @@ class AllowedSources:
 
     Args:
         sources: The allowed networks (``10.0.0.0/8``), addresses and host names; ``None`` for all.
-        loopback_only: Whether only addresses of the loopback are allowed, whatever ``sources`` says.
+        loopback_only: Whether only addresses of the loopback are allowed, even if ``sources`` has other entries.
 
     Raises:
         ConfigurationError: An entry is neither a network, nor an address, nor a host name.
@@ -295,7 +296,7 @@ class AllowedSources:
 
         Args:
             url: URL of the server.
-            is_given_up: Returns whether the caller does not need the result any more.
+            is_given_up: Returns whether the caller no longer needs the result.
 
         Raises:
             ConfigurationError: The URL is not that of a transport.

@@ -1,4 +1,4 @@
-"""The `WeightReceiver`: an HTTP server inside an inference engine, which fetches published weights when ordered to.
+"""The `WeightReceiver`: an HTTP server inside an inference engine, which fetches weights when a publisher orders it.
 
 The server accepts few connections, closes each connection after one request, and sends no error texts.
 """
@@ -78,13 +78,13 @@ _body_decoder: Final = msgspec.json.Decoder()
 class WeightReceiver:
     """Receives published versions into the tensors of an inference engine, and reports the current version.
 
-    If the publisher has a delta from the current version, the receiver first applies the delta to the tensors. It then
-    compares each chunk of the tensors with the digests of the new version, and fetches the chunks that differ. So a
-    delta that is lost, or was made for other weights, does no harm.
+    If the publisher has a delta from the current version, the receiver first applies the delta to the tensors. Then the
+    receiver compares each chunk of the tensors with the digests of the new version, and fetches the chunks that differ.
+    So a delta that is lost, or was made for other weights, does no harm.
 
     If a transfer fails before any byte has changed the tensors, the receiver keeps the previous version. If the
     transfer fails later, the receiver overwrites the weights with NaN patterns, and ``version`` is ``None`` until a
-    complete version has arrived. The publisher's policy does not count an engine in this state.
+    complete version has arrived. Until then, the publisher's policy does not count the engine.
 
     With a job token, the publisher and its transport must prove that they know the token. Without a token, the receiver
     listens on the loopback only, and fetches from the loopback only. The receiver writes errors to its own log, and
@@ -98,12 +98,14 @@ class WeightReceiver:
         host: Address to bind. Default: all addresses with a token, the loopback without a token.
         port: Port to bind; 0 for any free port.
         token: The job token. Default: the token of the environment, as for ``TransportSettings``.
-        reached_at: Further ``host:port`` of URLs by which publishers reach the receiver, such as a forwarded port. The
-            receiver already accepts its own addresses, and names that resolve to them on this host.
+        reached_at: Additional addresses (``host:port``) that publishers use in their URLs to reach the receiver, such
+            as a forwarded port. The receiver already accepts its own addresses, and names that resolve to them on this
+            host.
         sources: Networks (``10.0.0.0/8``), addresses and host names from which the receiver may fetch versions.
-            Default: any with a token. Without a token only the loopback is allowed, even if the list has other entries.
-        tls: Certificates for fetching versions, as in ``TransportSettings``. The publisher's messages to this receiver
-            do not use TLS.
+            Default: all with a token. Without a token, only the loopback is allowed, even if this list has other
+            entries.
+        tls: Certificates for fetching versions, as in ``TransportSettings``. The publisher sends its messages to the
+            receiver without TLS.
         timeout: Longest duration of fetching a version. While another order waits, the receiver also cancels a fetch
             that is slower than 1 MiB/s over 10 seconds.
 
@@ -150,12 +152,12 @@ class WeightReceiver:
 
     @property
     def version(self) -> int | None:
-        """The version of the engine's weights; ``None`` before the first version and after a broken transfer."""
+        """The version of the engine's weights; ``None`` if the weights are not a complete version."""
         return self._received.version
 
     @property
     def num_bytes_fetched(self) -> int:
-        """Number of bytes that the receiver fetched for the last version."""
+        """Number of bytes that the receiver fetched for the last complete version."""
         return self._received.num_bytes_fetched
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ class _OrderServer:
         listening: The listening socket. The server closes the socket when it stops.
         received: Receives versions into the engine's tensors.
         keys: Keys of the job; ``None`` without a job token.
-        reached_at: ``host:port`` of URLs by which publishers reach the receiver, besides the receiver's own addresses.
+        reached_at: Addresses (``host:port``) that publishers use, besides the receiver's own addresses.
         names: Host names that a request's ``Host`` header may contain; ``None`` for any.
     """
 
@@ -297,7 +299,7 @@ class _OrderServer:
         self._peer_log.note(logging.WARNING, remote, f"an order was refused: {REASONS[reason][1]}")
 
     async def _is_own(self, reached: str, request: web.Request) -> bool:
-        """Return whether ``reached``, the address to which a publisher sent a message, is this receiver's own."""
+        """Return whether an address that a publisher used for a message is this receiver's own."""
         if reached in self._reached_at:
             return True
         transport = request.transport

@@ -1,4 +1,4 @@
-"""Reports of how engines received a version, and the policy's verdict on a version."""
+"""Reports on the delivery of versions to engines, and the verdict of a publisher's policy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from ft_transport.telemetry.metrics import Reading
 Outcome: TypeAlias = Literal[
     "pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed", "removed"
 ]
-"""The outcome of a delivery. ``refused``: the engine answered with an error, or confirmed another version. ``late``:
-the deadline expired. ``superseded``: a newer version was published before the delivery began. ``failed``: the code of
-this package or of the engine raised an error, or the publisher was closed. ``removed``: the engine was removed from the
-publisher during the delivery; the policy ignores the engine."""
+"""The outcome of a delivery. ``pending``: it has not ended. ``confirmed``: the engine uses the version. ``refused``:
+the engine answered with an error, or confirmed another version. ``unreachable``: no connection succeeded before the
+deadline. ``late``: the engine did not answer before the deadline. ``superseded``: a newer version was published before
+the delivery began. ``failed``: the code of this package or of the engine raised an error, or the publisher was closed.
+``removed``: the engine was removed from the publisher during the delivery; the policy ignores the engine."""
 Policy: TypeAlias = Literal["all", "quorum", "best_effort"]
 Verdict: TypeAlias = Literal["open", "good", "bad"]
 POLICIES: Final = ("all", "quorum", "best_effort")
@@ -45,12 +46,12 @@ class EngineReport(Struct, frozen=True, kw_only=True):
     Attributes:
         url: URL of the engine.
         outcome: Outcome of the delivery.
-        is_counted: Whether the policy counts the engine. After a failure an engine does not count until it has
+        is_counted: Whether the policy counts the engine. After a failed delivery, an engine does not count until it has
             confirmed a version.
         seconds: Duration of the delivery in seconds, including the wait for the previous delivery.
-        num_attempts: Number of attempts. Only connection errors lead to another attempt.
+        num_attempts: Number of attempts. Another attempt follows only after a connection error.
         status: HTTP status with which the engine refused the version; ``None`` without a refusal.
-        body: Start of the body with which the engine refused the version, or a description of another error.
+        body: The beginning of the engine's answer if it refused the version; otherwise a description of the error.
         request: Method and URL of the request that the engine refused.
         version: The version that the engine certainly uses; ``None`` before its first confirmation, and from the start
             of an update of the engine's weights until its next confirmation.
@@ -82,8 +83,8 @@ class PublishReport(Struct, frozen=True, kw_only=True):
     Attributes:
         version: The version.
         engines: One report for each engine, in the order in which the engines were added to the publisher.
-        verdict: The policy's verdict: ``good``: enough engines use the version. ``bad``: so many have failed that this
-            is no longer possible. ``open``: not decided yet.
+        verdict: Whether the policy is met. ``good``: enough engines use the version. ``bad``: so many engines have
+            failed that the policy can no longer be met. ``open``: undecided.
         is_final: Whether every delivery has ended.
     """
 
@@ -93,11 +94,11 @@ class PublishReport(Struct, frozen=True, kw_only=True):
     is_final: bool
 
     def confirmed(self) -> tuple[str, ...]:
-        """URLs of the engines that use this version."""
+        """Return the URLs of the engines that have confirmed this version."""
         return tuple(each.url for each in self.engines if each.outcome == "confirmed")
 
     def failed(self) -> tuple[EngineReport, ...]:
-        """Reports of the engines whose delivery ended without success, except removed engines."""
+        """Return the reports on failed deliveries, except those to removed engines."""
         return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending", "removed"))
 
     def __str__(self) -> str:
@@ -111,10 +112,10 @@ class EngineState(Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: URL of the engine.
-        version: The version that the engine last confirmed or reported to serve; ``None`` if unknown.
+        version: The version that the engine certainly uses; ``None`` if the version is unknown.
         is_counted: Whether the policy will count the engine in the next publish.
         outcome: Outcome of the last delivery; ``pending`` before the first delivery and during a delivery.
-        error: Error of the last poll if that failed, otherwise of the last delivery; empty if both succeeded.
+        error: Error of the last poll, or of the last delivery if that poll succeeded; empty if both succeeded.
     """
 
     url: str
@@ -127,12 +128,12 @@ class EngineState(Struct, frozen=True, kw_only=True):
 def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     """Apply a policy to the reports of all engines.
 
-    Only the reports with ``is_counted`` matter; if there are none, all reports matter. The policy says how many of
-    these engines must confirm the version: ``all``, ``quorum`` (more than half) or ``best_effort`` (none).
+    Only reports with ``is_counted`` matter; if no report has it, all reports matter. The policy says how many of these
+    engines must confirm the version: ``all``, ``quorum`` (more than half) or ``best_effort`` (none).
 
     Returns:
-        ``good`` if enough engines have confirmed the version, ``bad`` if that is no longer possible, else ``open``.
-        With ``best_effort`` the verdict stays ``open`` until every delivery has ended.
+        ``good`` if enough engines have confirmed the version; ``bad`` if enough confirmations are no longer possible;
+        otherwise ``open``. With ``best_effort``, the verdict is ``open`` until every delivery has ended.
     """
     present = [each for each in engines if each.outcome != "removed"]
     counted = [each for each in present if each.is_counted] or present
@@ -154,7 +155,7 @@ class ReportStore:
 
     Args:
         group: The ranks of the publisher.
-        silence: A wait fails if rank 0 sends no heartbeat for this long.
+        silence: Longest time without a heartbeat of rank 0, after which a wait for a report fails.
     """
 
     def __init__(self, group: RankGroup, silence: timedelta) -> None:
@@ -165,7 +166,7 @@ class ReportStore:
         self._changed = SafeCondition()
 
     def post(self, report: PublishReport) -> None:
-        """Make a report available to all ranks, in place of an earlier one. The verdict must not be ``open``."""
+        """Send a report to all ranks, in place of an earlier one on this version. The verdict must not be ``open``."""
         with self._changed:
             self._here[report.version] = report
             old = list(self._here)[:-_NUM_REPORTS]
@@ -243,9 +244,9 @@ class PublishHandle:
             timeout: Longest wait. Default: a little more than twice the publisher's ``engine_timeout``.
 
         Raises:
-            PublishError: The policy cannot be met any more. The message has a line for each engine; the attribute
+            PublishError: The policy can no longer be met. The message has a line for each engine; the attribute
                 ``report`` is the `PublishReport`.
-            DeadlineExceededError: The policy was not decided in time.
+            DeadlineExceededError: The policy was still undecided when ``timeout`` had passed.
             RankGoneError: Rank 0, which notifies the engines, has exited.
         """
         report = self._reports.wait(self.version, self._seconds(timeout), is_final=False)
@@ -269,7 +270,7 @@ class PublishHandle:
 
 
 def _keys(version: int) -> tuple[str, str]:
-    """Return the store's keys for the first report with a verdict, and for the final report."""
+    """Return the keys for the report with which the policy was decided, and for the final report."""
     return f"report/{version}/decided", f"report/{version}/final"
 
 
@@ -295,7 +296,7 @@ class EngineLag:
         self._published: deque[tuple[int, float]] = deque(maxlen=1000)
 
     def published(self, version: int) -> None:
-        """Record that a version was published; its number is greater than every earlier one."""
+        """Record that a version was published. Its number is greater than those of all earlier versions."""
         with self._mutex:
             self._published.append((version, self._clock()))
 

@@ -1,7 +1,7 @@
-"""The versions that a publisher stores on disk: delivery to engines, and deletion.
+"""The versions that a publisher stores on disk: makes their `Delivery`, and deletes old ones.
 
-Pulling engines fetch a version from the publisher's transport. When the first pulling engine requests a version, the
-publisher stages the version in the transport, together with the delta from the version that the engines have.
+A `PullingEngine` fetches versions from the publisher's transport. Before the first of these engines fetches a version,
+the publisher makes the transport serve it, together with the delta from the version that the engines have.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StoredVersion:
 
     Attributes:
         number: The number of the version.
-        is_adapter: Whether the version is an adapter. An engine may read an adapter's files during a whole request:
-            after an adapter was replaced in place, vLLM up to 0.32 reloads it at each step, and any vLLM reloads an
+        is_adapter: Whether the version is an adapter. An engine may read the files of an adapter at any time during a
+            request: vLLM up to 0.32 reloads an adapter that was replaced in place at each step, and any vLLM reloads an
             adapter that it evicted from memory. Engines read the files of weights only once.
-        written_s: When the version was complete, in seconds since the epoch, by the clock of the file system.
+        written_s: Time at which the version was completed, in seconds since the epoch, by the clock of the file system.
     """
 
     number: int
@@ -52,12 +52,12 @@ class StoredVersion:
 
 
 def expired(versions: Sequence[StoredVersion], used: Set[int], *, keep_for_s: float) -> list[int]:
-    """Return the numbers of the versions that the publisher may delete; never one of the newest two.
+    """Return the numbers of the versions that the publisher may delete. It never deletes the newest two.
 
     Args:
         versions: All versions on disk, oldest first.
         used: Numbers of versions that engines use, or may be about to load.
-        keep_for_s: Seconds that an adapter is kept after the next version was written.
+        keep_for_s: How long an adapter is kept after the next version was written, in seconds.
     """
     numbers = []
     for version, following in pairwise(versions[: max(0, len(versions) - _NUM_KEPT + 1)]):
@@ -74,7 +74,7 @@ class StoredVersions:
     Args:
         directory: The directory of the versions.
         transport: Serves versions to pulling engines; ``None`` if there are no pulling engines.
-        keep_for_s: Seconds that an adapter is kept after the next version was written.
+        keep_for_s: How long an adapter is kept after the next version was written, in seconds.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StoredVersions:
             logger.warning("old versions could not be deleted: %s", error)
 
     def _serving(self, transport: HTTPTransport[Any], version: int, directory: Path) -> Callable[[], Awaitable[str]]:
-        """Return a function that stages a version unless the transport serves it, and returns the transport's URL."""
+        """Return a function that makes the transport serve a version if necessary, and returns the transport's URL."""
         staging: asyncio.Task[None] | None = None
 
         async def address() -> str:
@@ -143,7 +143,7 @@ class StoredVersions:
         self._newest_served = max(version, self._newest_served or 0)
 
     def _prepare(self, transport: HTTPTransport[Any], version: int, directory: Path) -> dict[str, torch.Tensor]:
-        """Load a version; give the transport a delta from the version that engines have, if that version is on disk."""
+        """Load a version. If the version that engines have is on disk, give the transport a delta from it."""
         weights = weights_in(directory)
         try:
             # Engines have the newest version that the transport served, which need not be the newest one on disk.
@@ -173,6 +173,6 @@ def _is_served(transport: HTTPTransport[Any], version: int) -> bool:
 
 
 def weights_in(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version, in memory mapped from the version's files."""
+    """Return the tensors of a version by name. Their memory is mapped from the version's files."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

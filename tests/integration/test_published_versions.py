@@ -74,7 +74,7 @@ class TestFormat:
             (weights(), {"names": {"body.wieght": "a"}}, r"no rank has body\.wieght"),
             (weights(), {"names": {"body.weight": "body.count"}}, r"the new name body\.count"),
             (weights(), {"names": lambda _: None}, "a new name for at least one of 4 tensors, got None for all"),
-            (adapter(), {"names": lambda name: name.replace("lora_", "")}, "to get the name of a LoRA matrix"),
+            (adapter(), {"names": lambda name: name.replace("lora_", "")}, "expected the name of a LoRA matrix"),
             (
                 {"weight": torch.ones(2).to(torch.float8_e4m3fn), "scale": torch.ones(1)},
                 {"dtype": torch.bfloat16},

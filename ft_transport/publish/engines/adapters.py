@@ -1,4 +1,4 @@
-"""Loading and unloading of adapters, in the same way for vLLM, SGLang and SkyRL's server.
+"""Loads and unloads adapters. The steps are the same for vLLM, SGLang and SkyRL's server.
 
 These servers list adapters at ``GET /v1/models``. The entry of an adapter has the adapter's name as ``id``, the
 directory from which it was loaded as ``root``, and the base model as ``parent``
@@ -34,8 +34,8 @@ def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
     """Return why an engine cannot apply an adapter; ``None`` if it can.
 
     Args:
-        engine: The engine. Its optional attribute ``adapter_features`` lists the features that the engine applies, and
-            ``adapter_gaps`` lists those of `MODULE_FEATURES` that the engine does not apply.
+        engine: The engine. Its optional attribute ``adapter_features`` lists the features that the engine applies. Its
+            optional attribute ``adapter_gaps`` lists the `MODULE_FEATURES` that the engine does not apply.
         features: The adapter's features beyond plain LoRA, as returned by `features_of`.
     """
     applied: frozenset[str] | None = getattr(engine, "adapter_features", frozenset())
@@ -48,13 +48,13 @@ def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
     asked = ", ".join(f"{name}={features[name]!r}" for name in unapplied)
     advice = _CHANGED_BASE if "init_lora_weights" in unapplied else "publish merged weights, or train without it"
     return (
-        f"expected an adapter that the engine {engine.url} applies; {type(engine).__name__} does not apply {asked}, so "
-        f"that it would serve other weights than the trainer has; {advice}"
+        f"expected an adapter that the engine {engine.url} applies; {type(engine).__name__} does not apply {asked} "
+        f"and would serve other weights than the trainer has; {advice}"
     )
 
 
 def check_applied(engine: Engine, delivery: Delivery) -> None:
-    """Check before each delivery that the engine can apply the adapter, because it may have been added after `publish`.
+    """Check that an engine can apply an adapter. `publish` did not check engines that were added later.
 
     Raises:
         EngineRefusedError: The engine does not apply a feature of the adapter; the message names the feature.
@@ -78,7 +78,7 @@ def adapter_name(template: str, version: int) -> str:
 
 
 def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
-    """Return those of ``names`` that ``template`` gives to versions before ``version``."""
+    """Return the names in ``names`` that ``template`` gives to earlier versions than ``version``."""
     before, has_number, after = template.partition("{version}")
     older = []
     for name in names:
@@ -89,7 +89,7 @@ def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
 
 
 async def adapters_served(connection: EngineConnection) -> dict[str, str]:
-    """Ask an engine which adapters it serves. Return the directory of each adapter, by name.
+    """Request the list of adapters that an engine serves. Return the directory of each adapter, by name.
 
     Raises:
         EngineRefusedError: The response is not a list of models.
@@ -107,12 +107,12 @@ async def adapters_served(connection: EngineConnection) -> dict[str, str]:
 
 
 async def adapter_served(connection: EngineConnection, template: str, newest: Delivery) -> int | None:
-    """Return the newest published version among the adapters that an engine serves; ``None`` if there is none.
+    """Return the newest published version that an engine serves as an adapter; ``None`` if it serves none.
 
     Args:
         connection: Connection to the engine.
         template: Name by which requests select the adapter; ``{version}`` in the name is replaced by the version.
-        newest: The newest version. An adapter counts as published only if it was loaded from the same parent directory.
+        newest: The newest version. Only adapters in the same parent directory count as published.
 
     Raises:
         EngineRefusedError: The response is not a list of models.
@@ -142,10 +142,10 @@ async def deliver_adapter(
         connection: Connection to the engine.
         delivery: The version to load.
         template: Name by which requests select the adapter; ``{version}`` in the name is replaced by the version.
-        load: Loads the adapter. Arguments: the adapter's name, and whether the engine already serves an adapter with
-            this name.
-        unload: Unloads the adapter with the given name. It is called in the background, after this function has
-            returned. ``None``: no adapter is unloaded.
+        load: Loads the adapter. Its arguments are the adapter's name, and whether the engine already serves an adapter
+            with this name.
+        unload: Unloads the adapter with the given name; called in the background, after this function has returned.
+            With ``None``, adapters stay loaded.
         unload_after: How long an adapter stays loaded after the next version was written.
 
     Raises:
@@ -175,9 +175,9 @@ async def deliver_adapter(
 
 
 def _replaced_before(older: Mapping[str, str], newest: Delivery, age: timedelta) -> list[str]:
-    """Return the names of adapters that were replaced at least ``age`` before the newest version was written.
+    """Return the names of the adapters whose next version was written at least ``age`` before the newest version.
 
-    Times are the modification times of the versions' directories.
+    A version was written at the modification time of its directory.
     """
     newest_s = newest.directory.stat().st_mtime
     oldest_first = sorted(older, key=lambda name: version_in(older[name]) or 0)

@@ -88,12 +88,13 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """State of an engine that remains if the engine is removed from a publisher and added again.
+    """The state of an engine that a publisher keeps if the engine is removed and added again.
 
     Attributes:
         mutex: Serialises deliveries and polls.
         polling: The running poll, which holds the mutex; a delivery cancels the poll.
-        unfinished: Running tasks that must end before the next attempt, such as a task that resumes the engine.
+        unfinished: Running tasks that must end before the next attempt to deliver, such as a task that resumes the
+            engine.
         is_left_paused: Whether a delivery left the engine paused, because the weights may be half replaced.
         is_in_doubt: Whether an update of the weights has begun since the engine last confirmed a version.
     """
@@ -116,12 +117,12 @@ class EngineConnection:
     Args:
         session: The HTTP session. It needs no timeouts, because every delivery and poll has a deadline.
         engine: The engine, which provides base URL and headers.
-        link: State of the engine that remains if the engine is removed and added again.
-        serving: The set of versions that the engine reports to serve; methods update the set.
+        link: The engine's `Link`.
+        serving: The set of versions that the engine reports to serve. Deliveries and polls update the set.
 
     Attributes:
         url: Base URL of the engine.
-        link: State of the engine that remains if the engine is removed and added again.
+        link: The engine's `Link`.
         serving: The set of versions that the engine reports to serve.
     """
 
@@ -151,8 +152,8 @@ class EngineConnection:
         Args:
             path: The route.
             body: JSON body of the request.
-            advice: Advice to the user if the engine does not have the route. In that case `resuming` does not
-                resume the engine, because it was not paused.
+            advice: Advice to the user if the engine does not have the route. In this case, the engine was not paused,
+                and `resuming` does not resume it.
             **params: Query parameters of the request.
         """
         try:
@@ -211,7 +212,7 @@ class EngineConnection:
     def replacing(self, *, stays_paused: bool) -> Iterator[None]:
         """Mark the engine's weights as being replaced during the context.
 
-        From the beginning of the context until the engine confirms a version, the engine's version is unknown.
+        The engine's version is unknown from the beginning of the context until the engine confirms a version.
 
         Args:
             stays_paused: Whether the engine must stay paused if the context fails. During an update vLLM's parameters
@@ -252,11 +253,14 @@ class EngineConnection:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, OSError) as error:
             if status is None or status < 300:
                 raise EngineUnreachableError(
-                    f"expected a connection for {request}: {type(error).__name__}: {error}", peer=self.url
+                    f"expected an answer to {request}, the connection failed: {type(error).__name__}: {error}",
+                    peer=self.url,
                 ) from error
         except (aiohttp.ClientError, LookupError, ValueError) as error:
             raise EngineRefusedError(
-                f"expected an HTTP answer to {request}: {type(error).__name__}: {error}", request=request, status=status
+                f"expected a valid HTTP answer to {request}, got {type(error).__name__}: {error}",
+                request=request,
+                status=status,
             ) from error
         answer = Answer(request, status, data.decode("utf-8", "replace"))
         if answer.status >= 300:
@@ -278,9 +282,9 @@ class Engine(Protocol):
     """The interface of an inference engine.
 
     The publisher refuses an adapter that the engine cannot apply. By default an engine applies plain LoRA
-    (``lora_alpha / r * B @ A`` on the unmodified base). An engine that applies more lists the features in an attribute
-    ``adapter_features``, a set with fields of PEFT's ``LoraConfig`` (such as ``use_dora``) and ``lora_embedding``. If
-    the attribute is ``None``, the engine applies every adapter.
+    (``lora_alpha / r * B @ A`` on the unmodified base). An engine that applies further features lists them in the set
+    ``adapter_features``, an attribute: fields of PEFT's ``LoraConfig`` (such as ``use_dora``), and ``lora_embedding``.
+    If the attribute is ``None``, the engine applies every adapter.
 
     Attributes:
         url: Base URL of the engine, which also names the engine in reports.
@@ -291,36 +295,36 @@ class Engine(Protocol):
     headers: Mapping[str, str]
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
-        """Makes the engine use a version. Must be idempotent, because the publisher may retry it.
+        """Makes the engine use a version. Must be idempotent, because the publisher may repeat the call.
 
         Returns:
             The version that the engine confirms to use.
 
         Raises:
-            EngineUnreachableError: The connection failed. The publisher calls this method again.
-            EngineRefusedError: The engine refuses the version. The publisher does not retry the delivery.
+            EngineUnreachableError: The connection failed. The publisher repeats the call.
+            EngineRefusedError: The engine refuses the version. The publisher does not repeat the call.
         """
         ...
 
 
 @runtime_checkable
 class PolledEngine(Engine, Protocol):
-    """An engine that can report its version, so that the publisher can notice a lost version and deliver it again."""
+    """An engine that can report its version. A publisher delivers a version again if the engine has lost it."""
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """Returns the version that the engine serves now, without changing it. Not called during a delivery.
+        """Returns the version that the engine serves now. Must not change the engine. Not called during a delivery.
 
         Args:
             connection: Connection to the engine.
-            newest: The newest version. Its kind tells whether to look for an adapter or for weights. The directories of
-                earlier versions have the same parent.
+            newest: The newest version. Its kind tells whether the engine serves an adapter or weights. The directories
+                of earlier versions are in the same parent directory.
 
         Returns:
             The version; ``None`` if the engine serves none of this publisher's versions.
 
         Raises:
             EngineUnreachableError: The connection failed. The publisher polls again later.
-            EngineRefusedError: The engine refuses to report its version. The publisher polls again later. A status of
+            EngineRefusedError: The engine refuses to report its version. The publisher polls again later. A status in
                 `NO_ROUTE` means that the engine runs, but cannot report a version.
         """
         ...

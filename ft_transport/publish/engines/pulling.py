@@ -1,13 +1,13 @@
 """The protocol between a publisher and an engine that fetches weights over HTTP, without a shared disk.
 
 ``GET /weights`` returns the version of the engine's ``WeightReceiver``. ``POST /weights/{version}`` orders the receiver
-to fetch a version from the publisher's transport. The receiver answers when it has fetched the version, or has failed.
+to fetch a version from the publisher's transport. The response comes when the fetch has succeeded or failed.
 
-With a job token there are four signed messages. The publisher asks for the receiver's version (question). The receiver
-answers with the version and a challenge (answer). The publisher's order repeats the challenge, which makes the order
-valid once (order). The receiver's response refers to the same challenge (outcome). Each signature covers the whole
-message and the address at which the publisher reaches the receiver, so a forwarded or replayed message proves nothing.
-The token itself is never sent. Without a token, the messages have no signatures and no challenge.
+With a job token there are four signed messages. The publisher requests the receiver's version (question). The receiver
+responds with the version and a challenge (answer). The publisher orders a fetch and repeats the challenge, so that the
+order is valid only once (order). The receiver's response refers to the same challenge (outcome). Each signature covers
+the whole message and the address that the publisher uses for the receiver, so a forwarded or replayed message proves
+nothing. The token itself is never sent. Without a token, the messages have no signatures and no challenge.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ REASONS: Final[Mapping[Reason, tuple[int, str]]] = {
     "engine_failed": (500, "the engine's own code or its device failed"),
     "closing": (503, "the receiver is being closed"),
 }
-"""The reasons for which a receiver refuses or fails an order: HTTP status and meaning.
+"""The reasons for which a receiver refuses an order or fails to carry it out: HTTP status and meaning.
 
-A receiver reports nothing else about an error. Otherwise a sender could use it to read from addresses that only the
-receiver can reach.
+A receiver reports nothing else about an error. Otherwise a client could use the receiver to read from addresses that
+only the receiver can reach.
 """
 CHALLENGE_S: Final = 30.0
 _MAX_USED: Final = 4096
@@ -80,8 +80,8 @@ class PullingEngine:
     Attributes:
         url: Base URL of the receiver.
         headers: HTTP headers of each request, such as those that a proxy requires.
-        token: The job token. Both sides prove that they know the token; it is never sent. Default: the token of the
-            environment, as for ``TransportSettings``.
+        token: The job token. Publisher and receiver prove to each other that they know the token, which is never sent.
+            Default: the token of the environment, as for ``TransportSettings``.
     """
 
     url: str
@@ -127,7 +127,7 @@ class PullingEngine:
         return version
 
     async def _status(self, connection: EngineConnection, question: Question) -> tuple[int | None, str]:
-        """Ask the receiver for its version, and for the challenge that the next order needs."""
+        """Request the receiver's version, and the challenge for the next order."""
         try:
             answer = await connection.get(ROUTE, **question.query(self._keys))
         except EngineRefusedError as error:
@@ -142,7 +142,7 @@ class PullingEngine:
         return status
 
     def _refusal(self, error: EngineRefusedError, order: Order | None) -> EngineRefusedError:
-        """Return an error that explains the receiver's reason; return ``error`` itself if it contains no reason."""
+        """Return an error that explains the receiver's reason. If ``error`` contains no reason, return it unchanged."""
         try:
             answer = json.loads(error.body)
         except (ValueError, RecursionError):
@@ -156,18 +156,18 @@ class PullingEngine:
 
 
 def _claimed(answer: object) -> Outcome | None:
-    """Parse an unsigned refusal, which a receiver sends to a publisher that has not proved that it knows the token."""
+    """Parse an unsigned refusal. A receiver sends it to a publisher that has not proved that it knows the token."""
     reason = _text(_fields(answer).get("reason"))
     return Outcome(version=None, reason=reason) if reason in REASONS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The first message: the publisher asks for the receiver's version.
+    """The first message: the publisher requests the receiver's version.
 
     Attributes:
         nonce: Random hexadecimal digits.
-        reached: ``host:port`` at which the publisher reaches the receiver.
+        reached: Address (``host:port``) that the publisher uses for the receiver.
     """
 
     nonce: str
@@ -175,11 +175,11 @@ class Question:
 
     @classmethod
     def of(cls, url: str) -> Question:
-        """Return a status query for the receiver at a URL, with a new nonce."""
+        """Return a question, with a new nonce, for the receiver at a URL."""
         return cls(nonce=secrets.token_hex(_NONCE_BYTES), reached=reached_by(url))
 
     def query(self, keys: Keys | None) -> dict[str, str]:
-        """Return the query parameters of the request; none if ``keys`` is ``None``, because there is no job token."""
+        """Return the query parameters of the request. Without a job token (``keys`` is ``None``), there are none."""
         if keys is None:
             return {}
         signature = keys.sign("weights question", *_bytes(self.nonce, self.reached))
@@ -224,7 +224,7 @@ class Order:
     Attributes:
         version: Number of the version.
         address: URL of the transport that serves the version.
-        reached: ``host:port`` at which the publisher reaches the receiver.
+        reached: Address (``host:port``) that the publisher uses for the receiver.
         challenge: The receiver's challenge; empty without a job token.
     """
 
@@ -234,7 +234,7 @@ class Order:
     challenge: str = ""
 
     def body(self, keys: Keys | None) -> dict[str, object]:
-        """Return the JSON body of the request. The version is not in the body, but in the path."""
+        """Return the JSON body of the request. It lacks the version, which is in the path of the URL."""
         if keys is None:
             return {"address": self.address}
         return {
@@ -246,7 +246,7 @@ class Order:
 
     @classmethod
     def read(cls, version: int, body: object) -> tuple[Order, str] | None:
-        """Parse the body of a request into the order and its signature; return ``None`` if it is malformed."""
+        """Parse the body of a request into an order and its signature. Return ``None`` if the body is malformed."""
         fields = _fields(body)
         texts = [_text(fields.get(name, "")) for name in ("address", "reached", "challenge", "signature")]
         if None in texts or not texts[0]:
@@ -272,7 +272,7 @@ class Order:
         return outcome
 
     def accepted(self, keys: Keys | None, answer: object) -> Outcome | None:
-        """Parse the body of the response to this order; return ``None`` if it is malformed or not signed with a key."""
+        """Parse the response to this order. Return ``None`` if the response is malformed or not signed with a key."""
         fields = _fields(answer)
         version, reason = fields.get("version"), fields.get("reason")
         if not _is_version(version) or not (reason is None or _text(reason) in REASONS):
@@ -301,10 +301,10 @@ class Outcome:
 
 
 class Challenges:
-    """Issues challenges, each of which is valid once, for `CHALLENGE_S` seconds. Not thread-safe.
+    """Issues challenges. Each challenge is valid once, within `CHALLENGE_S` seconds. Not thread-safe.
 
-    A MAC in each challenge shows that this object issued it. Only used challenges are stored, so clients that only ask
-    for challenges cost no memory.
+    A MAC in each challenge proves that this object has issued it. Only used challenges are stored, so clients that only
+    request challenges cost no memory.
 
     Args:
         clock: Returns monotonic seconds.
@@ -321,7 +321,7 @@ class Challenges:
         return f"{until_ms:x}-{nonce}-{self._mac(until_ms, nonce)}"
 
     def use(self, challenge: str) -> bool:
-        """Mark a challenge as used; return ``False`` if it is not from this object, has expired or was used before.
+        """Mark a challenge as used. Return ``False`` if it is not from this object, has expired or was used before.
 
         Call this only for orders with a valid signature, because used challenges take memory.
         """

@@ -37,12 +37,12 @@ class SGLangEngine:
     Attributes:
         url: Base URL of the server.
         lora_name: Name by which requests select the adapter. The name should contain ``{version}``, because SGLang
-            refuses to load an adapter under a name that is in use.
+            refuses to load an adapter under the name of a loaded adapter.
         pause: How the server treats running requests while weights are replaced (``mode`` of SGLang).
         headers: HTTP headers of each request.
-        unload_after: How long an adapter stays loaded after the next one was written. Choose a time longer than any
-            request runs: SGLang waits for requests that use an adapter before it unloads the adapter, and loads no
-            other adapter while it waits.
+        unload_after: How long an adapter stays loaded after the next version was written. Choose a time longer than the
+            longest request: before SGLang unloads an adapter, it waits for the requests that use the adapter, and
+            meanwhile loads no other adapter.
     """
 
     url: str
@@ -77,7 +77,7 @@ class SGLangEngine:
         return await deliver_adapter(connection, delivery, self.lora_name, load, unload, unload_after=self.unload_after)
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """Return the version of the adapter or the weights that the server has (`PolledEngine.served_version`)."""
+        """Return the version of the server's adapter or weights (`PolledEngine.served_version`)."""
         if newest.kind == "adapter":
             return await adapter_served(connection, self.lora_name, newest)
         return weight_version(await _get(connection, *_MODEL_INFO))
@@ -101,9 +101,9 @@ class SGLangEngine:
 
 
 async def _end_of_updates(connection: EngineConnection) -> None:
-    """Wait until the server has finished an earlier update, such as one of a trainer that has exited.
+    """Wait until the server has finished an earlier update, which a trainer that has exited may have started.
 
-    If a second update starts during the first, SGLang mistakes the result of the first for that of the second: it
+    If a second update starts during the first, SGLang takes the result of the first for that of the second. Then it
     confirms weights that it has not read yet, and exits at the second result
     (``_handle_update_weights_from_disk_req_output`` in managers/tokenizer_manager.py). The scheduler handles requests
     in order, so the response to the request sent here arrives after the update.
@@ -116,7 +116,7 @@ async def _end_of_updates(connection: EngineConnection) -> None:
 
 
 async def _get(connection: EngineConnection, path: str, older_path: str) -> Answer:
-    """Send a GET request to ``path``, and then to ``older_path`` if the server does not have that route."""
+    """Send a GET request to ``path``. If the server does not have this route, use ``older_path``."""
     try:
         return await connection.get(path)
     except EngineRefusedError as error:

@@ -41,12 +41,12 @@ class VLLMEngine:
 
     Attributes:
         url: Base URL of the server.
-        lora_name: Name by which requests select the adapter. If the name contains ``{version}``, each version has a
-            name of its own, and the previous version is unloaded. Otherwise vLLM replaces the adapter between two
-            forward passes, which requires a vLLM that supports ``load_inplace``.
+        lora_name: Name by which requests select the adapter. If the name contains ``{version}``, each version has its
+            own name, and the previous version is unloaded. Otherwise vLLM replaces the adapter between two forward
+            passes, which requires a vLLM that supports ``load_inplace``.
         pause: How the server treats running requests while weights are replaced (``mode`` of vLLM).
-        update_info: A function that returns the ``update_info`` for a custom weight-transfer backend of the server,
-            which reads the directory. Default: vLLM reloads the weights from the directory without such a backend.
+        update_info: For a server with a custom weight-transfer backend that reads the version's directory: a function
+            that returns the backend's ``update_info``. Default: vLLM itself reloads the weights from the directory.
         headers: HTTP headers of each request.
     """
 
@@ -80,7 +80,7 @@ class VLLMEngine:
         )
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
-        """Return the version of the adapter or the weights that the server has (`PolledEngine.served_version`)."""
+        """Return the version of the server's adapter or weights (`PolledEngine.served_version`)."""
         if newest.kind == "adapter":
             return await adapter_served(connection, self.lora_name, newest)
         version = weight_version(await connection.get("/weight_info"))
@@ -124,8 +124,8 @@ class VLLMEngine:
 
         A failed reload leaves weights of a partly read layer in vLLM, and the next reload treats them as its own
         (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). Usually the next
-        reload fails as well, and so do all later ones. If it succeeds, a layer may have weights of both versions. The
-        reload after a successful one gives correct weights.
+        reload fails as well, and so do all later ones. If the next reload succeeds, a layer may have weights of both
+        versions, and only one more reload gives correct weights.
 
         Args:
             connection: Connection to the engine.
@@ -159,8 +159,8 @@ class VLLMEngine:
     ) -> None:
         """Make the server's weight-transfer backend load the weights, in a session.
 
-        A failed session leaves weights of a partly read layer in vLLM, as a failed reload does, and the next session
-        fails. An empty session removes them, so a repeated update begins with an empty session.
+        A failed session leaves weights of a partly read layer in vLLM, as a failed reload does, and makes the next
+        session fail. An empty session removes these weights, so a repeated update begins with an empty session.
 
         Args:
             connection: Connection to the engine.
