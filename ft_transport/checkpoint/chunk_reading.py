@@ -1,8 +1,9 @@
 """Reads the bytes that each rank needs from the data files of a checkpoint. By default one rank reads each chunk.
 
-A chunk is `CHUNK_BYTES` bytes of one file. First, the ranks tell each other which chunks they need. Of the ranks that
-need a chunk, the one with the fewest chunks to read reads the chunk, verifies it, and sends it to the other ones. All
-ranks process the chunks in the same order, which prevents deadlocks.
+A chunk is `CHUNK_BYTES` bytes of one file. First, the ranks tell each other which chunks they need. Each chunk is
+assigned to one of the ranks that need it, such that these ranks read similar numbers of chunks. This rank reads the
+chunk, verifies it, and sends it to the other ranks that need it. All ranks process the chunks in the same order, which
+prevents deadlocks.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class RootClaim:
             os.close(descriptor)
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """Return whether this is the locked file. Forked children close it, so that the lock ends with this process."""
+        """Return whether a file is the lock file. Forked children close it, so that the lock ends with this process."""
         return self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), status)
 
     def _locked(self, deadline_s: float) -> int:

@@ -283,7 +283,7 @@ def _delete(path: Path) -> None:
 
 
 def wait_until_visible(path: Path, check: Callable[[], None]) -> None:
-    """Wait until a path that another host has created on a shared file system is visible on this host.
+    """Wait until this host sees a path that another host has created on a shared file system.
 
     Args:
         path: The path to wait for.

@@ -71,7 +71,7 @@ class LoRAAdapter:
         config: PEFT's ``LoraConfig`` as a dict. The fields ``r``, ``lora_alpha`` and ``target_modules`` are required.
 
     Raises:
-        ConfigurationError: A field is missing, or a tensor's rank is not the one in the configuration.
+        ConfigurationError: A field is missing, or a tensor has another rank than the configuration.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -102,13 +102,13 @@ class LoRAAdapter:
 
     @classmethod
     def of(cls, module: nn.Module, config: Mapping[str, Any] | PEFTConfig, name: str = "default") -> LoRAAdapter:
-        """Return the adapter of a model that PEFT has wrapped, or a library with the same parameter names.
+        """Return the adapter of a model that was wrapped by PEFT, or by a library that uses the same parameter names.
 
         The model may be wrapped by ``torch.compile``, activation checkpointing, FSDP or DistributedDataParallel.
 
         Args:
             module: A module with parameters such as ``layer.lora_A.default.weight``. Parameters outside the adapter
-                must not require gradients, because engines would serve their values in the base model.
+                must not require gradients, because engines would serve the base model's values of these parameters.
             config: PEFT's ``LoraConfig``, or its fields as a dict.
             name: Name of the adapter in PEFT's model.
 
