@@ -177,7 +177,7 @@ def _called(state: object) -> Mapping[str, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveMeans:
+class SaveResources:
     """The resources that all saves of a store use on one rank.
 
     Attributes:
@@ -213,7 +213,7 @@ class SaveJob:
     """One save: a `WriteJob` whose snapshot is mapped by this rank's writer process. For the store's thread only.
 
     Args:
-        means: The store's resources.
+        resources: The store's resources.
         step: The committed step.
         staged: The copied state of this rank. `run` releases it.
         overwrite: Whether the save may replace a checkpoint of this step.
@@ -222,10 +222,10 @@ class SaveJob:
         planned: A future that completes when the ranks have planned the save, or when the save has ended.
     """
 
-    def __init__(self, means: SaveMeans, step: int, staged: StagedState, *, overwrite: bool) -> None:
+    def __init__(self, resources: SaveResources, step: int, staged: StagedState, *, overwrite: bool) -> None:
         self.planned: Final[Future[None]] = SafeFuture()
-        self._means = means
-        self._timeout_s = means.settings.timeout.total_seconds()
+        self._resources = resources
+        self._timeout_s = resources.settings.timeout.total_seconds()
         self._step = step
         self._staged = staged
         self._overwrite = overwrite
@@ -249,8 +249,8 @@ class SaveJob:
         Raises:
             TransportError: The save failed; the same error on every rank.
         """
-        means, collective, step = self._means, self._means.collective, self._step
-        means.agreement.step = step
+        resources, collective, step = self._resources, self._resources.collective, self._step
+        resources.agreement.step = step
         try:
             with collective.attempt(step):
                 collective.stage(self)
@@ -261,10 +261,10 @@ class SaveJob:
                         self._note_plan()
                         collective.compare(self)
                         describe = self.write(directory, plan)
-                        collective.commit(step, describe, lambda: means.retire_old(step))
+                        collective.commit(step, describe, lambda: resources.retire_old(step))
                         return
                 except TransportError as error:
-                    if not means.agreement.may_try_again or attempt == _MAX_ATTEMPTS:
+                    if not resources.agreement.may_try_again or attempt == _MAX_ATTEMPTS:
                         raise
                     logger.warning("step %d: the save failed, attempt %d follows: %s", step, attempt + 1, error)
                 time.sleep(attempt * _PAUSE_S)
@@ -275,7 +275,7 @@ class SaveJob:
         """Let the writer process unmap the snapshot. Called after the future of the save has its result."""
         self._note_plan()
         with contextlib.suppress(WriterFailedError):
-            self._means.writer.call(messages.Drop(), timeout_s=self._timeout_s)
+            self._resources.writer.call(messages.Drop(), timeout_s=self._timeout_s)
 
     def settings(self) -> Mapping[str, object]:
         """Complete the copy of the state, and return the settings that must be equal on all ranks."""
@@ -283,12 +283,12 @@ class SaveJob:
         return {"step": self._step, "local_keys": self._staged.local_keys, "overwrite": self._overwrite}
 
     def admit(self, *, is_retry: bool) -> None:
-        """Refuse to replace a checkpoint of this step unless ``overwrite`` is set, or this save itself wrote it before.
+        """Refuse to replace a checkpoint, unless ``overwrite`` is set or an earlier attempt of this save wrote it.
 
         Raises:
             CheckpointExistsError: A checkpoint of this step exists, and the save may not replace it.
         """
-        directory = self._means.collective.directory
+        directory = self._resources.collective.directory
         directory.refuse_foreign(self._step)
         if not (self._overwrite or is_retry) and directory.find(self._step) is not None:
             raise CheckpointExistsError(
@@ -298,19 +298,19 @@ class SaveJob:
 
     def take(self) -> TakenSnapshot:
         """Pass the descriptors of the snapshot to the writer process, which maps the snapshot's memory."""
-        self._means.start_writer()
+        self._resources.start_writer()
         files = self._files = self._staged.files()
         taken = self._ask(
             messages.Take(
-                rank=self._means.agreement.rank,
+                rank=self._resources.agreement.rank,
                 starts=tuple(file.start for file in files),
                 num_bytes=tuple(file.num_bytes for file in files),
-                hash_name=self._means.trust.hash_name,
+                hash_name=self._resources.trust.hash_name,
             ),
             messages.Taken,
             [file.descriptor for file in files],
         )
-        return TakenSnapshot(taken.structure, taken.values, self._means.writer.number)
+        return TakenSnapshot(taken.structure, taken.values, self._resources.writer.number)
 
     def header(self) -> bytes:
         """Return the safetensors headers of all parts of the snapshot."""
@@ -319,7 +319,7 @@ class SaveJob:
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """Let the first rank's writer process divide the work among the ranks."""
         by_rank = tuple(decode_message(each, _header_decoder) for each in headers)
-        return self._ask(messages.Plan(by_rank, self._means.consolidate), messages.RankPlans).plans
+        return self._ask(messages.Plan(by_rank, self._resources.consolidate), messages.RankPlans).plans
 
     def digest(self, plan: RankPlan) -> bytes:
         """Return digests of the items that other ranks also have."""
@@ -339,7 +339,7 @@ class SaveJob:
         Returns:
             A function that writes the list of files. `CollectiveWrite.commit` calls it on the first rank.
         """
-        agreement, trust, path = self._means.agreement, self._means.trust, str(directory)
+        agreement, trust, path = self._resources.agreement, self._resources.trust, str(directory)
         if plan.files:
             agreement.on_first("create the consolidated files", lambda: self._ask(messages.Create(path), messages.Done))
         more_s = sum(file.num_bytes for file in self._staged.files()) / _LEAST_BYTES_PER_S
@@ -366,7 +366,7 @@ class SaveJob:
                 messages.Bytes,
             ).content
             # This process signs the list: the writer process never has the keys.
-            write_small(directory / MANIFEST_NAME, trust.seal(body), is_private=self._means.settings.private)
+            write_small(directory / MANIFEST_NAME, trust.seal(body), is_private=self._resources.settings.private)
 
         return describe
 
@@ -378,8 +378,8 @@ class SaveJob:
         self, request: WriterRequest, expected: type[A], descriptors: Sequence[int] = (), *, more_s: float = 0.0
     ) -> A:
         """Send a request to the writer process. The answer must arrive within the store's timeout plus ``more_s``."""
-        check, timeout_s = self._means.agreement.check_others, self._timeout_s + more_s
-        answer = self._means.writer.call(request, descriptors, timeout_s=timeout_s, check=check)
+        check, timeout_s = self._resources.agreement.check_others, self._timeout_s + more_s
+        answer = self._resources.writer.call(request, descriptors, timeout_s=timeout_s, check=check)
         assert isinstance(answer, expected), "each request has its own type of answer"
         return answer
 

@@ -21,7 +21,7 @@ import torch
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.manifest import Trust
-from ft_transport.checkpoint.save_job import MAX_TIMEOUTS, SaveJob, SaveMeans, StagedState
+from ft_transport.checkpoint.save_job import MAX_TIMEOUTS, SaveJob, SaveResources, StagedState
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.agreement import Agreement
@@ -153,7 +153,7 @@ class BackgroundSaver:
         self._inventory = inventory
         self._settings = settings
         agreement = Agreement(group, "background", settings.timeout)
-        self._means = SaveMeans(
+        self._resources = SaveResources(
             agreement=agreement,
             collective=CollectiveWrite(agreement, inventory.directory, all_write=True),
             writer=WriterProcess(is_private=settings.private),
@@ -175,7 +175,7 @@ class BackgroundSaver:
 
     def start(self, agreement: Agreement) -> None:
         """Start the writer processes and the thread, and connect the ranks, before the first step needs them."""
-        agreement.run_on_all_ranks("start the writer", self._means.start_writer)
+        agreement.run_on_all_ranks("start the writer", self._resources.start_writer)
         self._exchange_pulses()
         self._thread.start()
 
@@ -194,7 +194,7 @@ class BackgroundSaver:
             CheckpointError: The state can never be saved; ``path`` names the value.
         """
         self._thread.start()
-        job, handle = SaveJob(self._means, step, staged, overwrite=overwrite), SaveHandle(step)
+        job, handle = SaveJob(self._resources, step, staged, overwrite=overwrite), SaveHandle(step)
         # The job is queued first. If `_current` were set first, an interrupt in between would let `wait` hang.
         self._jobs.put((job, handle))
         self._current = handle
@@ -262,8 +262,8 @@ class BackgroundSaver:
         """Finish the running save, end the thread and the writer process, and close the connections. Idempotent."""
         self._jobs.put(None)
         self._thread.join()
-        self._means.agreement.close()
-        self._means.writer.close()
+        self._resources.agreement.close()
+        self._resources.writer.close()
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             with suppress(TransportError):
@@ -282,7 +282,7 @@ class BackgroundSaver:
                 )
 
     def _pulse(self) -> torch.Tensor:
-        writer, before = self._means.writer, self._seen_writer
+        writer, before = self._resources.writer, self._seen_writer
         number = self._seen_writer = writer.number
         pulse = _Pulse(
             # Also true if the writer process died and was replaced since the last pulse.
@@ -349,12 +349,12 @@ class BackgroundSaver:
             handle.future.set_result(None)
             job.end()
             timeout_s = MAX_TIMEOUTS * self._settings.timeout.total_seconds()
-            self._means.agreement.showing_life(self._inventory.delete_retired, timeout_s)
+            self._resources.agreement.showing_life(self._inventory.delete_retired, timeout_s)
 
     def _replace_writer(self) -> None:
-        if self._means.writer.number:
+        if self._resources.writer.number:
             try:
-                self._means.start_writer()
+                self._resources.start_writer()
             except WriterFailedError as error:
                 logger.warning("the writer process could not be replaced yet: %s", error)
 

@@ -70,7 +70,7 @@ _digests_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
 
 @dataclass(slots=True, kw_only=True)
-class ExportMeans:
+class ExportResources:
     """The resources that all exports of a publisher use on one rank.
 
     Attributes:
@@ -114,14 +114,14 @@ class ExportJob:
     """One export of a version. All work, including that of the `WriteJob` methods, runs on the training thread.
 
     Attributes:
-        means: Resources of the publisher.
+        resources: Resources of the publisher.
         version: Number of the version.
         weights: This rank's weights, or a function that returns them.
         files: Other files of the version, by name; read only on the first rank.
         is_missing_ok: Whether the weights may lack tensor names of the previous version.
     """
 
-    means: ExportMeans
+    resources: ExportResources
     version: int
     weights: Weights | Callable[[], Weights]
     files: Files | None
@@ -138,9 +138,10 @@ class ExportJob:
         Raises:
             TransportError: A rank failed. All ranks raise the same error.
         """
-        means, agreement, collective, version = self.means, self.means.agreement, self.means.collective, self.version
+        resources, version = self.resources, self.version
+        agreement, collective = resources.agreement, resources.collective
         # Frees the copy of the previous export, if an exception in a signal handler prevented that.
-        means.release()
+        resources.release()
         agreement.about = f" of version {version}"
         try:
             with collective.attempt(version):
@@ -151,19 +152,19 @@ class ExportJob:
                 return collective.commit(version, lambda: _protect(directory))
         finally:
             agreement.about = ""
-            means.release()
+            resources.release()
 
     def settings(self) -> Mapping[str, object]:
         """Copy the tensors, and return the settings that must be equal on all ranks (`WriteJob.settings`)."""
-        means = self.means
-        self._content = own = content_of(self.weights, means.weight_format)
-        if means.agreement.is_first and self.files is not None:
+        resources = self.resources
+        self._content = own = content_of(self.weights, resources.weight_format)
+        if resources.agreement.is_first and self.files is not None:
             self._files = read_files(self.files)
-        taking = Taking(step=self.version, state={_ROOT: own.tensors}, float_dtype=means.weight_format.dtype)
-        means.snapshot = means.stager.begin(taking).finish()
-        self._header = means.snapshot.header
-        assert isinstance(means.snapshot.memory, MemoryFile), "a stager without sharing makes copies"
-        self._memory = means.snapshot.memory
+        taking = Taking(step=self.version, state={_ROOT: own.tensors}, float_dtype=resources.weight_format.dtype)
+        resources.snapshot = resources.stager.begin(taking).finish()
+        self._header = resources.snapshot.header
+        assert isinstance(resources.snapshot.memory, MemoryFile), "a stager without sharing makes copies"
+        self._memory = resources.snapshot.memory
         files = {name: digest(data) for name, data in sorted(own.files.items())}
         return {"version": self.version, "kind": own.kind, "files": files, "missing_ok": self.is_missing_ok}
 
@@ -175,9 +176,9 @@ class ExportJob:
             PublishError: An engine does not apply a feature of the adapter.
         """
         del is_retry
-        own, directory = self._content, self.means.directory
+        own, directory = self._content, self.resources.directory
         if own.kind == "adapter":
-            self.means.check_features(features_of(json.loads(own.files[CONFIG_NAME]), own.tensors))
+            self.resources.check_features(features_of(json.loads(own.files[CONFIG_NAME]), own.tensors))
         versions = directory.numbers()
         if versions and self.version <= versions[-1]:
             raise StaleVersionError(
@@ -198,14 +199,14 @@ class ExportJob:
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """Plan, on the first rank, which rank sends which bytes to which file (`WriteJob.plan`)."""
-        kind, weight_format = self._content.kind, self.means.weight_format
+        kind, weight_format = self._content.kind, self.resources.weight_format
         decoded = [decode_message(header, _header_decoder) for header in headers]
         if weight_format.names is not None:
             check_engine_names([renamed for _, renamed in decoded], weight_format.names)
         described = [_described_by_name(header) for header, _ in decoded]
         max_file_bytes = weight_format.max_shard_bytes if kind == "weights" else _ADAPTER_FILE_BYTES
         plan = make_plan(described, _ROOT, max_file_bytes=max_file_bytes, single_name=_SINGLE_NAMES[kind])
-        self.means.plan = plan
+        self.resources.plan = plan
         if kind == "weights" and not self.is_missing_ok:
             self._check_complete({name for each in described for item in each.items for name in item.names})
         return plan.rank_plans
@@ -217,23 +218,23 @@ class ExportJob:
     def compare(self, digests: Sequence[bytes]) -> None:
         """Check, on the first rank, that an item is equal on all ranks that have it (`WriteJob.compare`)."""
         by_rank = [decode_message(each, _digests_decoder) for each in digests]
-        find_diverged(self.means.plan, by_rank)
+        find_diverged(self.resources.plan, by_rank)
 
     def _write_files(self, directory: Path, plan: RankPlan) -> None:
         """Send all data to the first rank, which writes the files, so that the ranks need no shared disk."""
 
         def write() -> None:
-            if self.means.agreement.is_first:
+            if self.resources.agreement.is_first:
                 self._write_all(directory, plan)
             else:
                 self._send(plan)
 
-        self.means.agreement.run("write", self.means.agreement.exchange.ending_on_failure(write))
+        self.resources.agreement.run("write", self.resources.agreement.exchange.ending_on_failure(write))
 
     def _check_complete(self, names: Set[str]) -> None:
         """Refuse weights that lack tensor names of the previous version, because engines load incomplete weights."""
-        for number in reversed(self.means.directory.numbers()):
-            before = self.means.directory.find(number)
+        for number in reversed(self.resources.directory.numbers()):
+            before = self.resources.directory.find(number)
             if before is None or (before / CONFIG_NAME).exists():
                 continue
             missing = sorted(_names_in(before) - {name.removeprefix(f"{_ROOT}.") for name in names})
@@ -251,15 +252,15 @@ class ExportJob:
 
     def _send(self, plan: RankPlan) -> None:
         for batch in _batches(self._described.items, plan):
-            self.means.agreement.exchange.send(
+            self.resources.agreement.exchange.send(
                 b"".join(self._bytes_of(self._described.items[at]) for at, _, _ in batch), 0
             )
-            self.means.agreement.check_others()
+            self.resources.agreement.check_others()
 
     def _write_all(self, directory: Path, plan: RankPlan) -> None:
-        consolidation = self.means.plan.consolidation
+        consolidation = self.resources.plan.consolidation
         assert consolidation is not None, "make_plan was called with a root"
-        create_consolidated(directory, consolidation, is_private=self.means.is_private)
+        create_consolidated(directory, consolidation, is_private=self.resources.is_private)
         with ExitStack() as stack:
             descriptors = []
             for file in consolidation.files:
@@ -268,28 +269,28 @@ class ExportJob:
             for at, file_number, start in plan.targets:
                 item = self._described.items[at]
                 write_box(descriptors[file_number], self._bytes_of(item), item, start)
-            for rank in range(1, self.means.agreement.size):
+            for rank in range(1, self.resources.agreement.size):
                 self._receive(rank, descriptors)
             for descriptor in descriptors:
                 os.fsync(descriptor)
         self._write_other_files(directory, consolidation)
 
     def _receive(self, rank: int, descriptors: Sequence[int]) -> None:
-        items = self.means.plan.described[rank].items
-        for batch in _batches(items, self.means.plan.rank_plans[rank]):
+        items = self.resources.plan.described[rank].items
+        for batch in _batches(items, self.resources.plan.rank_plans[rank]):
             num_bytes = sum(items[at].num_bytes for at, _, _ in batch)
-            data = memoryview(self.means.agreement.exchange.receive(num_bytes, rank))
+            data = memoryview(self.resources.agreement.exchange.receive(num_bytes, rank))
             for at, file_number, start in batch:
                 item = items[at]
                 write_box(descriptors[file_number], data[: item.num_bytes], item, start)
                 data = data[item.num_bytes :]
-            self.means.agreement.check_others()
+            self.resources.agreement.check_others()
 
     def _write_other_files(self, directory: Path, consolidation: Consolidation) -> None:
         if len(consolidation.files) > 1:
-            write_small(directory / INDEX_NAME, consolidation.index, is_private=self.means.is_private)
+            write_small(directory / INDEX_NAME, consolidation.index, is_private=self.resources.is_private)
         for name, data in {**self._files, **self._content.files}.items():
-            write_small(directory / name, data, is_private=self.means.is_private)
+            write_small(directory / name, data, is_private=self.resources.is_private)
 
 
 def _protect(directory: Path) -> None:

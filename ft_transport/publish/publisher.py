@@ -23,7 +23,7 @@ from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import ConfigurationError, PublishError
 from ft_transport.publish.content import Files, WeightFormat, Weights
 from ft_transport.publish.engines.engine import Engine
-from ft_transport.publish.export import ExportJob, ExportMeans
+from ft_transport.publish.export import ExportJob, ExportResources
 from ft_transport.publish.notifier import EngineNotifier
 from ft_transport.publish.report import (
     POLICIES,
@@ -136,7 +136,7 @@ class Publisher:
             versions=self._versions,
         )
         chosen = weight_format if weight_format is not None else WeightFormat()
-        self._means = ExportMeans(
+        self._resources = ExportResources(
             agreement=self._agreement,
             directory=self._directory,
             weight_format=chosen,
@@ -210,7 +210,7 @@ class Publisher:
         recording = self.recorder.begin("publish", phase="export")
         recording.describe(step=version)
         try:
-            directory = ExportJob(self._means, version, weights, files, missing_ok).run()
+            directory = ExportJob(self._resources, version, weights, files, missing_ok).run()
             if self._agreement.is_first:
                 recording.phase("deliver")
                 notifying = self._notifier.notify(self._versions.delivery(version, directory))
@@ -283,7 +283,7 @@ class Publisher:
         self._notifier.wait(deadline_s)
         self._notifier.close()
         self._agreement.close()
-        self._means.stager.close()
+        self._resources.stager.close()
         self._claim.release()
 
     def _close_at_exit(self) -> None:

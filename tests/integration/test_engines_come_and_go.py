@@ -319,7 +319,7 @@ class TestOwnEngines:
         engine = OwnPolled()
         publisher = Publisher([engine], tmp_path, poll_interval=OFTEN)
         publisher.publish(1, adapter(1)).result(SOON)
-        notifier, exporter, claim = publisher._notifier, publisher._means, publisher._claim
+        notifier, exporter, claim = publisher._notifier, publisher._resources, publisher._claim
         assert notifier is not None
         assert exporter is not None
         del publisher

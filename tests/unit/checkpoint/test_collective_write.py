@@ -16,7 +16,7 @@ from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnaps
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.checkpoint.plan import RankPlan
-from ft_transport.checkpoint.save_job import SaveJob, SaveMeans, StagedState
+from ft_transport.checkpoint.save_job import SaveJob, SaveResources, StagedState
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.agreement import Agreement
@@ -38,7 +38,7 @@ class Saves:
         self.retries: list[bool] = []
         self.agreement = Agreement(RankGroup.of(None), "test", _TIMEOUT)
         directory = NumberedDirectory(root, "step", None)
-        self._means = SaveMeans(
+        self._resources = SaveResources(
             agreement=self.agreement,
             collective=CollectiveWrite(self.agreement, directory, all_write=True),
             writer=WriterProcess(),
@@ -49,7 +49,7 @@ class Saves:
         )
 
     def save(self, step: int, content: str) -> None:
-        RecordingJob(self, content, self._means, step, StagedState(), overwrite=False).run()
+        RecordingJob(self, content, self._resources, step, StagedState(), overwrite=False).run()
 
     def note(self, name: str) -> None:
         self.calls.append(name)
