@@ -214,7 +214,7 @@ class _Reading:
         self._by_rank = wanted[np.newaxis] if alone else _gather_flags(wanted, self._exchange)
         self._rank = 0 if alone else agreement.rank
         self._readers = _choose_readers(self._by_rank)
-        self._here: dict[int, memoryview] = {}
+        self._data: dict[int, memoryview] = {}
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.failure: Exception | None = None
 
@@ -279,13 +279,13 @@ class _Reading:
             raise damaged(
                 self._files.files[file].name, f"rank {self._readers[chunk]} could not read a chunk of this file"
             )
-        self._here[chunk] = view[:-1]
+        self._data[chunk] = view[:-1]
         while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())
         # The needs are in order of the file, so no later need uses an earlier chunk.
         first = self._files.chunks_of(self._needs[0])[0] if self._needs else self._files.num_chunks
-        for done in [each for each in self._here if each < first]:
-            del self._here[done]
+        for done in [each for each in self._data if each < first]:
+            del self._data[done]
 
     def _put(self, need: Need) -> None:
         piece = need.piece
@@ -307,7 +307,7 @@ class _Reading:
     def _pieces(self, need: Need) -> Iterator[memoryview]:
         for chunk in self._files.chunks_of(need):
             _, start, end = self._files.place_of(chunk)
-            yield self._here[chunk][max(need.piece.start, start) - start : min(need.piece.end, end) - start]
+            yield self._data[chunk][max(need.piece.start, start) - start : min(need.piece.end, end) - start]
 
 
 def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: GlooExchange) -> npt.NDArray[np.bool_]:

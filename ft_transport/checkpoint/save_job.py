@@ -65,7 +65,7 @@ class StagedState:
     Attributes:
         local_keys: Top-level keys of the rank-local part.
         parts: The copy of each part. If the shared part is leased, its entry is a function that returns the lease.
-        failure: The error that prevented the copy. `files` raises it, so that this rank reports it to the other ranks.
+        failure: The error that prevented the copy. `snapshots` raises it, so that all ranks learn of it.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class StagedState:
         if isinstance(error, CheckpointError) or (isinstance(error, SnapshotError) and error.path is not None):
             raise error
 
-    def files(self) -> list[SnapshotLease]:
+    def snapshots(self) -> list[SnapshotLease]:
         """Return the snapshot of each part, which is valid until `release`. The first call completes the copies.
 
         Raises:
@@ -132,13 +132,13 @@ class StateStager:
         self._shared.prefault(self._split(state)[0])
 
     def stage(self, step: int, state: State | None, local: State | None, lease: Lease | None = None) -> StagedState:
-        """Copy a state. If the copy fails, `StagedState.check` and `StagedState.files` raise the error.
+        """Copy a state. If the copy fails, `StagedState.check` and `StagedState.snapshots` raise the error.
 
         Args:
             step: The committed step.
             state: The state; ``None`` if ``lease`` is given.
             local: Further rank-local values, by top-level key.
-            lease: Returns a snapshot of the shared part, which is then not copied. `StagedState.files` calls it.
+            lease: Returns a snapshot of the shared part, which is then not copied. `StagedState.snapshots` calls it.
         """
         staged = StagedState()
         try:
@@ -229,7 +229,7 @@ class SaveJob:
         self._step = step
         self._staged = staged
         self._overwrite = overwrite
-        self._files: Sequence[SnapshotLease] = ()
+        self._snapshots: Sequence[SnapshotLease] = ()
 
     def run(self) -> None:
         """Save the state: stage, agree, compare, write and commit.
@@ -279,7 +279,7 @@ class SaveJob:
 
     def settings(self) -> Mapping[str, object]:
         """Complete the copy of the state, and return the settings that must be equal on all ranks."""
-        self._staged.files()
+        self._staged.snapshots()
         return {"step": self._step, "local_keys": self._staged.local_keys, "overwrite": self._overwrite}
 
     def admit(self, *, is_retry: bool) -> None:
@@ -299,22 +299,22 @@ class SaveJob:
     def take(self) -> TakenSnapshot:
         """Pass the descriptors of the snapshot to the writer process, which maps the snapshot's memory."""
         self._resources.start_writer()
-        files = self._files = self._staged.files()
+        snapshots = self._snapshots = self._staged.snapshots()
         taken = self._ask(
             messages.Take(
                 rank=self._resources.agreement.rank,
-                starts=tuple(file.start for file in files),
-                num_bytes=tuple(file.num_bytes for file in files),
+                starts=tuple(snapshot.start for snapshot in snapshots),
+                num_bytes=tuple(snapshot.num_bytes for snapshot in snapshots),
                 hash_name=self._resources.trust.hash_name,
             ),
             messages.Taken,
-            [file.descriptor for file in files],
+            [snapshot.descriptor for snapshot in snapshots],
         )
         return TakenSnapshot(taken.structure, taken.values, self._resources.writer.number)
 
     def header(self) -> bytes:
         """Return the safetensors headers of all parts of the snapshot."""
-        return msgspec.msgpack.encode([_header_of(file) for file in self._files])
+        return msgspec.msgpack.encode([_header_of(snapshot) for snapshot in self._snapshots])
 
     def plan(self, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """Let the first rank's writer process divide the work among the ranks."""
@@ -342,7 +342,7 @@ class SaveJob:
         agreement, trust, path = self._resources.agreement, self._resources.trust, str(directory)
         if plan.files:
             agreement.on_first("create the consolidated files", lambda: self._ask(messages.Create(path), messages.Done))
-        more_s = sum(file.num_bytes for file in self._staged.files()) / _LEAST_BYTES_PER_S
+        more_s = sum(snapshot.num_bytes for snapshot in self._staged.snapshots()) / _LEAST_BYTES_PER_S
         written = agreement.run("write", lambda: self._ask(messages.Write(path, plan), messages.Written, more_s=more_s))
         consolidated: list[bytes] = []
         if plan.files:
@@ -384,9 +384,9 @@ class SaveJob:
         return answer
 
 
-def _header_of(file: SnapshotLease) -> bytes:
-    num_bytes = int.from_bytes(os.pread(file.descriptor, 8, file.start), "little")
-    return os.pread(file.descriptor, num_bytes, file.start + 8)
+def _header_of(snapshot: SnapshotLease) -> bytes:
+    num_bytes = int.from_bytes(os.pread(snapshot.descriptor, 8, snapshot.start), "little")
+    return os.pread(snapshot.descriptor, num_bytes, snapshot.start + 8)
 
 
 def _finished(pending: PendingSnapshot) -> SnapshotLease:

@@ -162,16 +162,16 @@ class ReportStore:
         self._is_first = group.rank == 0
         self._messages = group.messages("publish/reports", silence)
         self._silence = silence
-        self._here: dict[int, PublishReport] = {}
+        self._posted: dict[int, PublishReport] = {}
         self._changed = SafeCondition()
 
     def post(self, report: PublishReport) -> None:
         """Send a report to all ranks, in place of an earlier one on this version. The verdict must not be ``open``."""
         with self._changed:
-            self._here[report.version] = report
-            old = list(self._here)[:-_NUM_REPORTS]
+            self._posted[report.version] = report
+            old = list(self._posted)[:-_NUM_REPORTS]
             for version in old:
-                del self._here[version]
+                del self._posted[version]
             self._changed.notify_all()
         if self._messages is not None:
             for key in _keys(report.version)[: 1 + report.is_final]:
@@ -199,10 +199,10 @@ class ReportStore:
         if self._messages is None or self._is_first:
             with self._changed:
                 if not self._changed.wait_for(
-                    lambda: version in self._here and self._here[version].is_final >= is_final, timeout=timeout_s
+                    lambda: version in self._posted and self._posted[version].is_final >= is_final, timeout=timeout_s
                 ):
-                    raise _late(version, timeout_s, self._here.get(version))
-                return self._here[version]
+                    raise _late(version, timeout_s, self._posted.get(version))
+                return self._posted[version]
         messages, key = self._messages, _keys(version)[is_final]
         deadline_s = time.monotonic() + timeout_s
         (found,) = messages.wait({0: key}, deadline_s=deadline_s, backoff=Backoff(_LONGEST_PAUSE_S))
