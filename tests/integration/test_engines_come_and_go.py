@@ -305,7 +305,7 @@ class TestOwnEngines:
         with Publisher([engine := OwnPolled()], tmp_path, poll_interval=OFTEN) as publisher:
             publisher.publish(1, adapter(1)).result(SOON)
             engine.version = "1"  # type: ignore[assignment]
-            until(lambda: "number or None, got str" in state_of(publisher, engine.url).error)
+            until(lambda: "or None from served_version, got str" in state_of(publisher, engine.url).error)
             assert engine.delivered == [1]
 
     def test_one_that_has_a_newer_version_from_elsewhere_keeps_it(self, tmp_path: Path) -> None:
