@@ -60,7 +60,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The data files of a checkpoint. The index of a chunk counts the chunks of all files in order.
+    """The data files of a checkpoint. The index of a chunk continues from one file to the next.
 
     Attributes:
         directory: The directory of the files.

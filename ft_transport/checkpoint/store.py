@@ -164,21 +164,23 @@ class CheckpointStore:
             SaveInProgressError: An earlier save is still running, and ``StoreSettings.busy`` is ``error``.
             TransportError: Too many saves in a row have failed; or, with ``wait``, this save failed.
         """
-        return self._save(step, lambda: self._stager.stage(step, state, local), wait=wait, overwrite=overwrite)
+        handle = self._save(step, lambda: self._stager.stage(step, state, local), overwrite=overwrite)
+        if wait:
+            handle.result()
+        return handle
 
     def save_leased(
-        self, step: int, lease: Lease, *, local: State | None = None, wait: bool = False, overwrite: bool = False
+        self, step: int, lease: Lease, *, local: State | None = None, overwrite: bool = False
     ) -> SaveHandle:
-        """Write a snapshot that a transport serves, without copying it. Raises the errors of `save`.
+        """Write a snapshot that a transport serves, without copying it. Raises the errors of `save` without ``wait``.
 
         Args:
             step: The committed step.
             lease: Returns the snapshot, and may wait for it. The store's own thread calls it once.
             local: Rank-local values, by top-level key, which are copied at once.
-            wait: Whether to return only when the checkpoint is complete.
             overwrite: Whether the save may replace a checkpoint of this step.
         """
-        return self._save(step, lambda: self._stager.stage(step, None, local, lease), wait=wait, overwrite=overwrite)
+        return self._save(step, lambda: self._stager.stage(step, None, local, lease), overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
         """Run ``action`` on every rank. If the action fails on one rank, all ranks raise an error.
@@ -353,7 +355,7 @@ class CheckpointStore:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _save(self, step: int, stage: Callable[[], StagedState], *, wait: bool, overwrite: bool) -> SaveHandle:
+    def _save(self, step: int, stage: Callable[[], StagedState], *, overwrite: bool) -> SaveHandle:
         step = checked_directory_number("step", step)
         self._check_saving(step)
         if not self._background.admits(step):
@@ -389,8 +391,6 @@ class CheckpointStore:
             recording.end("ok" if error is None else "failed", error=error or "")
 
         handle.future.add_done_callback(end)
-        if wait:
-            handle.result()
         return handle
 
     def _load(self, step: CheckpointSelector, destination: Destination, recording: Recording) -> LoadedCheckpoint[Any]:

@@ -227,15 +227,13 @@ class WriterProcess:
     Any thread may call `is_alive`. Only one thread at a time may call the other methods.
 
     Args:
-        command: The command of the process. `start` appends the number of the socket's descriptor as last argument.
         is_private: Whether only the owner may read the written files. Otherwise the umask decides.
 
     Attributes:
         number: Number of processes started so far, which identifies the running one.
     """
 
-    def __init__(self, command: Sequence[str] = _COMMAND, *, is_private: bool = False) -> None:
-        self._command = tuple(command)
+    def __init__(self, *, is_private: bool = False) -> None:
         self._umask = PRIVATE_UMASK if is_private else -1
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -269,7 +267,7 @@ class WriterProcess:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [*self._command, str(theirs.fileno())],
+                    [*_COMMAND, str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=child_environment(),
@@ -278,7 +276,7 @@ class WriterProcess:
                 )
         except OSError as error:
             self.close()
-            raise WriterFailedError(f"expected the writer process {self._command} to start: {error}") from error
+            raise WriterFailedError(f"expected the writer process {_COMMAND} to start: {error}") from error
         self.number += 1
         self._answer(time.monotonic() + timeout_s, "to be ready", lambda: None)
 

@@ -125,7 +125,7 @@ class VLLMEngine:
         A failed reload leaves weights of a partly read layer in vLLM, and the next reload treats them as its own
         (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). Usually the next
         reload fails as well, and so do all later ones. If the next reload succeeds, a layer may have weights of both
-        versions, and only one more reload gives correct weights.
+        versions, and correct weights need one more reload.
 
         Args:
             connection: Connection to the engine.
