@@ -43,7 +43,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_GONE: Final = 10
-"""Number of checkpoints that may be deleted while `load_newest_good` reads them, before it gives up."""
+"""Number of checkpoints that other processes may delete during `load_newest_good` before it raises an error."""
 _CLAIM_S: Final = 10.0
 """How long to wait for another process to release the lock of the root."""
 

@@ -55,7 +55,7 @@ MANIFEST_NAME: Final = "manifest.json"
 FORMAT_VERSIONS: Final[dict[HashName, int]] = {CHECKSUM: 1, SECURE_HASH: 2}
 """Version of the format, by hash function. Software that knows only version 1 refuses SHA-256."""
 CHUNK_BYTES: Final = 4 << 20
-"""Size of the pieces of a file that are digested, read and sent as one."""
+"""Size of a chunk, the unit in which files are digested, read and sent."""
 DATA_SUFFIX: Final = ".distcp"
 NOT_HERE: Final = -1
 """Position of a tensor that another rank wrote."""

@@ -29,7 +29,7 @@ from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 5_000_000_000
-"""Largest size of a consolidated file, unless a single tensor is larger; that of ``save_pretrained``."""
+"""Largest size of a consolidated file, unless a single tensor is larger. The limit of ``save_pretrained``."""
 OWN_STATE_ADVICE: Final = "put rank-local state under a top-level key that rank_local names"
 _ALIGN_BYTES: Final = 8
 _MAX_SHOWN: Final = 5
@@ -223,7 +223,8 @@ class RankPlan(Struct, frozen=True, array_like=True):
     files: tuple[str, ...] = ()
 
 
-# Never called. Makes msgspec inspect the type here: two threads that import two users of it must not do so at once.
+# Never called. Makes msgspec inspect the type during this import. Otherwise two threads that import other modules with
+# decoders of this type might do so at the same time.
 _plan_decoder: Final = msgspec.msgpack.Decoder(RankPlan)
 
 

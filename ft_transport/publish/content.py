@@ -27,7 +27,7 @@ _OF_PEFT: Final = re.compile(r"^base_model\.model\.|(?:^|\.)(?:base_layer|lora_(
 Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
 Files: TypeAlias = Mapping[str, Path | bytes | str | Mapping[str, Any]]
 _MAX_BYTES: Final = 256 << 20
-"""Maximum size of all other files together, which rank 0 reads into memory; a tokenizer has about 30 MB."""
+"""Maximum size of all files besides the tensors, which rank 0 reads into memory. A tokenizer has about 30 MB."""
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _INDEX_SUFFIX: Final = ".index.json"
 Renamed: TypeAlias = dict[str, str | None]
