@@ -71,7 +71,7 @@ class DeltaDirectory:
 
     Args:
         root: The directory. Only one publisher at a time can write there.
-        anchor_every: Of so many versions in a row, at least one is an anchor, which does not depend on other versions.
+        anchor_every: At least one of so many versions in a row is an anchor, which does not depend on other versions.
         keep_anchors: Number of newest anchors to keep. Versions older than these anchors are deleted.
         private: Whether only the owner may read the files and directories, including restored ones. By default the
             umask applies.
