@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-long test-engines test-versions optimizer-zoo torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
+.PHONY: help env demo test test-slow test-long test-engines test-versions optimizer-zoo torchft-tests gpu-figures proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -120,6 +120,9 @@ optimizer-zoo: $(ZOO_STAMP) ## move states of other packages' optimizers (by han
 
 torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
 	@PYTHONPATH=tests/support:tests/workers $(VENV)/bin/python tests/workers/torchft_upstream.py compare $(ARGS)
+
+gpu-figures: $(STAMP) ## measure on a GPU, and record the figures (by hand, where there is one: 8 minutes)
+	@$(VENV)/bin/python -m benchmarks gpu --samples 2 --full --record $(ARGS)
 
 proxy-faults: $(STAMP) ## fetches through proxies that hurt connections (by hand: ARGS="--num 20000 --seed 7")
 	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/proxy_faults.py $(ARGS)

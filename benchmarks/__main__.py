@@ -20,6 +20,7 @@ from benchmarks import (
     figures,
     fleet,
     fleet_simulation,
+    gpu,
     heal,
     join,
     loop,
@@ -59,9 +60,10 @@ BENCHMARKS = {
         telemetry,
         fleet,
         fleet_simulation,
+        gpu,
     )
 }
-ON_DISK = (checkpoint.BENCHMARK, reading.BENCHMARK, reading_commands.BENCHMARK)
+ON_DISK = (checkpoint.BENCHMARK, gpu.BENCHMARK, reading.BENCHMARK, reading_commands.BENCHMARK)
 
 
 def main() -> None:
