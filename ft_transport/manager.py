@@ -50,7 +50,7 @@ def _check_names(hiding: ModuleSpec) -> None:
     if hiding.submodule_search_locations is not None and common:
         raise ImportError(
             f"expected the package in {', '.join(hiding.submodule_search_locations)} to share no module name with "
-            f"ft-transport's package manager, both have {', '.join(common)}; rename yours"
+            f"ft-transport's package manager, but both have {', '.join(common)}; rename yours"
         )
 
 

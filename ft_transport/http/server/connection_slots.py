@@ -122,6 +122,8 @@ class _Queues:
 class ConnectionSlots:
     """Assigns slots to connections. Used only on the server's event loop.
 
+    A newcomer is a connection that has not authenticated itself yet.
+
     Args:
         max_connections: Maximum number of open connections.
         clock: Returns monotonic seconds.

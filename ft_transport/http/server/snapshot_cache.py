@@ -222,7 +222,7 @@ class SnapshotCache:
         return granted
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Record why a snapshot could not be taken, until the next `put`.
+        """Record why a snapshot could not be taken; the next `put` clears the record.
 
         A failure is final if further attempts would fail too.
         """
