@@ -78,7 +78,7 @@ class StandsBy:
     """The role of a replica that is behind and takes no part in this step, because no source can serve it now.
 
     Attributes:
-        announced_to: The ids of replicas that take a snapshot for this one at the next step boundary.
+        announced_to: The ids of replicas that take a snapshot for this replica at the next step boundary.
         may_heal: Whether every rank of the replica can still heal in this step. If not, the replica asks for no further
             quorum in this step.
     """
@@ -248,7 +248,7 @@ def next_lineage(lineage: str, group: str, step: int) -> str:
     Args:
         lineage: The lineage before the step.
         group: Key of the process group that averaged the gradients of the step.
-        step: Number of the step.
+        step: The committed step of the new state.
     """
     return hashlib.blake2b(f"{lineage}\0{group}\0{step}".encode(), digest_size=8).hexdigest()
 

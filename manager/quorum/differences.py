@@ -146,7 +146,7 @@ class StructureWatch:
             )
 
     def error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
-        """Return the error with which this replica ends, because its state does not fit. It describes the differences.
+        """Return the error, with the differences, that ends this replica because its state does not fit.
 
         Args:
             decision: The decision of the quorum.
@@ -198,7 +198,7 @@ def differing_tensors(
 def differing_values(
     membership: Membership, error: StatesDivergedError, table: dict[str, str], timeout: timedelta
 ) -> tuple[str, ...]:
-    """Exchange the hyperparameters, and describe each one that differs with its values; empty after a timeout.
+    """Exchange the hyperparameters, and describe the differing ones with their values; empty after a timeout.
 
     Args:
         membership: The membership of this rank.

@@ -106,10 +106,6 @@ def _typed_panics() -> Iterator[None]:
         ) from error
 
 
-class _NoAnswerError(Exception):
-    """A request for a quorum timed out."""
-
-
 class LighthouseSession:
     """Sends one replica's requests and heartbeats to the Lighthouse, until `close`.
 
@@ -186,9 +182,6 @@ class LighthouseSession:
             while (remaining_s := deadline_s - time.monotonic()) > 0:
                 try:
                     quorum = self._ask(member, timedelta(seconds=remaining_s), shrink_only)
-                except _NoAnswerError as error:
-                    reasons.append(self.missing() or str(error))
-                    break
                 except LighthouseUnavailableError as error:
                     reasons.append(str(error))
                     self._client = None
@@ -197,6 +190,9 @@ class LighthouseSession:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     self._pause(min(pause_s * _own_random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
                     continue
+                if isinstance(quorum, TimeoutError):
+                    reasons.append(self.missing() or str(quorum))
+                    break
                 members = self._reports.members_of(quorum.participants, self._replica_id)
                 missing = self._missing(quorum.quorum_id, members)
                 if missing and time.monotonic() + _ASK_AGAIN_S < deadline_s:
@@ -309,6 +305,7 @@ class LighthouseSession:
         return missing if self.was_unreachable or starts_again else []
 
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
+        """Send one request, and return the quorum; if the Lighthouse does not answer, return the ``TimeoutError``."""
         client = self._client
         if self._closed.is_set():
             raise QuorumError(f"replica {self._replica_id} has been shut down")
@@ -336,7 +333,8 @@ class LighthouseSession:
             self._client = None
             raise
         if isinstance(quorum, TimeoutError):
-            raise _NoAnswerError(str(quorum))
+            # Returned and not raised, because a signal handler may raise an error of the same type.
+            return quorum
         if isinstance(quorum, QuorumError):
             self._client = None
             raise quorum

@@ -321,7 +321,7 @@ def refusal_cause(error: ReportedError | None, *, has_enough: bool, was_silent: 
     Args:
         error: The error of this rank in the step; ``None`` without one.
         has_enough: Whether at least ``min_replica_size`` replicas contributed.
-        was_silent: Whether this replica has missed heartbeats since the step began.
+        was_silent: Whether the Lighthouse may have declared this replica dead since the step began.
     """
     if error is not None:
         return type(error.original_exception).__name__
