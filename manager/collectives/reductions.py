@@ -290,7 +290,10 @@ class _Gradient:
         return cls(name, parameter, _local_of(gradient).contiguous(), (1, 0))
 
     def settle(self, num_dense: float, num_sparse: float) -> None:
-        """Store the average as the parameter's gradient: sparse if all gradients were; ``None`` if there was none."""
+        """Store the average as the parameter's gradient.
+
+        It is sparse if the gradients of all replicas were sparse, and ``None`` if no replica had a gradient.
+        """
         if num_dense == num_sparse == 0:
             self.parameter.grad = None
         elif num_dense == 0:

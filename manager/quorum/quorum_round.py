@@ -235,7 +235,7 @@ class Participant:
         self.is_irregularity_new = True
 
     def log_irregular_steps(self) -> None:
-        """Warn of irregular optimizer steps, unless all replicas made the same ones.
+        """Warn of irregular optimizer steps, unless all replicas made the same steps.
 
         Without a gradient scaler, the first irregular steps cause a warning even if all replicas made them: the
         optimizer probably does not step with each commit.

@@ -218,7 +218,7 @@ class CommittedSteps(StateObserver):
             )
 
     def other_gradients(self, optimizer: Optimizer) -> None:
-        """Compare the states after this step, because a closure computed gradients that were not averaged."""
+        """Compare the replicas' states after this step, because a closure computed gradients that were not averaged."""
         current = self._participant.round
         if current is not None and current.is_committed:
             self._comparison.suspect(
