@@ -87,7 +87,7 @@ class Vote(Struct, frozen=True, array_like=True, kw_only=True):
     """The report of one rank after its part of a phase.
 
     Attributes:
-        phase: Name of the phase. Ranks with different names are out of step.
+        phase: Name of the phase. Ranks whose votes have different names are out of step.
         failure: The rank's failure; ``None`` after a success.
         payload: The result of the rank's part, for the other ranks.
         nonce: Random text of the rank's process, so that a verdict of another run is recognised.

@@ -133,8 +133,8 @@ class ArenaPool:
     def prefault(self, data_bytes: int) -> None:
         """Start to make ``max_arenas`` arenas for ``data_bytes`` each, on a background thread. Returns at once.
 
-        Does nothing while the thread of an earlier call is running. Makes an arena only if twice as much memory is
-        free. A failure is logged, and `take` tries again.
+        Does nothing while the thread of an earlier call is running. Makes an arena only if at least twice
+        ``data_bytes`` of memory is free. A failure is logged, and `take` tries again.
 
         Raises:
             SnapshotError: The system refuses another thread.

@@ -61,7 +61,7 @@ _CONSTANTS: Final[dict[str, Mapping[str, object]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """The functions that encode and decode a user's own type, and the name under which both sides register them."""
+    """The functions that encode and decode a user's own type, and the name of the encoding at sender and receiver."""
 
     name: str
     type: type[Any]

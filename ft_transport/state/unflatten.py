@@ -295,7 +295,7 @@ class Unflattener:
             raise ManifestError(f"expected valid items of a {node.kind}: {error}", path=path) from error
 
     def _spend(self, num_bytes: int, path: str) -> None:
-        """Count copied bytes, and raise if more bytes are copied than the tensors of the table have."""
+        """Count copied bytes, and raise if far more bytes are copied than the tensors of the table have."""
         self._copy_bytes_left -= num_bytes
         if self._copy_bytes_left < 0:
             raise ManifestError(

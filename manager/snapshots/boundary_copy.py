@@ -14,7 +14,7 @@ then ``forward`` may have changed buffers. So, in a quorum, `BoundaryCopier.copy
 compared with that list: a tensor that is neither guarded nor copied makes the snapshot fail. If a request is open when
 the boundary begins, one of the ``capture`` methods describes the present state instead.
 
-So the cost of a boundary hardly depends on the number of parameters. For each parameter, a boundary reads the version
+So the cost of a boundary hardly depends on the number of parameters. For each parameter, a boundary reads its version
 (0.1 to 0.5 µs, `manager.state.optimizer_states.VersionWatch`). If steps replace the tensors of optimizer states, it
 also stores a reference to each (0.2 µs).
 """

@@ -348,8 +348,8 @@ class Scalers:
             tensors: Tensors that are about to be averaged.
             optimizers: Function that returns the attached optimizers.
             is_first: Whether these are the first tensors of the step. If so, no gradient at all may be unscaled: the
-                tensors may be buckets of gradients. Later tensors may be other values than gradients,
-                so only the tensors themselves are checked.
+                tensors may be buckets of gradients. Later tensors may be other values than gradients, so only these
+                tensors themselves are checked.
 
         Raises:
             ManagerError: A scaler has unscaled one of the tensors; or, for the first tensors, any gradient.

@@ -57,7 +57,7 @@ class StateEntry:
 
     @property
     def holder(self) -> object:
-        """The object whose method ``load_state_dict`` is; ``None`` for a plain function."""
+        """The object of which ``load_state_dict`` is a method; ``None`` for a plain function."""
         return getattr(self.load_state_dict, "__self__", None)
 
 
