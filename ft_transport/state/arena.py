@@ -282,7 +282,7 @@ class ArenaPool:
         return self.num_taken() + num_fitting < self._max_arenas
 
     def _drop_outgrown(self, data_bytes: int) -> list[Arena]:
-        """Remove free arenas with room for less than ``data_bytes`` from the pool, and return them."""
+        """Remove and return the free arenas that have room for less than ``data_bytes``."""
         outgrown = [arena for arena in self._free if arena.capacity_bytes < data_bytes]
         self._free = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
         return outgrown

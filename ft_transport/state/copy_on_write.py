@@ -200,7 +200,7 @@ class CopyOnWriteMemory:
 
     @contextmanager
     def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """Yield views of a byte range of the file, whose content does not change during the ``with`` block."""
+        """Yield views of a byte range of the file. Its bytes do not change during the ``with`` block."""
         header_bytes = len(self._header)
         head = [memoryview(self._header)[start:end]] if start < header_bytes else []
         start, end = max(0, start - header_bytes), max(0, end - header_bytes)
