@@ -78,7 +78,7 @@ def _names_of(
 
 
 def without_wrappers(name: str) -> str:
-    """Return a parameter's name as in state dicts, without the parts that wrappers have added."""
+    """Return a parameter's name as state dicts contain it, without the parts that wrappers have added."""
     return _WRAPPERS.sub("", name)
 
 
