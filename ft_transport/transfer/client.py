@@ -302,7 +302,7 @@ class StateClient(Generic[T]):
         more = f"; and {len(new) - _MAX_SHOWN_PATHS} more" if len(new) > _MAX_SHOWN_PATHS else ""
         logger.warning(
             "step %d from %s: the received state has new tensors where the receiver's own tensors do not fit; %d of "
-            "the receiver's tensors stay unchanged: %s%s",
+            "the receiver's tensors stayed unchanged: %s%s",
             incoming.step,
             source,
             len(new),

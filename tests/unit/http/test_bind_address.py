@@ -179,7 +179,7 @@ class TestWhatIsLogged:
         peer = urlsplit(url).netloc
         (told,) = [each.getMessage() for each in caplog.records if "MB/s" in each.getMessage()]
         # The first of the name's addresses does not answer.
-        assert told.startswith(f"step 1 from {peer} at 127.0.0.1:{urlsplit(url).port}: 0 bytes in ")
+        assert told.startswith(f"received step 1 from {peer} at 127.0.0.1:{urlsplit(url).port}: 0 bytes in ")
 
     def test_so_does_a_fetch_from_several_ranks(self, caplog: pytest.LogCaptureFixture) -> None:
         with serving(host="127.0.0.1") as transport:
