@@ -28,7 +28,7 @@ from ft_transport.wire.routes import CHALLENGE_ROUTE
 WORKER = Path(__file__).parents[1] / "workers" / "flooding_clients.py"
 TOKEN = "a-secret-of-this-job"
 BURST = 16
-_FOR_S = 1.0
+_FOR_S = 0.5
 REQUEST = "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n"
 
 

@@ -34,7 +34,6 @@ from ft_transport import (
 )
 from ft_transport.credentials import Keys
 from ft_transport.http.bind_address import can_bind
-from ft_transport.http.server import connection_slots
 from ft_transport.publish import receiver as receiver_module
 from ft_transport.publish.engines.pulling import Order, Question, reached_by
 
@@ -97,12 +96,6 @@ class TestWhatIsFetched:
                     assert status == 500
                     assert body == {"version": None, "reason": body["reason"]}
                     assert body["reason"] in ("source_failed", "source_unreachable", "too_slow")
-
-    @pytest.mark.parametrize("url", ["file:///etc/passwd", "http://a@127.0.0.1/", "x" * 600, ""])
-    def test_what_is_no_transport_is_not_asked(self, url: str) -> None:
-        with WeightReceiver(weights(), host="127.0.0.1") as receiver:
-            status, body = order(receiver, 1, url)
-            assert (status, body) == (400, {"version": None, "reason": "malformed"})
 
     def test_a_source_with_tls_is_not_asked_without_a_certificate(self) -> None:
         with WeightReceiver(weights(), host="127.0.0.1") as receiver:
@@ -282,15 +275,6 @@ class TestWhoOrders:
             ):
                 publisher.publish(1, weights(1.0)).result(SOON)
 
-    def test_another_token_is_named(self, tmp_path: Path) -> None:
-        with transport(1, 1.0) as source, WeightReceiver(weights(), host="127.0.0.1", token=TOKEN) as receiver:
-            engine = PullingEngine(receiver.url, token="another-secret")
-            with (
-                Publisher([engine], tmp_path, transport=source) as publisher,
-                pytest.raises(PublishError, match=r"status 401.*proof of the job token"),
-            ):
-                publisher.publish(1, weights(1.0)).result(SOON)
-
 
 class TestWhoHoldsUp:
     def test_a_high_number_of_one_source_blocks_no_other(self, tmp_path: Path) -> None:
@@ -397,43 +381,6 @@ class TestWhoHoldsUp:
             receiver.close()
             assert time.monotonic() - started_s < 3
             thread.join()
-
-    def test_connections_without_a_request_keep_nobody_out(self) -> None:
-        with transport(1, 1.0) as source, WeightReceiver(weights(), host="127.0.0.1") as receiver, ExitStack() as stack:
-            address = ("127.0.0.1", urlsplit(receiver.url).port or 0)
-            crowd = []
-            for number in range(200):
-                sock = stack.enter_context(socket.create_connection(address, timeout=5))
-                if number % 2:
-                    sock.sendall(HEAD + b"99\r\n\r\n{")
-                crowd.append(sock)
-            assert order(receiver, 1, source.metadata()) == (200, {"version": 1})
-            until(lambda: sum(is_open(each) for each in crowd) <= 64)
-
-    def test_a_request_that_does_not_end_is_cut_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connection_slots, "NEWCOMER_S", 0.2)
-        heads = (
-            b"",
-            b"GET /wei",
-            HEAD + b"9\r\n\r\n{",
-        )
-        with WeightReceiver(weights(), host="127.0.0.1") as receiver, ExitStack() as stack:
-            address = ("127.0.0.1", urlsplit(receiver.url).port or 0)
-            for head in heads:
-                sock = stack.enter_context(socket.create_connection(address, timeout=5))
-                sock.sendall(head)
-                until(lambda sock=sock: not is_open(sock))
-
-    def test_what_is_no_request_fills_no_log(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "ft_transport.publish")
-        with WeightReceiver(weights(), host="127.0.0.1") as receiver:
-            for _ in range(20):
-                with socket.create_connection(("127.0.0.1", urlsplit(receiver.url).port or 0), timeout=5) as sock:
-                    sock.sendall(b"GET / s3cret\r\n\r\n")
-                    while sock.recv(65536):
-                        pass
-        assert len(caplog.records) == 1
-        assert "s3cret" not in caplog.text
 
     def test_a_request_that_is_too_large_is_not_read(self) -> None:
         with WeightReceiver(weights(), host="127.0.0.1") as receiver:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import programs
 import pytest
 from served_memory import Serving, serving, until
 
@@ -67,9 +64,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
         yield made
 
 
-@pytest.mark.parametrize(
-    ("kind", "request_"), [("idle+", ""), ("head+", ""), ("asked+", REQUEST), ("reopen", ""), ("body+", BODY)]
-)
+@pytest.mark.parametrize(("kind", "request_"), [("idle", ""), ("head", ""), ("asked", REQUEST), ("body", BODY)])
 def test_a_crowd_takes_no_more_than_its_places_and_keeps_nobody_out(served: Serving, kind: str, request_: str) -> None:
     content = served.put(5, bytes(1 << 20)).content
     with contextlib.closing(Watch()) as watch, crowd(served.server.port, kind, 400, request_):
@@ -86,31 +81,3 @@ def ask_until_answered(served: Serving) -> bytes:
         with contextlib.suppress(PeerUnreachableError, PeerNotReadyError):
             return served.ask_proved("/checkpoint/5/full")
     raise AssertionError("nobody answered")
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        pytest.param("idle", 2000, marks=pytest.mark.long),
-        pytest.param("head", 2000, marks=pytest.mark.long),
-        ("asked", 2000),
-        ("reopen", 600),
-    ],
-)
-def test_training_and_healing_go_on_beside_a_crowd(kind: str, count: int) -> None:
-    done = programs.run(
-        [sys.executable, str(WORKERS / "besieged_trainer.py"), kind, str(count), "1.5", "128"], timeout=200, check=True
-    )
-    figures: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    for phase in ("burst", "attack"):
-        figure = figures[phase]
-        print(kind, phase, figure)
-        assert figure["failed_opens"] == 0
-        assert figure["opens"] > 0
-        assert figure["fetches"] > 0
-        assert figure["failures"] == []
-        assert 0 < figure["sockets"] < 1024 // 4
-    assert figures["attack"]["opened"] >= count

@@ -1,9 +1,8 @@
 """Connections that hold a server up, for as long as its standard input is open: ``PORT KIND COUNT [REQUEST]``.
 
 ``idle`` sends nothing; ``head`` a request's head, a byte a second; ``asked`` REQUEST, and then nothing; ``body``
-REQUEST and then a body, a byte a second. With a ``+`` behind it, those that the server ended are opened anew each
-second. ``reopen`` opens and closes without end. Prints ``ready`` when all were opened once, and at its end how many in
-all.
+REQUEST and then a body, a byte a second. Those that the server ended are opened anew each second. Prints ``ready`` when
+all were opened once.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ HEAD = b"GET /status HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 class Crowd:
     def __init__(self, port: int, kind: str, count: int, request: bytes) -> None:
         self.port = port
-        self.kind = kind.rstrip("+")
-        self.is_persistent = kind.endswith("+")
+        self.kind = kind
         self.count = count
         self.request = request
-        self.num_opened = 0
         self.open: dict[socket.socket, int] = {}
         self.selector = selectors.DefaultSelector()
         self.selector.register(0, selectors.EVENT_READ)
@@ -38,7 +35,6 @@ class Crowd:
             sock.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 sock.connect(("127.0.0.1", self.port))
-            self.num_opened += 1
             self.open[sock] = 0
             self.selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
@@ -48,9 +44,6 @@ class Crowd:
         del self.open[sock]
 
     def connected(self, sock: socket.socket) -> None:
-        if self.kind == "reopen":
-            self.drop(sock)
-            return
         with contextlib.suppress(OSError):
             if self.kind in ("asked", "body"):
                 sock.send(self.request)
@@ -86,17 +79,12 @@ class Crowd:
                 print("ready", flush=True)
             if time.monotonic() >= self.next_s:
                 self.next_s += 1
-                if self.is_persistent:
-                    self.fill()
+                self.fill()
                 if self.kind in ("head", "body"):
                     self.trickle()
-            elif self.kind == "reopen":
-                self.fill()
 
 
 if __name__ == "__main__":
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    crowd = Crowd(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), (sys.argv[4] if len(sys.argv) > 4 else "").encode())
-    crowd.run()
-    print(crowd.num_opened, flush=True)
+    Crowd(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), (sys.argv[4] if len(sys.argv) > 4 else "").encode()).run()
