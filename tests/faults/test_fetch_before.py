@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_transports import CHUNK_BYTES, TIMEOUT, port_of, transport
-from proxy import Proxy, corrupt, cut, proxied
+from proxy import Fault, Proxy, corrupt, cut, proxied
 
 from ft_transport import HTTPTransport, Received
 
@@ -144,17 +144,10 @@ def test_a_view_of_what_is_not_received_again_shows_what_is_there() -> None:
         assert received.num_bytes_fetched == 3 * 4
 
 
-def test_a_damaged_answer_is_noticed_and_asked_for_again() -> None:
+@pytest.mark.parametrize("fault", [corrupt(ADAPTER_BYTES // 2), cut(ADAPTER_BYTES // 2)], ids=["damaged", "cut short"])
+def test_an_answer_that_is_damaged_or_cut_short_is_asked_for_again(fault: Fault) -> None:
     with joined() as replica:
-        replica.proxy.inject(corrupt(ADAPTER_BYTES // 2), on="/slices")
-        replica.fetch()
-        assert replica.proxy.num_faulty == 1
-        assert holds(replica.into, 2)
-
-
-def test_an_answer_that_is_cut_short_is_asked_for_again() -> None:
-    with joined() as replica:
-        replica.proxy.inject(cut(ADAPTER_BYTES // 2), on="/slices")
+        replica.proxy.inject(fault, on="/slices")
         replica.fetch()
         assert replica.proxy.num_faulty == 1
         assert holds(replica.into, 2)

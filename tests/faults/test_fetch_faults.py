@@ -30,15 +30,13 @@ from faulty_transports import (
     transport,
 )
 from programs import Program, run
-from proxy import Fault, Link, corrupt, cut, delay, lie, stall, trickle
+from proxy import Fault, Link, corrupt, cut, lie, stall, trickle
 
 from ft_transport import (
     DeadlineExceededError,
     FetchFailedError,
     FetchProgress,
-    HTTPTransport,
     IntegrityError,
-    ManifestError,
     PeerError,
     PeerProtocolError,
     PeerUnreachableError,
@@ -122,8 +120,11 @@ def test_a_manifest_changed_every_time_is_an_error() -> None:
     assert not into["a"].any()  # not touched, so not poisoned either
 
 
-@pytest.mark.parametrize("fault", [stall(MIDDLE // 2), trickle(MIDDLE // 2, pause_s=0.02)], ids=["stall", "trickle"])
-@pytest.mark.parametrize("num_connections", [1, 3])
+@pytest.mark.parametrize(
+    ("num_connections", "fault"),
+    [(1, stall(MIDDLE // 2)), (3, trickle(MIDDLE // 2, pause_s=0.02))],
+    ids=["stall", "trickle"],
+)
 def test_the_deadline_ends_a_fetch_that_does_not_end_by_itself(num_connections: int, fault: Fault) -> None:
     into = blank()
     with network(num_connections) as net:
@@ -189,12 +190,6 @@ def test_when_the_peer_is_given_up_nobody_waits_for_a_connection_that_stalls() -
             net.fetch()
         assert time.monotonic() - started_s < 10
         assert fetching_threads() == []
-
-
-def test_a_slow_network_is_no_fault() -> None:
-    with network(2) as net:
-        net.proxy.inject(delay(0.002), times=1000)
-        assert is_state(net.fetch(), 1)
 
 
 @pytest.mark.parametrize(
@@ -287,8 +282,7 @@ def serving_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate(timeout=20)
 
 
-@pytest.mark.parametrize("num_connections", [1, 4])
-def test_a_peer_that_is_killed_in_the_middle_is_an_error(num_connections: int) -> None:
+def test_a_peer_that_is_killed_in_the_middle_is_an_error() -> None:
     into = {"w": blank()["a"].new_zeros(16 << 20)}  # 64 MiB: more than all socket buffers hold
     with serving_process() as (process, url):
 
@@ -296,7 +290,7 @@ def test_a_peer_that_is_killed_in_the_middle_is_an_error(num_connections: int) -
             if progress.done_bytes > progress.total_bytes // 8:
                 process.kill()
 
-        with transport(num_connections, on_progress=kill) as receiver, pytest.raises(FetchFailedError) as caught:
+        with transport(4, on_progress=kill) as receiver, pytest.raises(FetchFailedError) as caught:
             receiver.fetch(url, "latest", into=into)
     assert all(isinstance(failure, PeerUnreachableError) for failure in caught.value.failures)
     assert caught.value.failures[-1].peer in url
@@ -382,20 +376,6 @@ def threads_inside_fetch() -> list[str]:
     ]
 
 
-def test_memory_that_is_freed_while_it_is_received_is_an_error_that_names_it() -> None:
-    into = blank()
-
-    def free(_progress: object) -> None:
-        for name in "ab":
-            into[name].untyped_storage().resize_(0)
-
-    with (
-        network(1, on_progress=free) as net,
-        pytest.raises(TransportError, match="its memory, but the memory was freed"),
-    ):
-        net.fetch(into=into)
-
-
 def test_a_signal_right_behind_the_start_of_a_thread_ends_that_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
     into = blank()
     stalled, landed = threading.Event(), threading.Event()
@@ -454,26 +434,3 @@ def test_a_signal_on_the_callers_thread_ends_all_threads_before_it_returns(
         signal.signal(signal.SIGUSR1, before)
     # Later signals may have interrupted the poisoning, but nobody can have written after it.
     assert is_poisoned(into) or num_signals > 1
-
-
-def test_what_no_http_server_answers_is_an_error_at_once() -> None:
-    with network() as net:
-        net.proxy.inject(lie(b"HTTP/1.1", b"SSH-2.0-"), on="/metadata", times=1000)
-        with pytest.raises(PeerProtocolError):
-            net.fetch()
-        net.proxy._orders.clear()
-        net.proxy.inject(lie(b"Content-Length: ", b"Content-Length: 99999999"), on="/metadata", times=1000)
-        with pytest.raises(ManifestError, match="expected a manifest of 1 to"):
-            net.fetch()
-
-
-def test_a_transport_still_works_after_a_failed_fetch() -> None:
-    into = blank()
-    with network(2, max_failures=1) as net:
-        net.proxy.inject(cut(10_000), times=1)
-        with pytest.raises(FetchFailedError):
-            net.fetch(into=into)
-        assert is_poisoned(into)
-        receiver: HTTPTransport[Any] = net.receiver
-        assert is_state(receiver.fetch(net.proxy.url, 1, into=into).state, 1)
-    assert holds(into, 1)

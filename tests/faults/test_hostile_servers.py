@@ -16,7 +16,6 @@ from scripted_peer import Peer, Script, answering, scripted
 
 from ft_transport import (
     DeadlineExceededError,
-    FetchFailedError,
     IntegrityError,
     ManifestError,
     PeerProtocolError,
@@ -147,49 +146,3 @@ def test_promised_data_that_does_not_come_takes_no_memory() -> None:
 
     with scripted(script) as port, bounded_memory(), pytest.raises(DeadlineExceededError):
         fetch(port, timeout_s=0.5)
-
-
-@pytest.mark.parametrize("extra", [b"", b"more than was asked for" * 1000])
-def test_data_of_the_right_length_and_the_wrong_digest_is_refused(extra: bytes) -> None:
-    body = manifest(1000)
-
-    def script(peer: Peer) -> None:
-        while head := peer.request():
-            if "/metadata" in head:
-                peer.send(answer(body, f"Content-Length: {len(body)}"))
-                continue
-            first, last = (int(number) for number in re.findall(r"bytes=(\d+)-(\d+)", head)[0])
-            content_range = f"Content-Range: bytes {first}-{last}/{len(body) + 8 + 1000}"
-            head_bytes = answer(b"", content_range, f"Content-Length: {last - first + 1}", status="206 Partial Content")
-            peer.send(head_bytes + bytes(last - first + 1) + extra)
-
-    with scripted(script) as port, pytest.raises(FetchFailedError) as caught:
-        fetch(port)
-    assert [type(failure) for failure in caught.value.failures] == [IntegrityError] * 2
-
-
-def test_a_tree_that_does_not_fit_its_tensors_is_refused() -> None:
-    """Every byte is right, and the description still cannot be built: a manifest error, and nothing is returned."""
-    data = bytes(1000)
-    chunks = ChunkTable(data_bytes=1000, chunk_bytes=1 << 16)
-    body = encode_header(
-        step=1,
-        snapshot_id=SnapshotId("ab" * 16),
-        tensors=[TensorEntry("w", "U8", (1000,), 0, 1000)],
-        tree=MappingNode("dict", ["w", TensorNode(7)]),
-        chunks=chunks,
-        digests=[digest(data)],
-        align_bytes=64,
-    )[8:]
-
-    def script(peer: Peer) -> None:
-        while head := peer.request():
-            if "/metadata" in head:
-                peer.send(answer(body, f"Content-Length: {len(body)}"))
-            else:
-                start = len(body) + 8
-                content_range = f"Content-Range: bytes {start}-{start + 999}/{start + 1000}"
-                peer.send(answer(b"", content_range, "Content-Length: 1000", status="206 Partial Content") + data)
-
-    with scripted(script) as port, pytest.raises(ManifestError):
-        fetch(port)

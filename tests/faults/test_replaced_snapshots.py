@@ -19,6 +19,7 @@ from faulty_transports import (
     is_poisoned,
     is_state,
     network,
+    send_when_free,
     spread_out,
     state_of,
     transport,
@@ -27,26 +28,13 @@ from proxy import Link, cut, stall
 
 from ft_transport import (
     DeadlineExceededError,
-    FetchFailedError,
     FetchProgress,
     SnapshotLimitError,
-    SnapshotReplacedError,
     StepNotServedError,
     TransportError,
 )
 
 ONE_PLACE = {"max_snapshots": 1, "lease": timedelta(0), "stall_timeout": timedelta(seconds=5)}
-
-
-def publish(net: Net, step: int, state: Any) -> None:
-    """Takes the one place, as soon as the snapshot in it is not being fetched any more."""
-    retry = threading.Event()
-    while True:
-        try:
-            net.sender.send_checkpoint([], step, state, TIMEOUT)
-            return
-        except SnapshotLimitError:
-            assert not retry.wait(0.01)
 
 
 class Publisher:
@@ -64,7 +52,7 @@ class Publisher:
         self.done.set()
         # Everything that the sender would wait for ends: all connections through the proxy are cut.
         self.net.proxy.cut_all()
-        publish(self.net, self._step, state_of(self._seed))
+        send_when_free(self.net.sender, self._step, state_of(self._seed))
 
 
 @pytest.mark.parametrize("num_connections", [1, 3])
@@ -89,14 +77,14 @@ def test_what_came_before_is_not_relied_on_when_an_attempt_has_begun_to_overwrit
     blank_one = {"w": torch.zeros(CHUNK_BYTES // 4)}
     into = blank_one if is_in_place else spread_out(blank_one)
     with network(1, sender=ONE_PLACE) as net:
-        publish(net, 2, base)
+        send_when_free(net.sender, 2, base)
         whole: Any = net.receiver.fetch(net.proxy.url, 2, into=into)
-        publish(net, 3, {"w": base["w"] + 1})
+        send_when_free(net.sender, 3, {"w": base["w"] + 1})
 
         def replace(link: Link, data: bytes) -> bool:
             link.send(data[: CHUNK_BYTES // 2])
             net.proxy.cut_all()
-            publish(net, 3, base)
+            send_when_free(net.sender, 3, base)
             return False
 
         net.proxy.inject(replace)
@@ -179,54 +167,20 @@ def test_many_receive_one_snapshot_while_the_sender_goes_on() -> None:
     assert published > 0
 
 
-def test_many_receive_the_same_snapshot_at_once() -> None:
-    num_receivers = 8
-    with transport(max_snapshots=2) as sender:
-        sender.send_checkpoint([], 1, state_of(1), TIMEOUT)
-
-        def fetch(index: int) -> torch.Tensor:
-            with transport(1 + index % 4) as receiver:
-                received = receiver.fetch(sender.metadata(), 1)
-                assert is_state(received.state, 1)
-                return received.state["a"]
-
-        with ThreadPoolExecutor(num_receivers) as pool:
-            tensors = list(pool.map(fetch, range(num_receivers)))
-    assert len({tensor.data_ptr() for tensor in tensors}) == num_receivers
-
-
 def test_while_all_places_are_being_fetched_a_snapshot_is_refused_and_nothing_breaks() -> None:
     refused: list[SnapshotLimitError] = []
     net: Net
 
-    def publish(_progress: FetchProgress) -> None:
+    def refuse(_progress: FetchProgress) -> None:
         if not refused:
             with pytest.raises(SnapshotLimitError, match=r"at most 1 .*steps \[1\]") as caught:
                 net.sender.send_checkpoint([], 2, state_of(2), TIMEOUT)
             refused.append(caught.value)
 
-    with network(2, on_progress=publish, sender=ONE_PLACE) as net:
+    with network(2, on_progress=refuse, sender=ONE_PLACE) as net:
         assert is_state(net.fetch(1), 1)
         assert refused[0].retryable
         assert net.sender.server.newest_step() == 1
         net.proxy.cut_all()
-        _until_published(net, 2)
+        send_when_free(net.sender, 2, state_of(2))
         assert is_state(net.fetch(2), 2)
-
-
-def _until_published(net: Net, step: int) -> None:
-    for _ in range(1000):
-        try:
-            return net.sender.send_checkpoint([], step, state_of(step), TIMEOUT)
-        except SnapshotLimitError:
-            threading.Event().wait(0.01)
-    raise AssertionError("the place did not become free")
-
-
-def test_failures_of_a_replaced_snapshot_are_kept_apart_from_others() -> None:
-    """A refusal that is not the replacement ends the fetch, whatever came before it."""
-    with network(1, max_failures=2) as net:
-        net.proxy.inject(lambda link, data: False, times=10_000)
-        with pytest.raises(FetchFailedError) as caught:
-            net.fetch(1)
-    assert not any(isinstance(failure, SnapshotReplacedError) for failure in caught.value.failures)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_transports import TIMEOUT, closed_port, fetching_threads, port_of, transport
-from proxy import Proxy, corrupt, cut, proxied, stall
+from proxy import Fault, Proxy, corrupt, cut, proxied, stall
 from sharded_tools import mesh_of, part_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -27,11 +27,8 @@ from ft_transport import (
     IntegrityError,
     PeerUnreachableError,
     RestoreError,
-    SnapshotReplacedError,
     StepNotServedError,
-    TransportError,
 )
-from ft_transport.transfer.sources import with_restarts
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -115,9 +112,10 @@ def test_a_whole_state_is_read_once_from_all_that_have_it() -> None:
             assert 0.4 <= served[first] / (served[first] + served[second]) <= 0.6
 
 
-def test_a_source_that_dies_is_stood_in_for_by_another() -> None:
-    with group() as ranks:
-        ranks.proxies[1].inject(cut(2 << 20), on=ON, times=100)
+@pytest.mark.parametrize("fault", [cut(2 << 20), stall(2 << 20)], ids=["cut", "stall"])
+def test_a_source_that_dies_or_stalls_is_stood_in_for_by_another(fault: Fault) -> None:
+    with group(stall_timeout=timedelta(seconds=1)) as ranks:
+        ranks.proxies[1].inject(fault, on=ON, times=100)
         into = ranks.own()
         assert is_received(ranks.fetch(into))
         assert ranks.proxies[1].num_faulty
@@ -133,34 +131,22 @@ def test_a_damaged_frame_is_fetched_again() -> None:
         assert [ranks.proxies[rank].num_faulty for rank in (1, 3)] == [1, 1]
 
 
-def test_a_source_that_stalls_is_stood_in_for_by_another() -> None:
-    with group(stall_timeout=timedelta(seconds=1)) as ranks:
-        ranks.proxies[3].inject(stall(1 << 20), on=ON, times=100)
-        assert is_received(ranks.fetch(ranks.own()))
-
-
-def test_if_all_that_have_a_part_fail_nothing_of_the_state_is_left() -> None:
+@pytest.mark.parametrize(
+    ("fault", "expected"), [(cut(2 << 20), PeerUnreachableError), (corrupt(1 << 20), IntegrityError)]
+)
+def test_if_all_that_have_a_part_fail_nothing_of_the_state_is_left(fault: Fault, expected: type[Exception]) -> None:
     with group(max_failures=2) as ranks:
         for rank in (1, 3):
-            ranks.proxies[rank].inject(cut(2 << 20), on=ON, times=100)
+            ranks.proxies[rank].inject(fault, on=ON, times=100)
         into = ranks.own()
         with pytest.raises(FetchFailedError, match="no other source that answers has its part of w") as caught:
             ranks.fetch(into)
+        assert f"127.0.0.1:{ranks.proxies[1].port}" in str(caught.value)
         assert caught.value.path == "w"
         assert caught.value.destination_touched
-        assert all(isinstance(failure, PeerUnreachableError) for failure in caught.value.failures)
+        assert all(isinstance(failure, expected) for failure in caught.value.failures)
         assert into["w"].to_local().isnan().all()
         assert not fetching_threads()
-
-
-def test_if_every_copy_is_damaged_the_error_says_so() -> None:
-    with group(max_failures=1) as ranks:
-        for rank in (1, 3):
-            ranks.proxies[rank].inject(corrupt(1 << 20), on=ON, times=100)
-        with pytest.raises(FetchFailedError) as caught:
-            ranks.fetch(ranks.own())
-        assert all(isinstance(failure, IntegrityError) for failure in caught.value.failures)
-        assert f"127.0.0.1:{ranks.proxies[1].port}" in str(caught.value)
 
 
 def test_a_rank_too_few_is_noticed_before_the_first_byte() -> None:
@@ -229,24 +215,6 @@ def test_two_replicas_are_no_sources_for_one_state() -> None:
             ranks.fetch(ranks.own(), sources=[*ranks.urls, *others.urls])
         # The same one named twice does no harm.
         assert is_received(ranks.fetch(ranks.own(), sources=[*ranks.urls, ranks.urls[2]]))
-
-
-def test_what_an_earlier_attempt_did_is_told_by_whatever_ends_the_last_one() -> None:
-    """A first attempt lands bytes and its snapshot is replaced; then the receiver's own check refuses the next one."""
-    attempts: list[TransportError] = []
-
-    def receive() -> Any:
-        if attempts:
-            raise KeyError("another state")
-        replaced = SnapshotReplacedError("gone")
-        replaced.destination_touched = True
-        attempts.append(replaced)
-        raise replaced
-
-    with transport() as receiver:
-        with pytest.raises(KeyError) as caught:
-            with_restarts(receiver._client.group_fetch_settings(None), receive)
-        assert caught.value.destination_touched  # type: ignore[attr-defined]
 
 
 def test_a_callback_that_raises_ends_it() -> None:

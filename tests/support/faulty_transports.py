@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from proxy import Proxy, proxied
 from transport_settings import settings_of
 
-from ft_transport import FetchProgress, HTTPTransport
+from ft_transport import FetchProgress, HTTPTransport, SnapshotLimitError
 from ft_transport.http.peer_address import PeerAddress
 
 TIMEOUT = timedelta(seconds=30)
@@ -86,6 +87,17 @@ def transport(num_chunks: int = 1, **settings: Any) -> Iterator[HTTPTransport[An
         yield made
     finally:
         made.shutdown()
+
+
+def send_when_free(sender: HTTPTransport[Any], step: int, state: Any) -> None:
+    """Takes the one place of a sender, as soon as the snapshot in it is not being fetched any more."""
+    deadline_s = time.monotonic() + TIMEOUT.total_seconds()
+    while True:
+        try:
+            return sender.send_checkpoint([], step, state, TIMEOUT)
+        except SnapshotLimitError:
+            assert time.monotonic() < deadline_s, "the place did not become free"
+            time.sleep(0.01)
 
 
 @dataclass
