@@ -106,16 +106,10 @@ def test_a_recovery_killed_at_any_step_costs_nothing(tmp_path: Path, name: str) 
     assert outcomes_of(cases) == [(1, script.OLD)] * len(cases)
 
 
-def test_a_writer_process_ends_with_its_trainer(tmp_path: Path) -> None:
-    """A process of its own, and not a fork; that none is left is waited for by the script."""
-    assert outcomes_of(run("trainer of a real writer", tmp_path)) == [(1, script.NEW)]
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "two ranks, the first",
-        "two ranks, the second",
         pytest.param("two ranks, every step of the first", marks=pytest.mark.long),
         pytest.param("two ranks, every step of the second", marks=pytest.mark.long),
     ],
@@ -132,10 +126,9 @@ def test_a_rank_that_is_killed_is_named_by_the_other_and_one_checkpoint_is_whole
         assert f"from rank {scenario.victim_rank}" in failure
 
 
-@pytest.mark.parametrize(
-    "name", ["two ranks, a writer", pytest.param("two ranks, every step of a writer", marks=pytest.mark.long)]
-)
-def test_one_rank_s_writer_that_is_killed_costs_no_rank_the_save(tmp_path: Path, name: str) -> None:
+@pytest.mark.long
+def test_one_rank_s_writer_that_is_killed_costs_no_rank_the_save(tmp_path: Path) -> None:
+    name = "two ranks, every step of a writer"
     cases = run(name, tmp_path)
     assert [rank["failure"] for case in cases for rank in case["ended"]] == [""] * 2 * len(cases)
     assert outcomes_of(cases) == [(script.SCENARIOS[name].step, script.NEW)] * len(cases)

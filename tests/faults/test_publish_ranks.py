@@ -1,6 +1,6 @@
 """Four ranks whose collectives time out after two seconds publish to four engines that take longer.
 
-The scenarios run in ``tests/publish_ranks.py`` under torchrun; the engines are stand-ins (``tests/engine_servers.py``).
+The scenarios run in ``workers/publish_ranks.py``; the engines are stand-ins (``support/engine_servers.py``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import publish_ranks as script
 import pytest
 import torch
-from checkpoint_ranks import run_scenarios
 from engine_servers import BASE_MODEL, StandIn, VLLMStandIn, serving
+from ranks import run_scenarios
 
 _NUM_RANKS = 4
-_FAN_OUT_S = 1.5 * script.COLLECTIVE_TIMEOUT_S
+_FAN_OUT_S = 1.25 * script.COLLECTIVE_TIMEOUT_S
 _REFUSED_AFTER_S = 1.0
 REFUSAL = (500, "text/plain", "CUDA error: out of memory")
 _WITHIN_S = 2.0
@@ -33,7 +33,7 @@ def run(directory: Path, engines: dict[str, list[StandIn]]) -> dict[str, list[di
     with serving(*(each for several in engines.values() for each in several)):
         for scenario, several in engines.items():
             (directory / f"{scenario}.json").write_text(json.dumps([each.url for each in several]))
-        found = run_scenarios(directory, _NUM_RANKS, *engines, script=script.__file__)
+        found = run_scenarios(script.__file__, directory, _NUM_RANKS, *engines)
     return {scenario: [report.get(scenario, {}) for report in found] for scenario in engines}
 
 
@@ -54,7 +54,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     engines: dict[str, list[StandIn]] = {
         "all_good": slow(),
         "one_refuses": slow(),
-        "one_hangs": [VLLMStandIn(load_s=1.0) for _ in range(4)],
+        "one_hangs": [VLLMStandIn(load_s=0.5) for _ in range(4)],
         "one_fails_to_export": [VLLMStandIn()],
         "sharded_weights": [VLLMStandIn()],
     }
@@ -96,7 +96,7 @@ def test_one_that_hangs_is_bounded_by_its_deadline_and_holds_nobody_back(ran: Ra
         assert f"{engines[1].url}: late" in each["outcome"]["text"]
         assert [outcome for outcome, _ in each["engines"]] == ["confirmed", "late", "confirmed", "confirmed"]
         seconds = [seconds for _, seconds in each["engines"]]
-        assert max(seconds[0], *seconds[2:]) < 1.0 + _WITHIN_S
+        assert max(seconds[0], *seconds[2:]) < script.HANGING_TIMEOUT_S
         assert script.HANGING_TIMEOUT_S <= seconds[1] < script.HANGING_TIMEOUT_S + _WITHIN_S
         assert each["outcome"]["at_s"] - each["written_s"] < script.HANGING_TIMEOUT_S + _WITHIN_S * _MACHINE_FACTOR
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import shutil
@@ -21,9 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-import unreadable_checkpoints as script
 from other_users import NOBODY, acting_as, as_root, open_directory
-from ranks import run_ranks
 
 from ft_transport import CheckpointStore, RankFailedError, StoreSettings
 from ft_transport.checkpoint.chunk_reading import ChunkReader, DataFiles
@@ -104,14 +101,14 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 @pytest.mark.parametrize("name", _FILES)
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EINTR, errno.EIO, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 def test_what_fails_once_on_opening_costs_no_step(root: Path, faults: Faults, name: str, number: int) -> None:
     faults.on("open", number, lambda path: path.endswith(f"step-2/{name}"), num_times=1)
     expect_step(root, 2)
     assert faults.num_raised == 1
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EINTR, errno.EIO, errno.ETIMEDOUT])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 def test_what_fails_once_on_reading_costs_no_step(root: Path, faults: Faults, number: int) -> None:
     faults.on("preadv", number, lambda path: path.endswith(f"step-2/{_DATA}"), num_times=1)
     expect_step(root, 2)
@@ -244,18 +241,3 @@ def test_a_permission_that_comes_back_is_waited_for(root: Path, name: str, monke
     with acting_as():
         expect_step(root, 2)
     assert len(pauses) >= 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-def test_ranks_decide_together(tmp_path: Path) -> None:
-    """One of two cannot read; both do the same."""
-    run_ranks(script.__file__, 2, str(tmp_path / "root"), str(tmp_path), timeout_s=120)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    assert first == {
-        "once": [script.NEW, script.NEW],
-        "always": ["RankFailedError", errno.ESTALE, 1],
-        "broken disk": [script.OLD, script.OLD],
-        "whole": [script.NEW, script.NEW],
-    }

@@ -18,7 +18,6 @@ from ft_transport import (
     CheckpointDamagedError,
     CheckpointStore,
     CheckpointUntrustedError,
-    ConfigurationError,
     StoreSettings,
 )
 from ft_transport.checkpoint.manifest import CHECKSUM, FORMAT_VERSIONS, MANIFEST_NAME, CheckpointManifest
@@ -209,11 +208,6 @@ def test_the_token_that_signs_checkpoints_signs_what_ranks_agree_on(
         [keys] = given
         assert keys is not None
         assert Keys.of(_TOKEN).verifies(keys.sign("vote"), "vote")
-
-
-def test_a_token_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="token"):
-        CheckpointStore(tmp_path, settings=settings(token=""))
 
 
 def test_pruning_takes_what_is_not_signed_for_no_good_one(root: Path) -> None:

@@ -100,3 +100,7 @@ def test_a_save_that_was_refused_leaves_nothing_and_the_next_one_succeeds(ranks:
 
 def test_parts_that_one_rank_alone_has_are_loaded_by_all(ranks: list[dict[str, Any]]) -> None:
     assert [report["stages"] for report in ranks] == [[]] * script.NUM_RANKS
+
+
+def test_ranks_put_their_parts_of_whole_tensors_in_place(ranks: list[dict[str, Any]]) -> None:
+    assert [report["consolidated"] for report in ranks] == [[[], []]] * script.NUM_RANKS

@@ -8,32 +8,29 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import checkpoint_resume as script
 import pytest
 from programs import run as run_program
 
+_SCRIPT = Path(__file__).parents[1] / "workers" / "checkpoint_resume.py"
 _TIMEOUT_S = 100
 _NUM_STEPS = 25
 _SAVE_EVERY = 3
 
 
-def run(root: Path, loader: str, *, killed_in: int = -1) -> tuple[int, list[str]]:
-    command = [sys.executable, script.__file__, str(root), str(_NUM_STEPS), str(killed_in), str(_SAVE_EVERY), loader]
+def run(root: Path, *, killed_in: int = -1) -> tuple[int, list[str]]:
+    command = [sys.executable, str(_SCRIPT), str(root), str(_NUM_STEPS), str(killed_in), str(_SAVE_EVERY)]
     ended = run_program(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=_TIMEOUT_S)
     assert ended.returncode in (0, -signal.SIGKILL), ended.stderr[-5000:]
     return ended.returncode, ended.stdout.splitlines()
 
 
 @pytest.mark.timeout(3 * _TIMEOUT_S + 30)
-@pytest.mark.parametrize("loader", [pytest.param("plain", marks=pytest.mark.long), "torchdata"])
-def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(tmp_path: Path, loader: str) -> None:
-    if loader == "torchdata":
-        pytest.importorskip("torchdata.stateful_dataloader")
+def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        straight = pool.submit(run, tmp_path / "straight", loader)
+        straight = pool.submit(run, tmp_path / "straight")
         # The second is killed in another epoch; a save is complete one step before the kill.
-        kills = [run(tmp_path / "killed", loader, killed_in=killed_in) for killed_in in (7, 16)]
-        status, last = run(tmp_path / "killed", loader)
+        kills = [run(tmp_path / "killed", killed_in=killed_in) for killed_in in (7, 16)]
+        status, last = run(tmp_path / "killed")
         straight_status, expected = straight.result()
     assert [status for status, _ in kills] == [-signal.SIGKILL] * 2
     assert status == straight_status == 0

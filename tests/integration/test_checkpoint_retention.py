@@ -18,7 +18,6 @@ from ft_transport import (
     RestoreError,
 )
 from ft_transport.checkpoint import inventory
-from ft_transport.checkpoint.save_job import SaveJob
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -58,33 +57,6 @@ def step(store: CheckpointStore) -> int:
     return saved
 
 
-def test_old_checkpoints_are_gone_when_the_handle_is_done(
-    store: CheckpointStore, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_begin = threading.Event()
-    write = SaveJob.write
-
-    def late(*arguments: Any) -> Any:
-        assert may_begin.wait(10)
-        return write(*arguments)
-
-    monkeypatch.setattr(SaveJob, "write", late)
-    seen: list[list[str]] = []
-    new = range(step + 1, step + 4)
-    for each in new:
-        may_begin.clear()
-        handle = store.save(each, _state(each))
-        # Runs on the thread that saves, the moment the handle is done.
-        handle.future.add_done_callback(
-            lambda _: seen.append([path.name for path in store.root.glob("step-*") if "." not in path.name])
-        )
-        may_begin.set()
-        handle.result()
-        assert store.steps() == (each,)
-        assert store.load(each).step == each
-    assert seen == [[f"step-{each}"] for each in new]
-
-
 def test_a_slow_deletion_holds_nobody_up(store: CheckpointStore, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     may_delete = threading.Event()
     remove = shutil.rmtree
@@ -103,23 +75,17 @@ def test_a_slow_deletion_holds_nobody_up(store: CheckpointStore, step: int, monk
         may_delete.set()
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_not_called_damaged(
-    store: CheckpointStore, reader: CheckpointStore, step: int
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_checkpoint_that_is_deleted_or_replaced_while_it_is_loaded_is_not_called_damaged(
+    store: CheckpointStore, reader: CheckpointStore, step: int, is_replaced: bool
 ) -> None:
-    save = _once(lambda: store.save(step + 1, _state(step + 1), wait=True))
+    saved = step if is_replaced else step + 1
+    save = _once(lambda: store.save(saved, _state(-5), wait=True, overwrite=is_replaced))
     with pytest.raises(
         CheckpointNotFoundError, match=rf"{store.root}/step-{step} was deleted or replaced.*step {step}"
     ):
         reader.load(step, into=_into(), check=save)
-
-
-def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_called_damaged(
-    store: CheckpointStore, reader: CheckpointStore, step: int
-) -> None:
-    replace = _once(lambda: store.save(step, _state(-5), wait=True, overwrite=True))
-    with pytest.raises(CheckpointNotFoundError, match=f"step-{step} was deleted or replaced"):
-        reader.load(step, into=_into(), check=replace)
-    assert reader.load(step).state["step"] == -5
+    assert reader.load(saved).state["step"] == -5
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_called_damaged(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-_NUM_PROCESSES = 8
+_NUM_PROCESSES = 4
 _TIMEOUT_S = 240
 
 

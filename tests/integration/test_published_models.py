@@ -8,7 +8,7 @@ from typing import Any
 import published_models as script
 import pytest
 import torch
-from checkpoint_ranks import run_scenarios
+from ranks import run_scenarios
 from tiny_models import TOKENS, load, logits_of, tiny_llama
 
 from ft_transport import Publisher, WeightFormat, model_files
@@ -29,7 +29,8 @@ _NUM_RANKS = 2
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank reported of all scenarios: starting the ranks takes longer than they do."""
-    return run_scenarios(tmp_path_factory.mktemp("models"), _NUM_RANKS, *script.SCENARIOS, script=script.__file__)
+    names = [each.__name__ for each in script.SCENARIOS]
+    return run_scenarios(script.__file__, tmp_path_factory.mktemp("models"), _NUM_RANKS, *names)
 
 
 class TestTransformers:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,39 @@ def run_ranks(script: str, num_ranks: int, *arguments: str, timeout_s: float) ->
     """
     with served_store() as port:
         _run(script, num_ranks, arguments, port, timeout_s)
+
+
+def run_scenarios(
+    script: str, directory: Path, num_ranks: int, *scenarios: str, timeout_s: float = 150
+) -> list[dict[str, Any]]:
+    """Runs scenarios of a script, and returns what each rank reported of each; nothing of the one it was killed in.
+
+    The script ends with `report_scenarios`.
+    """
+    run_ranks(script, num_ranks, str(directory), *scenarios, timeout_s=timeout_s)
+    paths = [directory / f"{rank}.json" for rank in range(num_ranks)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+
+
+def report_scenarios(scenarios: Iterable[Callable[[Any], Any]], make: Callable[[Path, str], Any]) -> None:
+    """Runs the scenarios that the command line names, one after the other, as one rank of a group.
+
+    Args:
+        scenarios: All functions that may be named; what each returns goes to ``DIRECTORY/RANK.json``.
+        make: Makes the argument of a scenario from the directory and the scenario's name.
+    """
+    import torch.distributed as dist
+
+    directory, named = Path(sys.argv[1]), {each.__name__: each for each in scenarios}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    report: dict[str, Any] = {}
+    path = directory / f"{dist.get_rank()}.json"
+    for name in sys.argv[2:]:
+        report[name] = named[name](make(directory, name))
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(report))
+        partial.rename(path)
+    # The group is not destroyed: a rank that was killed would not take part.
 
 
 @contextmanager

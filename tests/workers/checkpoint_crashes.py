@@ -3,7 +3,7 @@
 Usage: ``checkpoint_crashes.py SCENARIO DIRECTORY``: a key of `SCENARIOS`, and an empty directory. Prints a report as
 JSON: a list of cases, of each what a new process has found.
 
-A forked writer stands for the writer process, but for the scenario in which that is real.
+A forked writer stands for the writer process.
 
 What lies on the disk behind one step lies there before the next, too: most scenarios kill on one side of each step.
 """
@@ -59,7 +59,6 @@ class Scenario:
     victim_rank: int = 0
     is_exchange_there: bool = True
     num_ranks: int = 1
-    is_writer_real: bool = False
     is_in_recovery: bool = False
     keep: int | None = None
     chosen: tuple[int, ...] | None = None
@@ -77,10 +76,7 @@ SCENARIOS = {
     "writer of replacing": Scenario(step=1, victim="writer", sides=("before",)),
     "recovering": Scenario(step=1, is_in_recovery=True),
     "recovering without exchange": Scenario(step=1, is_in_recovery=True, is_exchange_there=False, sides=("after",)),
-    "trainer of a real writer": Scenario(step=1, is_writer_real=True, chosen=(9,), sides=("after",)),
     "two ranks, the first": dataclasses.replace(_TWO, chosen=(3,)),
-    "two ranks, the second": dataclasses.replace(_TWO, victim_rank=1, chosen=(10,)),
-    "two ranks, a writer": dataclasses.replace(_TWO, victim="writer", victim_rank=1, chosen=(0, 2, 5)),
     "two ranks, every step of the first": dataclasses.replace(_TWO, step=1),
     "two ranks, every step of the second": dataclasses.replace(_TWO, step=1, victim_rank=1),
     "two ranks, every step of a writer": dataclasses.replace(_TWO, step=1, victim="writer", victim_rank=1),
@@ -137,6 +133,14 @@ class ForkedProcess:
             os.kill(self.pid, 9)
 
 
+def fork_writers(fuse: Fuse) -> None:
+    """Has the stores of this process start their writers as `ForkedProcess`."""
+    ForkedProcess.fuse = fuse
+    writer_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
 def in_children(*works: Callable[[], Any]) -> list[Any]:
     """Runs each in a process of its own; returns what it returned, or ``None`` if it was killed.
 
@@ -191,13 +195,9 @@ def trainer(scenario: Scenario, rank: int, root: Path, meeting: Path, *, fatal: 
     fuse = Fuse(root.parent / "killed-at")
     fuse.install(is_exchange_there=scenario.is_exchange_there)
     is_victim = rank == scenario.victim_rank
-    ForkedProcess.fuse = fuse
-    if not scenario.is_writer_real:
-        writer_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
-            Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-        )
-        if scenario.victim == "writer" and is_victim:
-            ForkedProcess.fatal, ForkedProcess.is_after = fatal, is_after
+    fork_writers(fuse)
+    if scenario.victim == "writer" and is_victim:
+        ForkedProcess.fatal, ForkedProcess.is_after = fatal, is_after
     if rank:
         fuse.install_phases()
     settings = IMPATIENT if scenario.num_ranks > 1 and scenario.victim == "trainer" else SETTINGS
@@ -221,10 +221,7 @@ def trainer(scenario: Scenario, rank: int, root: Path, meeting: Path, *, fatal: 
 def check(rank: int, num_ranks: int, root: Path, meeting: Path) -> dict[str, Any]:
     """What a process that starts anew finds."""
     report: dict[str, Any] = {}
-    writer_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-    )
-    ForkedProcess.fuse = Fuse(root.parent / "unused")
+    fork_writers(Fuse(root.parent / "unused"))
     with group_of(rank, num_ranks, meeting):
         with CheckpointStore(root, read_only=True, settings=SETTINGS) as store:
             report["latest_before"] = store.latest()
@@ -277,10 +274,7 @@ def make_template(scenario: Scenario, root: Path) -> None:
     """A root with step 1; and, for a recovery, with what crashes at all sorts of steps have left."""
 
     def save() -> None:
-        writer_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
-            Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-        )
-        ForkedProcess.fuse = Fuse(root.parent / "unused")
+        fork_writers(Fuse(root.parent / "unused"))
         with CheckpointStore(root) as store:
             store.save(1, state(OLD), wait=True)
 

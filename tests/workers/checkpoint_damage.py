@@ -1,4 +1,4 @@
-"""Two ranks load checkpoints of which one file was changed by one bit; started by `ranks`.
+"""Two ranks load checkpoints that one of them cannot read, or of which one bit was changed; started by `ranks`.
 
 Usage: ``checkpoint_damage.py ROOT REPORTS once|each``.
 """
@@ -6,12 +6,16 @@ Usage: ``checkpoint_damage.py ROOT REPORTS once|each``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +24,8 @@ from programs import fork_writers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ft_transport import CheckpointDamagedError, CheckpointStore, StoreSettings, TransportError
+from ft_transport import CheckpointDamagedError, CheckpointStore, RankFailedError, StoreSettings, TransportError
+from ft_transport.checkpoint import settings
 
 NUM_RANKS = 2
 CHUNK_BYTES = 4 << 20
@@ -67,13 +72,44 @@ def attempt(store: CheckpointStore, step: int) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def failing(number: int, num_times: int) -> Iterator[None]:
+    """On the second rank, what is read of the newest checkpoint's data fails."""
+    real: Callable[..., int] = os.preadv
+    left = num_times * dist.get_rank()
+
+    def preadv(descriptor: int, *args: Any) -> int:
+        nonlocal left
+        if left > 0 and f"step-{NEW}/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            left -= 1
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, *args)
+
+    with patch.object(os, "preadv", preadv):
+        yield
+
+
+def newest_good(store: CheckpointStore, *keys: str) -> list[Any]:
+    """Loads into all of the state, or into what is at these keys."""
+    into = {key: value for key, value in state(-1).items() if not keys or key in keys}
+    try:
+        loaded = store.load_newest_good(into=into)
+    except RankFailedError as error:
+        return [type(error).__name__, error.errno, error.rank]
+    assert loaded is not None
+    return [loaded.step, loaded.state["step"], values_of(into)]
+
+
 def main() -> None:
     root, reports, read = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     fork_writers()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     report: list[dict[str, Any]] = []
-    with CheckpointStore(root, settings=StoreSettings(timeout=TIMEOUT, read=read)) as store:  # type: ignore[arg-type]
+    with (
+        patch.object(settings, "_RETRY_S", 0.3),
+        CheckpointStore(root, settings=StoreSettings(timeout=TIMEOUT, read=read)) as store,  # type: ignore[arg-type]
+    ):
         for step in (OLD, NEW):
             store.save(step, state(step), wait=True)
         directory = root / f"step-{NEW}"
@@ -88,18 +124,8 @@ def main() -> None:
                     store.verify(NEW)
                 except CheckpointDamagedError as error:
                     verified = error.files
-                into = state(-1)
-                good = store.load_newest_good(into=into)
-                assert good is not None
-                report.append(
-                    {
-                        "file": path.name,
-                        "at": at,
-                        **loaded,
-                        "verified": verified,
-                        "good": [good.step, good.state["step"], values_of(into)],
-                    }
-                )
+                good = newest_good(store)
+                report.append({"file": path.name, "at": at, **loaded, "verified": verified, "good": good})
                 dist.barrier()
                 if not rank:
                     flip_bit(path, at)
@@ -108,7 +134,15 @@ def main() -> None:
         into = state(-1)
         with contextlib.suppress(CheckpointDamagedError):
             store.load(into=into)
-        report.append({"whole_again": values_of(into)})
+        unreadable = {}
+        for name, number, num_times in (
+            ("once", errno.EINTR, 1),
+            ("always", errno.ESTALE, 1 << 30),
+            ("broken disk", errno.EIO, 1 << 30),
+        ):
+            with failing(number, num_times):
+                unreadable[name] = newest_good(store, "half", "step")
+        report.append({"whole_again": values_of(into), "unreadable": unreadable})
     (reports / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

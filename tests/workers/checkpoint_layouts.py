@@ -21,11 +21,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from layout_matrix import LAYOUTS, Layout, Replica, differences, local_bytes, replaced, scramble
 from programs import fork_writers
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
 
@@ -34,9 +36,7 @@ STEP = 7
 SAVED_AS = "hsdp 2x2"
 LOADED_AS = {
     "hsdp 2x2": LAYOUTS["hsdp 2x2"],
-    "fsdp 4": LAYOUTS["fsdp 4"],
     "plain": Layout((4,), ("dp",)),
-    "replicated": Layout((4,), ("dp",), layouts._replicated),
     "tp 4": Layout((4,), ("tp",), layouts._tensor_parallel),
     "fsdp 2 x tp 2": LAYOUTS["fsdp 2 x tp 2"],
 }
@@ -173,6 +173,28 @@ def refuse_diverged(store: CheckpointStore, root: Path, state: dict[str, Any]) -
     return report
 
 
+def consolidate(root: Path, mesh: DeviceMesh, dim: int) -> list[str]:
+    """What is wrong with the whole tensors beside a checkpoint of a model that is divided along a dimension."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 202), nn.Linear(202, 150), nn.Linear(150, 6)).to(torch.bfloat16)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(dim if parameter.ndim > 1 else 0))
+    expected = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}  # type: ignore[operator]
+    with CheckpointStore(root, consolidate="model", settings=SETTINGS) as store:
+        store.save(STEP, {"model": model.state_dict(), "step": 3}, wait=True)
+        store.verify(STEP)
+    directory = root / f"step-{STEP}"
+    index = json.loads((directory / "model.safetensors.index.json").read_bytes())
+    found: dict[str, torch.Tensor] = {}
+    for name in set(index["weight_map"].values()):
+        found.update(load_file(directory / name))
+    wrong = differences(expected, found)
+    if index["weight_map"].keys() != expected.keys():
+        wrong.append(f"the index has {sorted(index['weight_map'])}")
+    if index["metadata"]["total_size"] != sum(tensor.nbytes for tensor in expected.values()):
+        wrong.append(f"the index has {index['metadata']}")
+    return wrong
+
+
 def load_stages(store: CheckpointStore) -> list[str]:
     """Each rank has another part of a model, as in a pipeline; all have one tensor in common."""
     own = f"stage {dist.get_rank()}"
@@ -203,6 +225,7 @@ def run_four(root: Path) -> dict[str, Any]:
         replica.load(reference)
         report["diverged"] = refuse_diverged(store, root / "sharded", replica.state())
         report["stages"] = load_stages(store)
+    report["consolidated"] = [consolidate(root / f"consolidated-{dim}", mesh, dim) for dim in (0, 1)]
     with CheckpointStore(root / "plain", rank_local=("own",), settings=SETTINGS) as store:
         plain = {"both": torch.arange(3 << 20), "small": [torch.ones(7) * n for n in range(100)]}
         store.save(STEP, {**plain, "own": torch.tensor([rank])}, wait=True)

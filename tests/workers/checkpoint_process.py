@@ -50,15 +50,7 @@ def sleeping_child() -> int:
 
 
 def hold(root: Path) -> None:
-    """Has a store with a writer, until its standard input ends."""
-    with made(WriterProcess) as writers, CheckpointStore(root) as store:
-        store.save(1, {"weight": torch.ones(10)}, wait=True)
-        say(writer=writers[0].process_id)
-        sys.stdin.read()
-
-
-def hold_and_fork(root: Path) -> None:
-    """The same, beside a child that lives on."""
+    """Has a store with a writer, beside a child that lives on, until its standard input ends."""
     with made(WriterProcess) as writers, CheckpointStore(root) as store:
         store.save(1, {"weight": torch.ones(10)}, wait=True)
         say(writer=writers[0].process_id, child=sleeping_child())
@@ -73,21 +65,6 @@ def want(root: Path) -> None:
             say(error=None, steps=store.steps())
     except TransportError as error:
         say(error=type(error).__name__, text=str(error))
-
-
-def reopen(root: Path) -> None:
-    """Forks a child, closes its store, and opens another one there while the child lives."""
-    store = CheckpointStore(root, start_writers=False)
-    child = sleeping_child()
-    store.close()
-    try:
-        CheckpointStore(root, start_writers=False).close()
-        say(error=None)
-    except TransportError as error:
-        say(error=type(error).__name__, text=str(error))
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 # ----------------------------------------------------------------------------------------------- many small tensors
@@ -165,11 +142,13 @@ def many_leaves(root: Path) -> None:
             writer_grew=most[0] - idle[0],
             trainer_grew=most[1] - idle[1],
             writer_limit=int(limit),
+            writer=writer,
         )
+        sys.stdin.read()
     dist.destroy_process_group()
 
 
-ROLES = {role.__name__: role for role in (hold, hold_and_fork, want, reopen, many_leaves)}
+ROLES = {role.__name__: role for role in (hold, want, many_leaves)}
 
 if __name__ == "__main__":
     if sys.argv[1] != many_leaves.__name__:  # what is limited there is inherited

@@ -1,25 +1,23 @@
-"""All ranks set one directory up at once and write a file of their own into it; started by `ranks`.
-
-Usage: ``checkpoint_race.py DIRECTORY NUM_ITERATIONS``. Each iteration begins anew over what the one before has left:
-once through a store that clears, once by the pattern of openpi before its PR 969, in which each rank clears and makes
-the directory by itself. Each rank leaves a report in ``DIRECTORY/RANK.json``.
-"""
+"""Ranks that set one directory up at once, and two groups that want the same one; started by `ranks.run_scenarios`."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
+from checkpoint_ranks import Ranks, is_loaded, raised, state_of
+from programs import fork_writers
+from ranks import report_scenarios
 
 from ft_transport import CheckpointStore
+from ft_transport.checkpoint import inventory
+
+_NUM_ITERATIONS = 20
 
 
 def write(directory: Path, iteration: int) -> None:
@@ -50,9 +48,9 @@ def unguarded(root: Path, iteration: int) -> Iterator[None]:
     yield
 
 
-def race(root: Path, num_iterations: int, set_up: Callable[..., Any]) -> dict[str, Any]:
+def _race(root: Path, set_up: Callable[..., Any]) -> dict[str, Any]:
     errors, lost, left = [], 0, 0
-    for iteration in range(num_iterations):
+    for iteration in range(_NUM_ITERATIONS):
         dist.barrier()
         try:
             with set_up(root, iteration):
@@ -67,18 +65,42 @@ def race(root: Path, num_iterations: int, set_up: Callable[..., Any]) -> dict[st
     return {"errors": errors, "num_lost": lost, "num_left": left}
 
 
-def main() -> None:
-    directory, num_iterations = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def race(ranks: Ranks) -> dict[str, Any]:
+    """All ranks write a file of their own into one directory, which each iteration begins anew.
+
+    Once through a store that clears, once by the pattern of openpi before its PR 969, in which each rank clears and
+    makes the directory by itself.
+    """
+    return {each.__name__: _race(ranks.root.with_name(each.__name__), each) for each in (unguarded, guarded)}
+
+
+def two_groups(ranks: Ranks) -> dict[str, Any]:
+    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
+    is_first = ranks.rank < 2
+    group = first if is_first else second
     report: dict[str, Any] = {}
-    for set_up in (unguarded, guarded):
-        started_s = time.monotonic()
-        report[set_up.__name__] = race(directory / set_up.__name__, num_iterations, set_up)
-        report[set_up.__name__]["took_s"] = time.monotonic() - started_s
-    (directory / f"{dist.get_rank()}.json").write_text(json.dumps(report))
+    store = ranks.store(process_group=first) if is_first else None
     dist.barrier()
-    dist.destroy_process_group()
+    if store is None:
+        with patch.object(inventory, "_CLAIM_S", 0.5):
+            report["error"] = raised(lambda: ranks.store(process_group=second))
+        # Who only reads is in nobody's way.
+        with ranks.store(process_group=second, read_only=True) as reading:
+            report["steps_seen"] = list(reading.steps())
+    dist.barrier()
+    if store is not None:
+        store.save(1, state_of(1, dist.get_rank(group)), wait=True)
+        report["is_loaded"] = is_loaded(store, 1, dist.get_rank(group))
+        store.close()
+    dist.barrier()
+    if store is None:
+        with ranks.store(process_group=second) as store_after:
+            store_after.save(2, state_of(2, dist.get_rank(group)), wait=True)
+            report["is_loaded"] = is_loaded(store_after, 2, dist.get_rank(group))
+            report["steps_after"] = list(store_after.steps())
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    fork_writers()
+    report_scenarios((race, two_groups), Ranks)

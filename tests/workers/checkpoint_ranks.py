@@ -1,22 +1,20 @@
 """What the ranks of a group do with a checkpoint store while one of them fails; started by `ranks`.
 
-Usage: ``checkpoint_ranks.py DIRECTORY SCENARIO...``: the scenarios run one after the other, and each rank leaves what
-it saw of them in ``DIRECTORY/RANK.json``.
+Usage: ``checkpoint_ranks.py DIRECTORY SCENARIO...``, as `ranks.report_scenarios` says.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import json
+import itertools
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,11 @@ import torch
 import torch.distributed as dist
 from made_objects import made
 from programs import fork_writers, start_writers
-from ranks import run_ranks
+from ranks import report_scenarios
 from state_equality import exact
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
-from ft_transport.checkpoint import collective_write, directory, inventory, writer_process
+from ft_transport.checkpoint import collective_write, directory, writer_process
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.save_job import SaveJob
@@ -41,7 +39,7 @@ from ft_transport.state.snapshot import PendingSnapshot
 
 TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 3.0
-VISIBLE_TIMEOUT_S = 2.0
+VISIBLE_TIMEOUT_S = 0.5
 NUM_FAILED_ALLOWED = 100
 LARGE_BYTES = 192 << 20
 
@@ -56,18 +54,6 @@ EXCHANGES = ("gather the headers", "divide the work", "gather the digests", "gat
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 """What is injected where nothing else is said: it does not pass."""
-
-
-# --------------------------------------------------------------------------------------------------------- starting it
-
-
-def run_scenarios(
-    directory: Path, num_ranks: int, *scenarios: str, timeout_s: float = 150, script: str = __file__
-) -> list[dict[str, Any]]:
-    """Runs scenarios on so many ranks, and returns what each rank reported, by scenario; nothing of a killed rank."""
-    run_ranks(script, num_ranks, str(directory), *scenarios, timeout_s=timeout_s)
-    paths = [directory / f"{rank}.json" for rank in range(num_ranks)]
-    return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
 
 
 # ------------------------------------------------------------------------------------------------------------- tools
@@ -149,31 +135,33 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-class Injected:
-    """Puts a failure in front of a function, as `replaced` does, so many times, and notes when it struck."""
+@dataclass
+class Injection:
+    """So many failures are left; the last one was raised at this time."""
 
-    def __init__(self, owner: Any, name: str, error: Exception, times: int = 1, on: Callable[..., bool] | None = None):
-        self.owner, self.name, self.error, self.times = owner, name, error, times
-        self.on = on if on is not None else lambda *_args, **_kwargs: True
-        self.at_s: float | None = None
+    times: int
+    at_s: float | None = None
 
-    def __enter__(self) -> Injected:
-        self._replaced = replaced(self.owner, self.name, self._strike)
-        self._replaced.__enter__()
-        return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        self._replaced.__exit__(*exc_info)
+@contextmanager
+def injected(
+    owner: Any, name: str, error: Exception = FULL, times: int = 1, on: Callable[..., bool] = lambda *_args: True
+) -> Iterator[Injection]:
+    """Puts a failure in front of a function, as `replaced` does, so many times."""
+    injection = Injection(times)
 
-    def _strike(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.times and self.on(*args, **kwargs):
-            self.times -= 1
-            self.at_s = time.monotonic()
-            raise self.error
+    def strike(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if injection.times and on(*args):
+            injection.times -= 1
+            injection.at_s = time.monotonic()
+            raise error
         return original(*args, **kwargs)
 
+    with replaced(owner, name, strike):
+        yield injection
 
-def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
+
+def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> AbstractContextManager[Injection]:
     """A failure of this rank in a phase, at the place where it would arise."""
     requests = {
         "take the snapshot": writer_process.Take,
@@ -184,21 +172,21 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
         "commit": writer_process.Describe,
     }
     if phase in requests:
-        kind = requests[phase]
-        return Injected(
-            WriterProcess, "call", error, times, lambda _writer, request, *_args, **_kwargs: isinstance(request, kind)
+        return injected(
+            WriterProcess, "call", error, times, lambda _, request, *_args: type(request) is requests[phase]
         )
-    if phase in EXCHANGES:
-        if phase == "divide the work":
-            return Injected(GlooExchange, "scatter", error, times)
-        gathers = [each for each in EXCHANGES if each.startswith("gather")]
-        numbers = iter(range(len(gathers)))
-        return Injected(GlooExchange, "gather", error, times, lambda *_args: gathers[next(numbers)] == phase)
-    return {
-        "read the headers": Injected(SaveJob, "header", error, times),
-        "set up the directory": Injected(NumberedDirectory, "begin", error, times),
-        "find the directory": Injected(collective_write, "wait_until_visible", error, times),
+    gathers = [each for each in EXCHANGES if each.startswith("gather")]
+    if phase in gathers:
+        numbers = itertools.count()
+        return injected(GlooExchange, "gather", error, times, lambda *_args: gathers[next(numbers)] == phase)
+    owner, name = {
+        "divide the work": (GlooExchange, "scatter"),
+        "read the headers": (SaveJob, "header"),
+        "set up the directory": (NumberedDirectory, "begin"),
+        "find the directory": (collective_write, "wait_until_visible"),
+        "copy": (PendingSnapshot, "finish"),  # after save() has returned, in the background
     }[phase]
+    return injected(owner, name, error, times)
 
 
 @contextmanager
@@ -221,27 +209,16 @@ def _fail_and_save_again(ranks: Ranks, store: CheckpointStore, phase: str, victi
     is_victim = ranks.rank == victim
     failing_step, good_step = 2 * number, 2 * number + 1
     state = state_of(failing_step, ranks.rank)
-    injected = None
-    failed_s: float | None = None
     dist.barrier()
-    if is_victim and phase == "snapshot":
-        state["own"]["unsupported"] = object()
-        failed_s = time.monotonic()
-    elif is_victim and phase == "copy":
-        # What fails after save() has returned, when the snapshot is finished in the background.
-        with Injected(PendingSnapshot, "finish", FULL) as injected:
-            handle = store.save(failing_step, state)
-            handle.exception()
-        failed_s = injected.at_s
-    elif is_victim:
-        with failing_in(phase) as injected:
-            handle = store.save(failing_step, state)
-            handle.exception()
-        failed_s = injected.at_s
-    elif phase != "snapshot":
-        handle = store.save(failing_step, state)
-    # What can never be saved is refused in the call.
-    error = raised(lambda: store.save(failing_step, state)) if phase == "snapshot" else told(handle.exception())
+    if phase == "snapshot":  # What can never be saved is refused in the call.
+        if is_victim:
+            state["own"]["unsupported"] = object()
+        failed_s: float | None = time.monotonic()
+        error = raised(lambda: store.save(failing_step, state))
+    else:
+        with failing_in(phase, times=int(is_victim)) as injection:
+            error = told(store.save(failing_step, state).exception())
+        failed_s = injection.at_s
     incomplete = sorted(path.name for path in ranks.root.glob(f"step-{failing_step}*"))
     store.save(good_step, state_of(good_step, ranks.rank), wait=True)
     dist.barrier()
@@ -254,97 +231,51 @@ def _fail_and_save_again(ranks: Ranks, store: CheckpointStore, phase: str, victi
     }
 
 
-def victim_of(phase: str, number: int) -> int:
+def victim_of(phase: str) -> int:
     """Ranks 1 and 2 in turn, where it can be another than the first."""
-    return 0 if phase in FIRST_ONLY_PHASES else 1 + number % 2
+    return 0 if phase in FIRST_ONLY_PHASES else 1 + (*PHASES, *EXCHANGES).index(phase) % 2
 
 
 def phases(ranks: Ranks) -> dict[str, Any]:
     with ranks.store() as store:
         return {
-            phase: _fail_and_save_again(ranks, store, phase, victim_of(phase, number), number)
-            for number, phase in enumerate(PHASES)
+            phase: _fail_and_save_again(ranks, store, phase, victim_of(phase), number)
+            for number, phase in enumerate((*PHASES, *EXCHANGES))
         }
 
 
-def exchanges(ranks: Ranks) -> dict[str, Any]:
-    with ranks.store() as store:
-        return {
-            phase: _fail_and_save_again(ranks, store, phase, victim_of(phase, number), number)
-            for number, phase in enumerate(EXCHANGES)
-        }
+# ------------------------------------------------------------------------------------------------ failures that pass
 
 
-# --------------------------------------------------------------------------------------------- classified differently
-
-
-def _differing(ranks: Ranks, store: CheckpointStore, step: int, errors: dict[int, Exception], times: int) -> Any:
+def _fail_and_retry(ranks: Ranks, store: CheckpointStore, step: int, victim: int, times: int) -> dict[str, Any]:
     dist.barrier()
-    error = errors.get(ranks.rank)
-    with counted_attempts() as attempts:
-        if error is None:
-            handle = store.save(step, state_of(step, ranks.rank))
-            failure = handle.exception()
-        else:
-            with failing_in("write", error, times) as injected:
-                handle = store.save(step, state_of(step, ranks.rank))
-                failure = handle.exception()
-            assert injected.times == max(0, times - len(attempts)), "each attempt had its failure"
-    dist.barrier()
-    return {"error": told(failure), "attempts": len(attempts), "is_there": step in store.steps()}
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    with counted_attempts() as attempts, failing_in("write", error, times * (ranks.rank == victim)) as injection:
+        failure = store.save(step, state_of(step, ranks.rank)).exception()
+    assert not injection.times, "each attempt had its failure"
+    return {
+        "error": told(failure),
+        "attempts": len(attempts),
+        "is_loaded": is_loaded(store, step, ranks.rank),
+    }
 
 
-def classified(ranks: Ranks) -> dict[str, Any]:
-    passing, final = OSError(errno.EIO, os.strerror(errno.EIO)), PermissionError(errno.EACCES, "Permission denied")
+def passing(ranks: Ranks) -> dict[str, Any]:
     with ranks.store() as store:
-        return {
-            "final beside passing": _differing(ranks, store, 1, {1: passing, 2: final}, 1),
-            "final before passing": _differing(ranks, store, 2, {1: final, 2: passing}, 1),
-            "passing once": _differing(ranks, store, 3, {1: passing}, 1),
-            "passing twice": _differing(ranks, store, 4, {2: passing}, 2),
-            "passing always": _differing(ranks, store, 5, {1: passing}, 100),
-            "is_loaded": [is_loaded(store, step, ranks.rank) for step in (3, 4)],
-        }
+        return {"once": _fail_and_retry(ranks, store, 3, 1, 1), "twice": _fail_and_retry(ranks, store, 4, 2, 2)}
 
 
 # --------------------------------------------------------------------------------------------------- at construction
 
 
-@contextmanager
-def no_permissions(parent: Path) -> Iterator[None]:
-    """Without the rights of root, to whom everything is permitted."""
-    parent.chmod(0o500)
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-        parent.chmod(0o700)
-
-
 def refused_root(ranks: Ranks) -> dict[str, Any]:
-    parent = ranks.root.parent / "mine alone"
     file = ranks.root.parent / "file"
     if ranks.rank == 0:
-        parent.mkdir()
         file.touch()
-    report = {}
     dist.barrier()
     started_s = time.monotonic()
-    if ranks.rank == 0:
-        with no_permissions(parent):
-            report["forbidden"] = raised(lambda: ranks.store(root=parent / "root"))
-    else:
-        report["forbidden"] = raised(lambda: ranks.store(root=parent / "root"))
-    report["forbidden_s"] = report["forbidden"]["at_s"] - started_s
-    dist.barrier()
-    started_s = time.monotonic()
-    report["under a file"] = raised(lambda: ranks.store(root=file / "root"))
-    report["under a file_s"] = report["under a file"]["at_s"] - started_s
-    return report
+    error = raised(lambda: ranks.store(root=file / "root"))
+    return {"error": error, "took_s": error["at_s"] - started_s}
 
 
 def _in_a_namespace_of_its_own(path: Path) -> bool:
@@ -395,37 +326,20 @@ def invisible_step(ranks: Ranks) -> dict[str, Any]:
 
 
 def poisoned(ranks: Ranks) -> dict[str, Any]:
-    report: dict[str, Any] = {}
-    # A port next to that of torch.distributed is what a fixed choice would take.
-    listening = []
-    if ranks.rank == 0:
-        for offset in (1, 2, 3):
-            with suppress(OSError):  # Somebody else's already, which is as good.
-                listening.append(socket.create_server(("", int(os.environ["MASTER_PORT"]) + offset)))
-    dist.barrier()
-    with ranks.store() as store:
-        store.save(1, state_of(1, ranks.rank), wait=True)
-        report["beside taken ports"] = is_loaded(store, 1, ranks.rank)
-    for each in listening:
-        each.close()
     modules = ranks.root.parent / "modules"
     modules.mkdir(exist_ok=True)
     (modules / "msgspec.py").write_text("raise ImportError('poisoned')\n")
-    poisons = {"no interpreter": {"PYTHONHOME": "/nonexistent"}, "no import": {"PYTHONPATH": str(modules)}}
-    for name, variables in poisons.items():
-        before = dict(os.environ)
-        if ranks.rank == 1:
-            os.environ.update(variables)
-        dist.barrier()
-        with start_writers() if ranks.rank == 1 else nullcontext():  # a fork would find what was imported before
-            started_s = time.monotonic()
-            error = raised(ranks.store)
-        report[name] = {"error": error, "took_s": error["at_s"] - started_s}
-        os.environ.clear()
-        os.environ.update(before)
+    dist.barrier()
+    with (
+        patch.dict(os.environ, {"PYTHONPATH": str(modules)} if ranks.rank == 1 else {}),
+        start_writers() if ranks.rank == 1 else nullcontext(),  # a fork would find what was imported before
+    ):
+        started_s = time.monotonic()
+        error = raised(ranks.store)
     with ranks.store() as store:  # The failure has left neither a claim nor a lost step in the agreement.
-        report["is_loaded_afterwards"] = is_loaded(store, 1, ranks.rank)
-    return report
+        store.save(1, state_of(1, ranks.rank), wait=True)
+        is_loaded_afterwards = is_loaded(store, 1, ranks.rank)
+    return {"error": error, "took_s": error["at_s"] - started_s, "is_loaded_afterwards": is_loaded_afterwards}
 
 
 # ------------------------------------------------------------------------------------------------------ the directory
@@ -443,7 +357,7 @@ def stale(ranks: Ranks) -> dict[str, Any]:
         else:
             until((incomplete / ".metadata").exists, "the garbage")
         dist.barrier()
-        delayed_s = 2.0
+        delayed_s = 0.5
 
         def late(begin: Callable[..., Path], *args: Any) -> Path:
             threading.Event().wait(delayed_s)  # Nobody sets it: the delay is the fault.
@@ -529,33 +443,6 @@ def differing_settings(ranks: Ranks) -> dict[str, Any]:
         dist.barrier()
         report["is_loaded"] = is_loaded(store, 1, ranks.rank)
     report["kept"] = _kept(ranks)
-    return report
-
-
-def two_groups(ranks: Ranks) -> dict[str, Any]:
-    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
-    is_first = ranks.rank < 2
-    group = first if is_first else second
-    report: dict[str, Any] = {}
-    store = ranks.store(process_group=first) if is_first else None
-    dist.barrier()
-    if store is None:
-        with patch.object(inventory, "_CLAIM_S", 0.5):
-            report["error"] = raised(lambda: ranks.store(process_group=second))
-        # Who only reads is in nobody's way.
-        with ranks.store(process_group=second, read_only=True) as reading:
-            report["steps_seen"] = list(reading.steps())
-    dist.barrier()
-    if store is not None:
-        store.save(1, state_of(1, dist.get_rank(group)), wait=True)
-        report["is_loaded"] = is_loaded(store, 1, dist.get_rank(group))
-        store.close()
-    dist.barrier()
-    if store is None:
-        with ranks.store(process_group=second) as store_after:
-            store_after.save(2, state_of(2, dist.get_rank(group)), wait=True)
-            report["is_loaded"] = is_loaded(store_after, 2, dist.get_rank(group))
-            report["steps_after"] = list(store_after.steps())
     return report
 
 
@@ -740,30 +627,12 @@ def busy(ranks: Ranks) -> dict[str, Any]:
     return {policy: _busy(ranks, policy) for policy in ("skip", "error")}
 
 
-SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (
-        *(phases, exchanges, classified, refused_root, invisible_root, invisible_step, poisoned, stale, two_groups),
-        *(killed_writer, killed_while_writing, stopped_rank_2, stopped_rank_0, killed_rank_2, killed_rank_0),
-        *(differing_settings, busy),
-    )
-}
-
-
-def main() -> None:
-    directory = Path(sys.argv[1])
-    fork_writers()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    report: dict[str, Any] = {}
-    path = directory / f"{dist.get_rank()}.json"
-    for name in sys.argv[2:]:
-        # One that raises ends all of them.
-        report[name] = SCENARIOS[name](Ranks(directory, name))
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(report))
-        partial.rename(path)
-    # No farewell: a rank that was killed would not be there.
-
+SCENARIOS = (
+    *(phases, passing, refused_root, invisible_root, invisible_step, poisoned, stale),
+    *(killed_writer, killed_while_writing, stopped_rank_2, stopped_rank_0, killed_rank_2, killed_rank_0),
+    *(differing_settings, busy),
+)
 
 if __name__ == "__main__":
-    main()
+    fork_writers()
+    report_scenarios(SCENARIOS, Ranks)

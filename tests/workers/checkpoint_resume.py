@@ -1,6 +1,6 @@
 """A training run that can be killed and resumed; prints its order of data and, in the end, a digest of its state.
 
-Usage: ``checkpoint_resume.py ROOT NUM_STEPS KILLED_IN SAVE_EVERY plain|torchdata``. It is killed by SIGKILL in the
+Usage: ``checkpoint_resume.py ROOT NUM_STEPS KILLED_IN SAVE_EVERY``. It is killed by SIGKILL in the
 middle of step KILLED_IN, and never if that is negative. It goes on from the newest checkpoint, if there is one.
 """
 
@@ -19,6 +19,7 @@ import torch
 from programs import fork_writers
 from state_equality import exact
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ft_transport import CheckpointStore
 
@@ -33,34 +34,10 @@ class Samples(torch.utils.data.Dataset[Any]):
         return index, torch.arange(8.0) + index
 
 
-class PlainLoader:
-    """Shuffles each epoch anew, and knows where it is."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(3)
-        self._order: list[int] = []
-        self._samples = Samples()
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._order:
-            self._order = torch.randperm(NUM_SAMPLES, generator=self._generator).tolist()
-        taken, self._order = self._order[:4], self._order[4:]
-        return torch.tensor(taken), torch.stack([self._samples[index][1] for index in taken])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state(), "order": list(self._order)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
-        self._order = list(state["order"])
-
-
-class TorchdataLoader:
+class Loader:
     """torchdata's, which is begun anew after each epoch."""
 
     def __init__(self) -> None:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
         self._loader = StatefulDataLoader(Samples(), batch_size=4, shuffle=True, num_workers=0)
         self._batches = iter(self._loader)
 
@@ -127,7 +104,7 @@ def main() -> None:
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)
-    run = Run(TorchdataLoader() if sys.argv[5] == "torchdata" else PlainLoader())
+    run = Run(Loader())
     with CheckpointStore(root, rank_local=("loader", "random")) as store:
         if store.latest() is not None:
             run.load(store.load(into=run.state()).state)

@@ -1,4 +1,4 @@
-"""One of eight processes that send and receive a model and AdamW's states in every layout; started by `ranks`.
+"""One of several processes that send and receive a model and AdamW's states in every layout; started by `ranks`.
 
 Usage: ``layout_matrix.py REFERENCE REPORTS``: the state to send, as ``torch.save`` wrote it, and a directory to
 write a report to.
@@ -93,10 +93,8 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _fsdp_and_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    names = mesh.mesh_dim_names
-    assert names is not None
     _tensor_parallel(model, mesh["tp"])
-    fully_shard(model, mesh=mesh[names[:-1]] if len(names) > 2 else mesh[names[0]])
+    fully_shard(model, mesh=mesh["dp"])
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -117,13 +115,11 @@ class Layout:
 LAYOUTS = {
     "plain": Layout((1,), ("one",)),
     "replicated 2": Layout((2,), ("dp",), _replicated),
-    "fsdp 2": Layout((2,), ("dp",), _fsdp),
     "fsdp 4": Layout((4,), ("dp",), _fsdp),
     "fsdp 2, dim 1": Layout((2,), ("dp",), _fsdp_on_dim_1),
     "hsdp 2x2": Layout((2, 2), ("replicate", "shard"), _fsdp),
     "tp 2": Layout((2,), ("tp",), _tensor_parallel),
     "fsdp 2 x tp 2": Layout((2, 2), ("dp", "tp"), _fsdp_and_tensor_parallel),
-    "hsdp 2x2 x tp 2": Layout((2, 2, 2), ("replicate", "shard", "tp"), _fsdp_and_tensor_parallel),
 }
 
 
@@ -237,7 +233,7 @@ def main() -> None:
         TIMEOUT, settings=TransportSettings(host="127.0.0.1", on_progress=count)
     )
     for name, layout in LAYOUTS.items():
-        # Other processes than those that send it in the same layout.
+        # From the last process on, so that a small layout is received by others than those that send it.
         ranks = torch.arange(world - layout.size, world).view(layout.shape)
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=layout.names)
         if rank < world - layout.size:

@@ -1,7 +1,7 @@
 """What four ranks do when they publish; started by `ranks`.
 
-Usage: ``publish_ranks.py DIRECTORY SCENARIO...``: ``DIRECTORY/SCENARIO.json`` has the URLs of the engines, and each
-rank leaves what it saw in ``DIRECTORY/RANK.json``.
+Usage: ``publish_ranks.py DIRECTORY SCENARIO...``, as `ranks.report_scenarios` says; ``DIRECTORY/SCENARIO.json`` has the
+URLs of the engines.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import report_scenarios
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -26,7 +26,7 @@ from ft_transport import LoRAAdapter, Publisher, TransportError, VLLMEngine
 COLLECTIVE_TIMEOUT_S = 2.0
 """Of the trainer's process group."""
 ENGINE_TIMEOUT_S = 20.0
-HANGING_TIMEOUT_S = 3.0
+HANGING_TIMEOUT_S = 2.0
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q"]}
 NAMES = ("base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight")
 
@@ -180,22 +180,7 @@ def sharded_weights(ranks: Ranks) -> dict[str, Any]:
         }
 
 
-SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export, sharded_weights)
-}
-
-
-def main() -> None:
-    directory = Path(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    report: dict[str, Any] = {}
-    for name in sys.argv[2:]:
-        report[name] = SCENARIOS[name](Ranks(directory, name))
-        partial = directory / f"{dist.get_rank()}.partial"
-        partial.write_text(json.dumps(report))
-        partial.rename(directory / f"{dist.get_rank()}.json")
-
+SCENARIOS = (all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export, sharded_weights)
 
 if __name__ == "__main__":
-    main()
+    report_scenarios(SCENARIOS, Ranks)

@@ -1,21 +1,18 @@
 """Two ranks publish models of ``transformers`` that ``fully_shard`` has divided; started by `ranks`.
 
-Usage: ``published_models.py DIRECTORY SCENARIO...``: each rank leaves what it saw in ``DIRECTORY/RANK.json``, and the
-versions are under ``DIRECTORY/SCENARIO``.
+Usage: ``published_models.py DIRECTORY SCENARIO...``, as `ranks.report_scenarios` says; the versions are under
+``DIRECTORY/SCENARIO``.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import report_scenarios
 from safetensors.torch import load_file
 from tiny_models import TOKENS, load, logits_of, tiny_llama
 from torch import nn
@@ -134,22 +131,9 @@ def adapter_of_peft(root: Path) -> dict[str, Any]:
     }
 
 
-SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (tied_embeddings, tied_on_one_rank, read_by_transformers, refused_on_all_ranks, adapter_of_peft)
-}
-
-
-def main() -> None:
-    # The libraries warn of each other's newest names.
-    warnings.simplefilter("ignore")
-    directory = Path(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    report = {name: SCENARIOS[name](directory / name) for name in sys.argv[2:]}
-    (directory / f"{dist.get_rank()}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
+SCENARIOS = (tied_embeddings, tied_on_one_rank, read_by_transformers, refused_on_all_ranks, adapter_of_peft)
 
 if __name__ == "__main__":
-    main()
+    # The libraries warn of each other's newest names.
+    warnings.simplefilter("ignore")
+    report_scenarios(SCENARIOS, Path)
