@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,8 +19,8 @@ from ft_transport.checkpoint.claim import RootClaim
 _SOON = timedelta(seconds=30)
 
 
-def publish(tmp_path: Path, *, private: bool = False) -> DeltaDirectory:
-    deltas = DeltaDirectory(tmp_path / "bucket", private=private)
+def publish(tmp_path: Path) -> DeltaDirectory:
+    deltas = DeltaDirectory(tmp_path / "bucket")
     with Publisher([deltas], tmp_path / "versions") as publisher:
         for version in (1, 2):
             weights = torch.arange(10_000).float()
@@ -78,18 +77,6 @@ def test_a_local_version_is_compared_before_it_is_returned(tmp_path: Path) -> No
     content[-1] ^= 1
     file.write_bytes(content)
     assert load_file(deltas.restore(tmp_path / "local") / "model.safetensors")["w"][:8].tolist() == [2.0] * 8
-
-
-def test_what_is_private_is_its_owner_s_alone(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        publish(tmp_path, private=True).restore(tmp_path / "local")
-    finally:
-        os.umask(before)
-    for root in (tmp_path / "bucket", tmp_path / "local"):
-        modes = {str(path): oct(path.stat().st_mode & 0o777) for path in (root, *root.rglob("*"))}
-        assert len(modes) > 4
-        assert {path: mode for path, mode in modes.items() if int(mode, 8) & 0o077} == {}
 
 
 def test_while_another_publisher_writes_there_nothing_is_written(tmp_path: Path) -> None:

@@ -342,11 +342,6 @@ class TestWriting:
         with Publisher([deltas], tmp_path / "again") as publisher:
             publisher.publish(1, stepped(first_weights(), 1)).result(SOON)
 
-    def test_a_users_files_may_have_any_name(self, tmp_path: Path) -> None:
-        publish(tmp_path, range(1, 3), files={"delta": "mine", "digests.json": "mine"})
-        restored = content_of(DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local"))
-        assert restored == content_of(tmp_path / "versions" / "version-2")
-
     def test_a_disk_that_was_full_is_not_filled_with_parts_of_versions(self, tmp_path: Path) -> None:
         deltas = DeltaDirectory(tmp_path / "bucket")
         weights = first_weights()

@@ -122,18 +122,13 @@ def test_kinds_of_lora(options: dict[str, Any]) -> None:
     assert sorted(adapter.tensors) == sorted(saved)
 
 
-def test_the_configuration_of_peft_itself_is_taken() -> None:
-    model = peft_model()
-    adapter = LoRAAdapter.of(model, model.peft_config["default"])
-    assert_same(adapter, model)
-    assert json.loads(adapter.encoded_config())["target_modules"] == ["q_proj", "v_proj"]
-
-
 def test_one_adapter_of_several() -> None:
     model = peft_model()
     model.add_adapter("second", peft.LoraConfig(r=3, lora_alpha=4, target_modules=["q_proj"]))
     adapter = LoRAAdapter.of(model, model.peft_config["second"], "second")
     assert_same(adapter, model, "second")
+    with pytest.raises(ConfigurationError, match=r"'another'.*found none in PeftModel"):
+        LoRAAdapter.of(model, model.peft_config["second"], "another")
 
 
 @pytest.mark.parametrize(
@@ -236,9 +231,8 @@ def test_only_what_differs_by_module_changes_tensors_and_powers_of_two_are_exact
     ],
     ids=str,
 )
-@pytest.mark.parametrize("engine", [SGLangEngine, VLLMEngine, SkyRLEngine])
 def test_what_an_engine_does_not_apply_is_refused_by_name(
-    tmp_path: Path, engine: Any, options: dict[str, Any], expected: str
+    tmp_path: Path, options: dict[str, Any], expected: str
 ) -> None:
     base = tiny_llama()
     base.model.layers[0].mlp.biased = nn.Linear(16, 16)
@@ -247,11 +241,12 @@ def test_what_an_engine_does_not_apply_is_refused_by_name(
     adapters = [LoRAAdapter.of(model, config)]
     if "init_lora_weights" in options:  # What a dict of the user's own does not say, the model does.
         adapters.append(LoRAAdapter.of(model, {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}))
-    with Publisher([engine("http://127.0.0.1:1")], tmp_path) as publisher:
-        for adapter in adapters:
-            with pytest.raises(PublishError, match=f"127.0.0.1:1 applies; {engine.__name__} .*{expected}"):
-                publisher.publish(1, adapter)
-        assert publisher.latest() is None
+    for engine in (SGLangEngine, VLLMEngine, SkyRLEngine):
+        with Publisher([engine("http://127.0.0.1:1")], tmp_path) as publisher:
+            for adapter in adapters:
+                with pytest.raises(PublishError, match=f"127.0.0.1:1 applies; {engine.__name__} .*{expected}"):
+                    publisher.publish(1, adapter)
+            assert publisher.latest() is None
 
 
 def test_modules_that_sglang_drops_or_cannot_place_are_refused_by_name(tmp_path: Path) -> None:

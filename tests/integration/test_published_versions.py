@@ -90,13 +90,6 @@ class TestFormat:
             published(tmp_path, value, **options)
         assert not list(tmp_path.glob("version-*"))
 
-    def test_quantized_weights_keep_their_dtypes(self, tmp_path: Path) -> None:
-        own = {"weight": torch.ones(2).to(torch.float8_e4m3fn), "scale": torch.ones(1)}
-        assert {name: tensor.dtype for name, tensor in published(tmp_path, own).items()} == {
-            "weight": torch.float8_e4m3fn,
-            "scale": torch.float32,
-        }
-
 
 class TestFiles:
     @pytest.mark.parametrize("value", [weights(), adapter()], ids=["weights", "adapter"])
@@ -151,11 +144,6 @@ class TestCompleteness:
             publisher.publish(4, weights())
             with pytest.raises(PublishError, match=r"names of version 4.*pass missing_ok=True"):
                 publisher.publish(5, less)
-
-    def test_a_part_of_a_model_from_the_first_version_on_is_no_mistake(self, tmp_path: Path) -> None:
-        with Publisher([], tmp_path) as publisher:
-            for version in (1, 2):
-                publisher.publish(version, {"head.weight": torch.ones(2)})
 
     def test_a_version_before_that_was_damaged_holds_nobody_up(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -61,7 +61,7 @@ def test_an_adapter_is_unloaded_some_time_after_the_next_one_was_written(tmp_pat
 
 
 def test_one_that_was_loaded_late_is_unloaded_with_the_others(tmp_path: Path) -> None:
-    options: Any = {"engine_timeout": timedelta(seconds=2)}
+    options: Any = {"engine_timeout": timedelta(seconds=1)}
     with (
         serving(server := SGLangStandIn(in_use={"policy-1"})),
         Publisher([SGLangEngine(server.url, unload_after=AT_ONCE)], tmp_path, **options) as publisher,
@@ -80,7 +80,7 @@ def test_one_that_was_loaded_late_is_unloaded_with_the_others(tmp_path: Path) ->
 @pytest.mark.parametrize("is_same_trainer", [True, False])
 def test_two_updates_are_never_under_way_at_once(tmp_path: Path, is_same_trainer: bool) -> None:
     server = SGLangStandIn(is_hanging=True)
-    options: Any = {"engine_timeout": timedelta(seconds=1)}
+    options: Any = {"engine_timeout": timedelta(seconds=0.5)}
     with serving(server):
         with Publisher([SGLangEngine(server.url)], tmp_path, **options) as publisher:
             assert publish(publisher, 1, WEIGHTS).outcome == "late"
@@ -133,7 +133,7 @@ def test_which_version_is_used_is_unknown_from_when_an_update_began(
     tmp_path: Path, kind: type[StandIn], is_hanging: bool
 ) -> None:
     server = kind()
-    timeout = timedelta(seconds=1 if is_hanging else 10)
+    timeout = timedelta(seconds=0.5 if is_hanging else 10)
     with serving(server):
         engine = (VLLMEngine if kind is VLLMStandIn else SGLangEngine)(server.url)
         options: Any = {"keep_for": timedelta(0), "engine_timeout": timeout}

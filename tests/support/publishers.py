@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from engine_servers import SGLangStandIn, SkyRLStandIn, StandIn, VLLMStandIn, serving
 
-from ft_transport import LoRAAdapter, Publisher, SGLangEngine, SkyRLEngine, VLLMEngine
+from ft_transport import (
+    HTTPTransport,
+    LoRAAdapter,
+    Publisher,
+    PullingEngine,
+    SGLangEngine,
+    SkyRLEngine,
+    VLLMEngine,
+    WeightReceiver,
+)
 
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": {"q", "v"}}
 
@@ -36,3 +45,15 @@ def publishing(root: Path, *stand_ins: StandIn, **keywords: Any) -> Iterator[Pub
     chosen: Any = {"keep_for": timedelta(0), **keywords}
     with serving(*stand_ins), Publisher([engine_of(each) for each in stand_ins], root, **chosen) as publisher:
         yield publisher
+
+
+@contextmanager
+def pulling(
+    root: Path, transport: HTTPTransport[Any], own: Any, **keywords: Any
+) -> Iterator[tuple[Publisher, WeightReceiver]]:
+    """A publisher, and the receiver of its one engine, which has the weights ``own``."""
+    with (
+        WeightReceiver(own, host="127.0.0.1", **keywords) as receiver,
+        Publisher([PullingEngine(receiver.url)], root, transport=transport) as publisher,
+    ):
+        yield publisher, receiver
