@@ -136,22 +136,6 @@ def test_the_dashboard_has_its_rows_and_asks_for_data_source_replica_and_instanc
             assert 'instance=~"$instance"' in target["expr"]
 
 
-def test_no_two_panels_lie_on_each_other() -> None:
-    ids = [panel["id"] for panel in _DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-    taken: set[tuple[int, int]] = set()
-    for panel in _DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        squares = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not squares & taken, panel["title"]
-        taken |= squares
-
-
 @needs_promtool
 def test_prometheus_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:
     expressions = [each.replace("$__rate_interval", "1m").replace("$instance", ".*") for each in _expressions()]

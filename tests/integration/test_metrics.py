@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -188,23 +186,3 @@ def test_two_managers_of_a_process_count_each_for_itself() -> None:
     finally:
         for manager in managers:
             manager.shutdown()
-
-
-def test_a_manager_that_is_dropped_is_kept_by_no_metric() -> None:
-    transport = loopback_transport()
-    gc.collect()
-    gc.disable()
-    try:
-        model = torch.nn.Linear(4, 4)
-        manager = StateManager(checkpoint_transport=transport)
-        manager.register("model", model)
-        manager.start_step(3)
-        assert scraped(transport)["step",] == 3
-        reference = weakref.ref(manager._state)
-        del manager
-        gc.collect()  # the managers' own cycles are not what is asked here
-        assert reference() is None
-        assert ("step",) not in {(each.name,) for each in transport.process_status.metrics.readings()}
-    finally:
-        gc.enable()
-        transport.shutdown()

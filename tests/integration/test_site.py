@@ -120,10 +120,6 @@ def test_the_pages_say_their_version_and_not_what_runs_before_a_block(site: Path
     assert "run first" in (_ROOT / "docs" / "checkpoints.md").read_text()
 
 
-def test_a_site_of_one_version_asks_for_no_list_of_versions(site: Path) -> None:
-    assert '"provider": "mike"' not in (site / "quickstart.html").read_text()
-
-
 def test_the_reference_begins_with_what_is_used_first(site: Path) -> None:
     for package, first in (("ft_transport", "HTTPTransport"), ("manager", "Manager")):
         page = (site / "reference" / f"{package}.html").read_text()
@@ -144,39 +140,3 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
 
     assert built.returncode != 0
     assert "no-such-heading" in built.stdout + built.stderr
-
-
-@pytest.mark.long  # two sites: for a release alone
-def test_versions_are_kept_beside_each_other(tmp_path: Path) -> None:
-    pytest.importorskip("mike")
-    if shutil.which("git") is None or not (_ROOT / ".git").exists():
-        pytest.skip("this is no clone of the repository")
-    subprocess.run(
-        ["git", "clone", "-q", "--depth", "1", f"file://{_ROOT}", str(tmp_path / "clone")], check=True, timeout=60
-    )
-    clone = tmp_path / "clone"
-    for name in ("docs", "benchmarks"):
-        shutil.copytree(_ROOT / name, clone / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("mkdocs.yml", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
-        shutil.copy(_ROOT / name, clone)
-    who = {f"GIT_{role}_{what}": "test@example.org" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    # mike calls mkdocs by its name, as in an environment that is activated.
-    programs = Path(sys.executable).parent
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **who, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
-    mike = [str(programs / "mike")]
-
-    for version in ("0.1", "0.2"):
-        command = [*mike, "deploy", "--update-aliases", version, "latest"]
-        deployed = subprocess.run(
-            command, cwd=clone, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert deployed.returncode == 0, deployed.stderr
-
-    kept = subprocess.run(
-        ["git", "ls-tree", "--name-only", "gh-pages"], cwd=clone, capture_output=True, text=True, check=True, timeout=30
-    ).stdout.split()
-    assert {"0.1", "0.2", "latest", "versions.json"} <= set(kept)
-    page = ["git", "show", "gh-pages:0.2/quickstart.html"]
-    shown = subprocess.run(page, cwd=clone, capture_output=True, text=True, check=True, timeout=30).stdout
-    assert '"provider": "mike"' in shown

@@ -22,7 +22,7 @@ from ft_transport.state.resharding import reshard
 from ft_transport.state.restore import Restore
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.delta import TensorPair, decode_delta, encode_delta
-from ft_transport.wire.manifest import decode_digests, decode_header
+from ft_transport.wire.manifest import Manifest, decode_digests, decode_header
 from ft_transport.wire.nodes import Node, decode_tree
 from ft_transport.wire.routes import parse_after, parse_served_steps, parse_step
 from ft_transport.wire.slices import Slice, decode_request, encode_request
@@ -65,8 +65,20 @@ _STATE = {
 }
 
 
+def is_consistent(manifest: Manifest) -> bool:
+    """Whether its tensors cover its data without a gap, and each chunk has a digest."""
+    ends = [0]
+    for tensor in sorted(manifest.tensors, key=lambda tensor: (tensor.start, tensor.end)):
+        assert tensor.start == ends[-1]
+        ends.append(tensor.end)
+    assert manifest.data_bytes == ends[-1]
+    return manifest.digests is None or len(manifest.digests) == manifest.chunks.num_chunks
+
+
 def _fuzz_header(data: bytes) -> object:
-    return _received(decode_header(data))
+    manifest = decode_header(data)
+    assert is_consistent(manifest)
+    return _received(manifest)
 
 
 _BASE = manifest_with(None)

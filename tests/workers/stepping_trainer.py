@@ -1,10 +1,7 @@
 """A trainer that steps without pause, and the digest of what it held at each step boundary.
 
-Run as a script: `stepping_trainer.py ours|torchft`. It prints the address of its transport, then obeys one-line
-commands on standard input and answers each with one line of JSON on standard output:
-
-``digests`` the digest of the state at each step so far; ``serve`` (torchft only) takes a snapshot the way torchft's
-Manager does for a replica that is behind, and answers with its step; ``stop``.
+It prints the address of its transport, and for each line on standard input the digest of the state at each step so far,
+as JSON; it ends with its standard input.
 """
 
 from __future__ import annotations
@@ -18,6 +15,9 @@ from typing import Any
 
 import torch
 import xxhash
+
+from ft_transport import HTTPTransport
+from manager import Manager
 
 TENSOR_BYTES = 4 << 20
 TIMEOUT = timedelta(seconds=30)
@@ -84,10 +84,7 @@ def commands() -> queue.SimpleQueue[str]:
     return received
 
 
-def run_ours() -> None:
-    from ft_transport import HTTPTransport
-    from manager import Manager
-
+def main() -> None:
     model, optimizer, scheduler = build()
     transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT)
     manager = Manager(checkpoint_transport=transport, timeout=TIMEOUT)
@@ -104,69 +101,13 @@ def run_ours() -> None:
             train_step(model, optimizer)
             scheduler.step()
             step += 1
-            command = received.get_nowait() if not received.empty() else ""
-            if command == "digests":
-                answer(digests)
-            elif command == "stop":
+            command = received.get_nowait() if not received.empty() else None
+            if command == "stop":
                 break
+            if command is not None:
+                answer(digests)
     manager.shutdown()
 
 
-def run_torchft() -> None:
-    from torch.distributed import TCPStore
-    from torchft.checkpointing.http_transport import HTTPTransport
-    from torchft.coordination import LighthouseServer
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
-
-    model, optimizer, scheduler = build()
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    transport: Any = HTTPTransport(TIMEOUT, num_chunks=0)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=lambda state: None,
-        state_dict=lambda: {key: part.state_dict() for key, part in parts.items()},
-        min_replica_size=1,
-        replica_id="trainer",
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=lighthouse.address(),
-        checkpoint_transport=transport,
-        timeout=TIMEOUT,
-    )
-    # As torchft's LocalSGD does it.
-    optimizer.register_step_pre_hook(lambda *_: manager.disallow_state_dict_read())
-    optimizer.register_step_post_hook(lambda *_: manager.allow_state_dict_read())
-    digests: dict[int, str] = {}
-    answer(transport.metadata())
-    received = commands()
-    step = 0
-
-    def serve(served_step: int) -> None:
-        # What Manager._async_quorum does on its own thread when the quorum names a replica that is behind.
-        state = manager._manager_state_dict()
-        transport.send_checkpoint(dst_ranks=[1], step=served_step, state_dict=state, timeout=TIMEOUT)
-        answer(served_step)
-
-    while True:
-        digests[step] = digest_of({key: part.state_dict() for key, part in parts.items()})
-        command = received.get_nowait() if not received.empty() else ""
-        if command == "serve":
-            threading.Thread(target=serve, args=(step,), daemon=True).start()
-        elif command == "digests":
-            answer(digests)
-        elif command == "stop":
-            break
-        train_step(model, optimizer)
-        scheduler.step()
-        step += 1
-    manager.shutdown(wait=False)
-    lighthouse.shutdown()
-
-
 if __name__ == "__main__":
-    {"ours": run_ours, "torchft": run_torchft}[sys.argv[1]]()
+    main()
