@@ -31,7 +31,7 @@ from ft_transport.wire.signing import Bytes, Key, is_equal
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE: Final = "FT_TRANSPORT_TOKEN"
-"""Environment variable with the token. Without one, peers are not authenticated."""
+"""Environment variable with the token. Without a token, peers are not authenticated."""
 TOKEN_FILE_VARIABLE: Final = "FT_TRANSPORT_TOKEN_FILE"
 """Environment variable with the path of a file that contains the token; the process rereads a changed file."""
 

@@ -114,7 +114,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
             last = error
         except StepNotServedError as error:
             error.step = step
-            # The peer may still reach a later step than those that it serves; it ends the wait of a request earlier.
+            # The peer may still reach the step: it refuses a request that has waited for long.
             if error.is_past or not isinstance(step, int) or not error.served or step < max(error.served):
                 raise
             last = error

@@ -25,8 +25,8 @@ from ft_transport.http.server.logs import PeerLog
 _MAX_CONNECTIONS: Final = 512
 """Maximum number of connections, so that receivers do not use up the file descriptors that the training needs."""
 _DESCRIPTOR_SHARE: Final = 8
-"""Maximum share of connections in the process's limit of file descriptors: one in 8. A connection uses two descriptors
-while it sends a body, so all connections together use at most a quarter of the limit.
+"""The server opens at most one connection for every 8 file descriptors of the process's limit. A connection uses two
+descriptors while it sends a body, so all connections together use at most a quarter of the limit.
 """
 _LEAST_CONNECTIONS: Final = 8
 _FULL_BACKLOG: Final = 16

@@ -71,8 +71,6 @@ class PeerLog:
         if self._num_suppressed_elsewhere:
             more += f"; {self._num_suppressed_elsewhere} about other addresses"
             self._num_suppressed_elsewhere = 0
-        # Moves the peer to the end, because `_forget_past` removes the oldest entries.
-        self._last_lines.pop(about, None)
         self._last_lines[about] = _LastLine(now_s)
         self._logger.log(level, "%s: %s%s", about, what, more)
         if self._errors is not None and level >= logging.WARNING:
