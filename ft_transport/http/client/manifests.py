@@ -289,7 +289,7 @@ def fetch_deltas(
 
 
 def _fetch_delta(connection: Connection, base: int, *, max_bytes: int) -> bytearray | None:
-    """Return a peer's encoded delta from ``base``; ``None`` if there is none, or if it exceeds ``max_bytes``."""
+    """Return a peer's encoded delta from ``base``; ``None`` if the peer has none, or one larger than ``max_bytes``."""
     try:
         response = connection.get(DELTA_ROUTE.format(step=base), headers={}, expected_status=200, answer_within_s=0.0)
     except StepNotServedError:

@@ -169,7 +169,10 @@ class Listener:
         return _Waiting(self, accepted, slot).look()
 
     def _connect_or_park(self, waiting: _Waiting, sent: bytes) -> bool:
-        """Pass a connection to its protocol, and return ``True``; or queue it if its rate limit is exceeded."""
+        """Pass a connection to its protocol, unless its rate limit is exceeded; return whether it was passed.
+
+        A connection whose rate limit is exceeded waits in a queue.
+        """
         slot = waiting.slot
         slot.claims = self._claims(slot.address, sent)
         if slot.claims:
