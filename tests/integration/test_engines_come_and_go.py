@@ -309,7 +309,7 @@ class TestOwnEngines:
                 until(lambda asked=asked: other.num_asked >= asked + NUM_POLLS)  # type: ignore[misc]
         assert engine.delivered == [1]
         notifier.close()
-        exporter.close()
+        exporter.stager.close()
         claim.release()
 
 
