@@ -294,7 +294,7 @@ class QuorumFormation:
             self._participant.snapshots.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
-        """Fail the step at once if a snapshot for healing replicas could not be taken, for which they would wait."""
+        """Fail the step at once if a snapshot for healing replicas could not be taken. They would wait for it."""
         if role.serves_now and not self._participant.snapshots.shows_present_state():
             self._participant.report_error(
                 QuorumError(f"expected a snapshot for {role.serves_now}, which heal now, but could not take one")
@@ -304,7 +304,7 @@ class QuorumFormation:
         """Receive the common state, and agree with the other ranks of this replica whether all have received it.
 
         Returns:
-            Whether all have. If not, the replica forms another quorum and heals there.
+            Whether all have received it. If not, the replica forms another quorum and heals there.
 
         Raises:
             HealFailedError: The last possible attempt has failed.

@@ -34,7 +34,7 @@ _NATIVE_NAMES: Final = (b"Name:\ttorchft", b"Name:\ttokio")
 _COUNTER: Final = b"\nvoluntary_ctxt_switches:"
 _MOST_STATUS_BYTES: Final = 16 * 1024
 _MOST_RUNS: Final = 6.0
-"""Number of runs of the native threads that one heartbeat takes, before it is measured. In torchft 0.2, it takes 4."""
+"""Assumed number of runs of the native threads for a heartbeat, until it is measured. In torchft 0.2, it is 4."""
 _SHARE_OF_TIMEOUT: Final = 0.25
 _SHARE_OF_WINDOW: Final = 0.5
 _NUM_WINDOWS: Final = 16
