@@ -331,6 +331,19 @@ def test_a_closed_store_does_nothing_more_to_a_root_that_may_be_anothers(tmp_pat
         assert second.steps() == (1, 2)
 
 
+def test_an_action_that_fails_raises_its_own_error_unless_all_ranks_raise_the_same(store: CheckpointStore) -> None:
+    def refuse() -> None:
+        raise CheckpointExistsError("the root has one")
+
+    def count() -> None:
+        int("too little")
+
+    with pytest.raises(ValueError, match="too little"):
+        store.run_on_all_ranks("count", count, timeout=timedelta(seconds=30))
+    with pytest.raises(CheckpointExistsError, match="the root has one"):
+        store.run_on_all_ranks("look", refuse, timeout=timedelta(seconds=30))
+
+
 def test_a_process_that_ends_finishes_what_it_is_saving(tmp_path: Path) -> None:
     script = (
         "import sys, torch; from ft_transport import CheckpointStore; from programs import fork_writers\n"
