@@ -41,6 +41,7 @@ def test_of_many_steps_to_come_the_next_sixteen_are_kept() -> None:
     for step in range(1, 101):
         requests.begin_boundary(step)
         taken += [step] if requests.take_boundary(0, is_sync=False) else []
+        assert not requests.take_boundary(0, is_sync=False), "it is taken once"
     assert taken == list(range(1, 17))
 
 
