@@ -247,8 +247,7 @@ def quorum_ready(torchft_ready: None) -> None:
     def train(address: str, name: str) -> None:
         import torch
 
-        manager = make_manager(address, name, min_replica_size=2)
-        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager = make_manager(address, name, min_replica_size=2, has_part=True)
         manager.start_quorum()
         weight = torch.ones(1, requires_grad=True)
         weight.square().backward()

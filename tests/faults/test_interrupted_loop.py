@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 from interruptions import HandlerError, Interruption, at_every_place
-from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
-from torch.distributed import TCPStore
+from quorum_threads import LONG_S, lighthouse, make_manager, new_store, run_replicas
 
 from manager import Manager, ManagerError, QuorumError
 from manager.snapshots import scheduler
@@ -87,7 +86,7 @@ class Replicas:
         self.is_over = threading.Event()
         self.errors: list[BaseException] = []
         self._address = address
-        self._stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+        self._stores = [new_store() for _ in range(2)]
         self._num_ranks = num_ranks
         others = [
             ("healthy", 0),
@@ -101,9 +100,7 @@ class Replicas:
     def _make(self, name: str, rank: int) -> Trainer:
         if self._num_ranks == 1:
             return Trainer(self._address, name)
-        store = self._stores[name == "healthy"]
-        ranks = {"rank": rank, "world_size": self._num_ranks, "store_addr": "127.0.0.1", "store_port": store.port}
-        return Trainer(self._address, name, **ranks)
+        return Trainer(self._address, name, rank=rank, store=self._stores[name == "healthy"])
 
     def _train(self, name: str, rank: int) -> None:
         try:

@@ -22,10 +22,7 @@ _LARGE = 1 << 19
 
 @pytest.fixture
 def managers(new_manager: Callable[..., Manager]) -> list[Manager]:
-    both = [new_manager(f"replica_{index}", min_replica_size=2) for index in (0, 1)]
-    for manager in both:
-        manager.register_state_dict_fn("part", lambda part: None, dict)
-    return both
+    return [new_manager(f"replica_{index}", min_replica_size=2, has_part=True) for index in (0, 1)]
 
 
 def averaged(

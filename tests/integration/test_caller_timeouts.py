@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
-from quorum_threads import lighthouse, make_manager, run_replicas
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
+from quorum_threads import lighthouse, make_manager, new_store, run_replicas
 
 from ft_transport.runtime.deadline import Deadline
 from manager import Manager, QuorumTimeoutError
@@ -24,24 +24,14 @@ SLACK_S = 0.5
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[Manager]]:
+def ranks(address: str) -> Iterator[list[Manager]]:
     """The two ranks of one replica, alone in its job."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def join(address: str, rank: int) -> Manager:
-        manager = make_manager(
-            address, "replica_0", rank=rank, world_size=2, store_addr="127.0.0.1", store_port=store.port
-        )
-        manager.register_state_dict_fn("part", lambda part: None, dict)
-        return manager
-
-    with lighthouse() as address:
-        managers = run_replicas(lambda: join(address, 0), lambda: join(address, 1))
-        try:
-            yield managers
-        finally:
-            for manager in managers:
-                manager.shutdown()
+    store = new_store()
+    make = partial(make_manager, address, "replica_0", store=store, has_part=True)
+    managers = run_replicas(lambda: make(rank=0), lambda: make(rank=1))
+    yield managers
+    for manager in managers:
+        manager.shutdown()
 
 
 @contextmanager
@@ -99,9 +89,7 @@ def test_a_commit_does_not_wait_longer_for_a_quorum_in_the_background(ranks: lis
 @contextmanager
 def pair() -> Iterator[list[Manager]]:
     with lighthouse(min_replicas=2) as address:
-        managers = [make_manager(address, name, min_replica_size=2) for name in "ab"]
-        for manager in managers:
-            manager.register_state_dict_fn("part", lambda part: None, dict)
+        managers = [make_manager(address, name, min_replica_size=2, has_part=True) for name in "ab"]
         try:
             yield managers
         finally:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
-from torch.distributed import TCPStore
+from quorum_threads import LONG_S, lighthouse, make_manager, new_store, run_replicas
 
 from manager import LockTimeoutError, Manager, ManagerError, QuorumError, WorldSizeMode
 
@@ -194,11 +193,10 @@ def test_a_lock_timeout_before_the_step_changes_nothing(address: str) -> None:
 
 def run_ranks(address: str, name: str, misstep: Callable[[Trainer], None] | None) -> list[dict[int, torch.Tensor]]:
     """A replica of two ranks, each of which trains a part of its own; the second may take a misstep."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    keywords: dict[str, Any] = {"world_size": 2, "store_addr": "localhost", "store_port": store.port}
+    store = new_store()
     return run_replicas(
         *(
-            lambda rank=rank: Trainer(address, name, min_replica_size=2, rank=rank, **keywords).run(  # type: ignore[misc]
+            lambda rank=rank: Trainer(address, name, min_replica_size=2, rank=rank, store=store).run(  # type: ignore[misc]
                 misstep if rank == 1 else None
             )
             for rank in range(2)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, run_replicas
+from quorum_threads import LONG_S, new_store, run_replicas
 from quorum_threads import Trainer as BaseTrainer
-from torch.distributed import TCPStore
 
 from manager import StatesDivergedError
 
@@ -128,11 +127,11 @@ def test_one_flipped_bit_on_one_rank_is_found_where_ranks_hold_parts_of_differen
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     beginning = threading.Barrier(6)
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
+    stores = [new_store() for _ in range(3)]
 
     def run(number: int, rank: int) -> dict[int, torch.Tensor]:
-        ranks = {"rank": rank, "world_size": 2, "store_addr": "127.0.0.1", "store_port": stores[number].port}
-        trainer = Trainer(address, f"replica_{number}", beginning, width=32 + 32 * rank, compare_every=EVERY, **ranks)
+        keywords = {"width": 32 + 32 * rank, "compare_every": EVERY, "rank": rank, "store": stores[number]}
+        trainer = Trainer(address, f"replica_{number}", beginning, **keywords)
         return trainer.run(flip_at(5) if (number, rank) == (2, 1) else lambda trainer, step: None)
 
     states = run_replicas(*(partial(run, number, rank) for number in range(3) for rank in range(2)))

@@ -47,11 +47,9 @@ def test_a_gil_that_is_held_for_long_costs_no_step(caplog: pytest.LogCaptureFixt
         step(manager)
 
     with lighthouse(min_replicas=2, heartbeat_timeout_ms=3000) as address:
-        timeouts = {"heartbeat_timeout": HEARTBEAT_TIMEOUT}
-        managers = [make_manager(address, name, min_replica_size=2, **timeouts) for name in "ab"]
+        keywords = {"min_replica_size": 2, "heartbeat_timeout": HEARTBEAT_TIMEOUT, "has_part": True}
+        managers = [make_manager(address, name, **keywords) for name in "ab"]
         try:
-            for manager in managers:
-                manager.register_state_dict_fn("part", lambda part: None, dict)
             run_replicas(lambda: train(managers[0], LONGER_S), lambda: train(managers[1], 0.0))
         finally:
             for manager in managers:

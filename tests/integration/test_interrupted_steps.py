@@ -39,8 +39,7 @@ def group() -> _InterruptibleGroup:
 @pytest.fixture
 def manager(group: _InterruptibleGroup) -> Iterator[Manager]:
     with lighthouse() as address:
-        manager = make_manager(address, "replica_0", pg=group)
-        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager = make_manager(address, "replica_0", pg=group, has_part=True)
         yield manager
         manager.shutdown()
 

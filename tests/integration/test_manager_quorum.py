@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from programs import run
-from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, loopback_transport, make_manager, run_replicas
+from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, loopback_transport, make_manager, new_store, run_replicas
 from state_equality import exact
 from torch.optim.lr_scheduler import StepLR
 
@@ -347,9 +347,7 @@ class _Reconfigurable:
     def set_rank_info(self, *_info: Any) -> None: ...
 
     def get_reconfigure_handle(self) -> str:
-        from torch.distributed import TCPStore
-
-        self._store = self._store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = self._store or new_store()
         return json.dumps({"id": self._id, "store": f"127.0.0.1:{self._store.port}"})
 
     def reconfigure(self, opts: Any) -> Any:
@@ -389,19 +387,11 @@ def test_a_process_group_of_torchft_can_be_passed_in(is_reconfigurable: bool) ->
 
 
 def test_ranks_of_a_replica_commit_together_and_heal_from_their_like() -> None:
-    from torch.distributed import TCPStore
-
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    stores = [new_store() for _ in range(2)]
     gate = Gate()
 
     def rank_of(address: str, replica: int, rank: int) -> Any:
-        keywords: dict[str, Any] = {
-            "rank": rank,
-            "world_size": 2,
-            "store_addr": "127.0.0.1",
-            "store_port": stores[replica].port,
-            "min_replica_size": 2,
-        }
+        keywords: dict[str, Any] = {"rank": rank, "store": stores[replica], "min_replica_size": 2}
         # Each rank has a part of its own.
         with Replica(address, f"replica_{replica}", weight=10.0 * replica + rank, **keywords) as trainer:
             trainer.commit(1.0)

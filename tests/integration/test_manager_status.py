@@ -42,8 +42,7 @@ def test_a_quorum_its_steps_and_why_one_was_refused(address: str) -> None:
         return manager.should_commit()
 
     def train(name: str) -> None:
-        manager = make_manager(address, name, min_replica_size=2, checkpoint_transport=transports[name])
-        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager = make_manager(address, name, min_replica_size=2, checkpoint_transport=transports[name], has_part=True)
         try:
             assert manager_part(transports[name]).activity == "idle"
             assert step(manager)

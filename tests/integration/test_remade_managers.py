@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, lighthouse, make_manager, new_store, run_replicas
 from torch.distributed import TCPStore
 
 from ft_transport.coordination.store import StoreChannel
@@ -27,23 +27,14 @@ _FORGETS_AFTER_MS = 60_000
 class Ranks:
     """The two ranks of one replica, as often as they are made."""
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, store: TCPStore) -> None:
         self._address = address
-        self._port = port
+        self._store = store
         self.managers: list[Manager] = []
 
     def make(self, rank: int, **keywords: Any) -> Manager:
-        manager = make_manager(
-            self._address,
-            "replica_0",
-            rank=rank,
-            world_size=2,
-            store_addr="127.0.0.1",
-            store_port=self._port,
-            **keywords,
-        )
+        manager = make_manager(self._address, "replica_0", rank=rank, store=self._store, has_part=True, **keywords)
         self.managers.append(manager)
-        manager.register_state_dict_fn("part", lambda part: None, dict)
         return manager
 
     def step(self, manager: Manager, *, fails: bool = False) -> bool:
@@ -59,13 +50,12 @@ class Ranks:
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     with lighthouse(heartbeat_timeout_ms=200) as address:
-        ranks = Ranks(address, stores[0].port)
+        ranks = Ranks(address, new_store())
         yield ranks
         for manager in ranks.managers:
             manager.shutdown()
-    stores.clear()
+    del ranks._store
 
 
 def when_rank_1_has_looked(patch: pytest.MonkeyPatch) -> threading.Event:

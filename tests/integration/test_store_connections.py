@@ -195,12 +195,8 @@ def test_a_slow_resolver_costs_no_quorum_after_the_first_contact(monkeypatch: py
         return time.monotonic() - start_s
 
     with lighthouse(min_replicas=2) as address:
-        managers = run_replicas(
-            *(lambda name=name: make_manager(address, name, min_replica_size=2) for name in "ab")  # type: ignore[misc]
-        )
+        managers = [make_manager(address, name, min_replica_size=2, has_part=True) for name in "ab"]
         try:
-            for manager in managers:
-                manager.register_state_dict_fn("part", lambda part: None, dict)
             durations_s = run_replicas(*(lambda manager=manager: train(manager) for manager in managers))
         finally:
             for manager in managers:

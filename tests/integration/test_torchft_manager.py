@@ -26,8 +26,7 @@ NewManager = Callable[..., Manager]
 @pytest.fixture
 def alone() -> Iterator[Manager]:
     with lighthouse() as at:
-        manager = make_manager(at, "replica_0")
-        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager = make_manager(at, "replica_0", has_part=True)
         yield manager
         manager.shutdown()
 
@@ -52,8 +51,7 @@ def test_torchfts_managed_process_group_averages_what_hsdp_reduces(new_manager: 
         return gradient.to_local()
 
     def replica(index: int) -> tuple[torch.Tensor, int, str]:
-        manager = new_manager(f"replica_{index}", min_replica_size=2)
-        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager = new_manager(f"replica_{index}", min_replica_size=2, has_part=True)
         managed = groups[threading.get_ident()] = ManagedProcessGroup(manager)
         model = nn.Linear(4, 1, bias=False)
         with one_at_a_time:
@@ -152,8 +150,7 @@ def test_a_missing_gradient_is_refused_with_what_to_do(alone: Manager) -> None:
 
 def test_whether_a_replica_participates_is_said_without_waiting(new_manager: NewManager) -> None:
     def replica(index: int) -> list[bool]:
-        manager = new_manager(f"replica_{index}", min_replica_size=2)
-        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager = new_manager(f"replica_{index}", min_replica_size=2, has_part=True)
         found = [manager.is_participating()]
         manager.start_quorum()
         found.append(manager.is_participating())

@@ -55,8 +55,7 @@ def test_quorums_commits_and_errors_are_logged_as_torchft_does(
 
 def test_a_profile_shows_the_parts_of_a_step_under_torchfts_names() -> None:
     with lighthouse() as address, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        manager = make_manager(address, "replica_0")
-        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager = make_manager(address, "replica_0", has_part=True)
         # The first quorum is formed on this thread, and a profile has what happens on threads that it knows.
         manager.start_quorum()
         manager.wait_quorum()

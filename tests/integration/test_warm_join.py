@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 from noted_fetches import Fetches
-from quorum_threads import LONG_S, TIMEOUT, Gate, Trainer, lighthouse, loopback_transport, make_manager, run_replicas
+from quorum_threads import (
+    LONG_S,
+    TIMEOUT,
+    Gate,
+    Trainer,
+    lighthouse,
+    loopback_transport,
+    make_manager,
+    new_store,
+    run_replicas,
+)
 from state_equality import exact
 from torch.distributed import TCPStore
 from transport_settings import settings_of
@@ -144,10 +154,11 @@ def test_nothing_is_asked_for_where_it_would_not_help(training: Training, addres
 
 def ranks_of(training: Training, address: str, name: str, *, seed: int) -> list[Replica]:
     """The two ranks of a replica, each of which holds parameters of its own."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = new_store()
     training.stores.append(store)
-    group: dict[str, Any] = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
-    return run_replicas(*(partial(Replica, address, name, seed=seed + rank, rank=rank, **group) for rank in range(2)))
+    return run_replicas(
+        *(partial(Replica, address, name, seed=seed + rank, rank=rank, store=store) for rank in range(2))
+    )
 
 
 def test_each_rank_of_a_newcomer_gets_its_own_part_before_the_quorum(training: Training, address: str) -> None:

@@ -7,13 +7,13 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import pytest
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torchft.coordination import LighthouseClient
 
-from manager import ConfigError, Manager, ManagerConfig, QuorumError
+from manager import ConfigError, ManagerConfig, QuorumError
 from manager.quorum.members import read_status
 
 SHORT = timedelta(seconds=0.4)
@@ -21,10 +21,7 @@ SHORT = timedelta(seconds=0.4)
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 
 
-def make(address: str, name: str, **keywords: Any) -> Manager:
-    manager = make_manager(address, name, **keywords)
-    manager.register_state_dict_fn("part", lambda part: None, dict)
-    return manager
+make = partial(make_manager, has_part=True)
 
 
 def test_a_quorum_that_does_not_come_names_who_is_missing(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import Manager
@@ -48,8 +49,23 @@ def loopback_transport(**settings: Any) -> HTTPTransport[Any]:
     return HTTPTransport(TIMEOUT, settings=TransportSettings(**given))
 
 
-def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywords: Any) -> Manager:
-    """A manager on the loopback."""
+def new_store() -> TCPStore:
+    """A store for the ranks of one replica. It ends with its last reference."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def make_manager(
+    address: str, name: str, *, store: TCPStore | None = None, has_part: bool = False, **keywords: Any
+) -> Manager:
+    """A manager on the loopback.
+
+    Args:
+        address: The Lighthouse's.
+        name: The replica's.
+        store: That of a replica of two ranks.
+        has_part: Whether to register a part without a state.
+        keywords: Further settings.
+    """
     chosen: dict[str, Any] = {
         "min_replica_size": 1,
         # gloo misses a closed connection at times, and then waits for as long.
@@ -60,7 +76,12 @@ def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywo
     }
     if "checkpoint_transport" not in chosen:
         chosen["checkpoint_transport"] = loopback_transport()
-    return kind(lighthouse_addr=address, replica_id=name, **chosen)
+    if store is not None:
+        chosen |= {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+    manager = Manager(lighthouse_addr=address, replica_id=name, **chosen)
+    if has_part:
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+    return manager
 
 
 class Trainer:
