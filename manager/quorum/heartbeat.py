@@ -233,7 +233,7 @@ class Heartbeat:
                 self.missed_heartbeats.note_failure()
                 self.was_unreachable = self.was_unreachable or not isinstance(error, TimeoutError)
                 if not is_silenced:
-                    logger.warning("%s: does not answer heartbeats: %s", self._name, error)
+                    logger.warning("%s: does not answer heartbeats: %s", self._name, str(error))
                 is_silenced = True
             else:
                 is_silenced = False

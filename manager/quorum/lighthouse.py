@@ -186,7 +186,7 @@ class LighthouseSession:
                     reasons.append(str(error))
                     self._client = None
                     self._is_suspect = True
-                    logger.warning("%s failed, asking again: %s", self._name(), error)
+                    logger.warning("%s failed, asking again: %s", self._name(), reasons[-1])
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     self._pause(min(pause_s * _own_random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
                     continue

@@ -226,6 +226,21 @@ def test_a_quorum_that_does_not_come_is_an_error_in_time() -> None:
                 replica.manager.wait_quorum()
 
 
+def test_log_records_of_a_lighthouse_that_ended_keep_no_connection(caplog: pytest.LogCaptureFixture) -> None:
+    second = timedelta(seconds=1)
+    with lighthouse() as address:
+        manager = make_manager(address, "a", quorum_timeout=second, connect_timeout=second, timeout=second)
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager.start_quorum()
+        manager.should_commit()
+    manager.start_quorum()
+    with pytest.raises(QuorumError):
+        manager.wait_quorum()
+    manager.shutdown()
+    # The check for leftovers runs while `caplog` still has the records.
+    assert "asking again" in caplog.text
+
+
 def test_a_replica_that_cannot_be_healed_stops_with_the_reasons(address: str) -> None:
     gate = Gate()
 
