@@ -142,9 +142,6 @@ def test_ranks_that_did_not_vote_are_named() -> None:
     assert "'write'" in str(error)
     assert "ranks 0, 2" in str(error)
     assert "step 3" in str(error)
-
-
-def test_many_ranks_that_did_not_vote_are_all_listed_and_some_are_shown() -> None:
     error = given_up(tally([voted(None)[0], *[None] * 1000]))
     assert isinstance(error, RankGoneError)
     assert error.ranks == tuple(range(1, 1001))

@@ -59,9 +59,7 @@ def test_crowds_of_many_addresses_leave_places_to_those_who_belong_here() -> Non
         door.enter(f"other {number}")
     assert door.slots.num_open == 16
     assert not set(peers) & set(door.ended)
-
-
-def test_who_comes_alone_is_not_driven_out_by_a_crowd() -> None:
+    # Nor does a crowd of few drive out who comes alone.
     door = Door(64)
     alone = door.enter("alone")
     for _ in range(1000):
@@ -193,17 +191,14 @@ def test_an_address_has_a_burst_and_then_so_many_a_second(limits: RateLimits, cl
 def test_one_address_takes_nothing_from_another(limits: RateLimits) -> None:
     num_admitted(limits, 10_000, "flood")
     assert num_admitted(limits, 128, "peer") == 128
+    # Beside a flood of its own address who says what strangers do not know gets in.
+    assert num_admitted(limits, 128, "flood", claims=True) == 128
 
 
 def test_many_addresses_together_take_no_more_than_a_few_would(limits: RateLimits, clock: Clock) -> None:
     assert sum(num_admitted(limits, 10, str(number)) for number in range(5000)) == 4 * 512
     clock.now_s += 1
     assert sum(num_admitted(limits, 10, str(number)) for number in range(5000)) == 4 * 50
-
-
-def test_who_says_what_strangers_do_not_know_gets_in_beside_a_flood_of_its_address(limits: RateLimits) -> None:
-    num_admitted(limits, 10_000)
-    assert num_admitted(limits, 128, claims=True) == 128
 
 
 def test_the_ranks_of_a_host_come_back_as_often_as_they_like(limits: RateLimits) -> None:

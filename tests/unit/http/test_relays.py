@@ -109,17 +109,16 @@ def test_an_answer_goes_on_with_chunks_as_they_land_in_whatever_order() -> None:
 
 def test_of_the_chunks_that_are_there_the_one_that_was_asked_for_first_goes_first() -> None:
     relay = _relay([0, 1, 2])
-    follower = relay.follow([3, 1, 4, 2, 0], _nothing)
+    follower, closed = relay.follow([3, 1, 4, 2, 0], _nothing), relay.follow([0], _nothing)
+    closed.close()
     for chunk in (0, 2, 1):
         relay.landed(chunk)
     assert [follower.next(0.0) for _ in range(6)] == [3, 1, 4, 2, 0, None]
-
-
-def test_a_chunk_that_is_taken_back_is_sent_when_it_has_landed_again() -> None:
-    relay = _relay([])
+    assert closed.next(0.0) is None
+    # One that is taken back is sent when it has landed again.
     follower = relay.follow([0, 1], _nothing)
     relay.landed_except([0])
-    assert [follower.next(0.0), follower.next(0.0), follower.next(0.0)] == [None, 1, None]
+    assert [follower.next(0.0) for _ in range(3)] == [None, 1, None]
     relay.landed(0)
     assert follower.next(0.0) == 0
 
@@ -135,14 +134,6 @@ def test_each_chunk_is_told_of_once_whoever_lands_it() -> None:
     for follower in followers:
         assert sorted(follower.next(0.0) for _ in range(5)) == list(range(5))
         assert follower.next(0.0) is None
-
-
-def test_who_is_closed_is_told_no_more() -> None:
-    relay = _relay([0])
-    follower = relay.follow([0], _nothing)
-    follower.close()
-    relay.landed(0)
-    assert follower.next(0.0) is None
 
 
 def test_a_chunk_that_does_not_land_in_time_ends_it() -> None:

@@ -180,12 +180,7 @@ def test_the_least_of_all_counts(tmp_path: Path, cgroup: str, groups: dict[str, 
 
 def test_where_nobody_tells_nothing_is_known(tmp_path: Path) -> None:
     assert available_bytes(tmp_path, tmp_path) is None
-
-
-def test_this_machine_has_some() -> None:
-    available = available_bytes()
-    assert available is not None
-    assert available > 0
+    assert (available_bytes() or 0) > 0, "this machine has some"
 
 
 MIB = 1 << 20
