@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Gate, lighthouse, loopback_transport, make_manager, run_replicas
+from quorum_threads import beside, loopback_transport, make_manager
 from state_equality import exact
 
 from ft_transport import CheckpointStore
@@ -124,7 +124,7 @@ class Replica:
     def by_name(self) -> dict[str, Any]:
         """Each parameter with its state, whatever their order."""
         named = sorted(self.model.named_parameters())
-        return {name: exact([each.detach(), dict(self.optimizer.state[each])]) for name, each in named}
+        return {name: exact([each.detach(), dict(self.optimizer.state.get(each, {}))]) for name, each in named}
 
 
 @pytest.fixture
@@ -325,66 +325,60 @@ def test_what_wraps_submodules_changes_no_order() -> None:
     assert parameter_names(registry) == plain
 
 
-def join(parameters: Names, *, num_steps: int = 5) -> tuple[list[bool], Any, Any]:
-    """Have a newcomer join a replica that trains; return what that committed, and what both are in the end."""
-    pytest.importorskip("torchft")
-    gate = Gate()
-    with lighthouse() as address:
+def join(address: str, parameters: Names, *, num_steps: int = 5) -> tuple[list[bool], dict[int, Any], Any]:
+    """Have a newcomer join a replica that trains.
 
-        def step(manager: Manager, each: Replica) -> bool:
-            manager.start_quorum()
-            each.loss()
-            manager.average_gradients(each.optimizer)
-            is_committed = manager.should_commit()
-            if is_committed:
-                each.optimizer.step()
-            return is_committed
+    Returns:
+        What that committed; its parameters and states by step; and the newcomer's last step with its own, or an error.
+    """
 
-        def replica_of(manager: Manager, parameters: Names) -> Replica:
-            each = Replica(manager, parameters, names=("a", "b", "c", "d"))
-            manager.attach(each.optimizer)
-            return each
+    def replica_of(name: str, parameters: Names) -> Replica:
+        each = Replica(make_manager(address, name), parameters, names=("a", "b", "c", "d"))
+        each.manager.attach(each.optimizer)
+        return each
 
-        def train() -> tuple[list[bool], Any]:
-            manager = make_manager(address, "healthy")
-            try:
-                each = replica_of(manager, named("a", "b", "c"))
-                committed = [step(manager, each), step(manager, each)]
-                gate.open("trains")
-                while not gate.is_open("over") and manager.num_participants() < 2:
-                    committed.append(step(manager, each))
-                committed += [step(manager, each) for _ in range(num_steps if not gate.is_open("over") else 0)]
-                return committed, each.by_name()
-            finally:
-                manager.shutdown()
+    def step(each: Replica) -> bool:
+        assert isinstance(each.manager, Manager)
+        each.manager.start_quorum()
+        each.loss()
+        each.manager.average_gradients(each.optimizer)
+        is_committed = each.manager.should_commit()
+        if is_committed:
+            each.optimizer.step()
+        return is_committed
 
-        def newcomer() -> Any:
-            gate.wait("trains")
-            manager = make_manager(address, "newcomer")
-            try:
-                each = replica_of(manager, parameters)
-                assert all(step(manager, each) for _ in range(num_steps + 1))
-                return each.by_name()
-            except HealFailedError as error:
-                return error
-            finally:
-                gate.open("over")
-                manager.shutdown()
+    def train() -> None:
+        committed.append(step(healthy))
+        states[healthy.manager.current_step()] = healthy.by_name()
 
-        results: list[Any] = run_replicas(train, newcomer)
-    return (*results[0], results[1])
+    def newcomer() -> Any:
+        each = replica_of("newcomer", parameters)
+        try:
+            assert all(step(each) for _ in range(num_steps + 1))
+            return each.manager.current_step(), each.by_name()
+        except HealFailedError as error:
+            return error
+        finally:
+            each.manager.shutdown()
+
+    committed: list[bool] = []
+    states: dict[int, Any] = {}
+    healthy = replica_of("healthy", named("a", "b", "c"))
+    try:
+        outcome = beside(train, newcomer)
+    finally:
+        healthy.manager.shutdown()
+    return committed, states, outcome
 
 
-@pytest.mark.usefixtures("quorum_ready")
-def test_a_newcomer_takes_over_the_order_and_stays_equal(caplog: pytest.LogCaptureFixture) -> None:
-    committed, healthy, newcomer = join(named("c", "a", "b"))
+def test_a_newcomer_takes_over_the_order_and_stays_equal(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    committed, states, (step, newcomer) = join(address, named("c", "a", "b"))
     assert all(committed)
-    assert newcomer == healthy
+    assert newcomer == states[step]
     assert caplog.text.count(_TAKEN_OVER) == 1
 
 
-@pytest.mark.usefixtures("quorum_ready")
-def test_a_newcomer_with_other_parameters_is_refused_in_the_quorum() -> None:
-    committed, _, error = join(named("b", "a", "d"))
+def test_a_newcomer_with_other_parameters_is_refused_in_the_quorum(address: str) -> None:
+    committed, _, error = join(address, named("b", "a", "d"))
     assert all(committed)
     assert "optimizer (parameters).model.d is in param_groups.0 here and missing there" in str(error)
