@@ -42,7 +42,7 @@ def address(request: pytest.FixtureRequest, quorum_ready: None) -> Iterator[str]
 
 @pytest.fixture
 def new_manager(address: str) -> Iterator[Callable[..., Manager]]:
-    """Makes managers, and shuts them down in the end: one that leaves breaks up collectives that others are in."""
+    """Makes managers, and shuts all down at the end, because one that shuts down breaks the collectives of others."""
     with ExitStack() as stack:
 
         def make(name: str, **keywords: Any) -> Manager:

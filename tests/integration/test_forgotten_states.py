@@ -145,7 +145,7 @@ def test_what_is_forgotten_is_refused_by_the_first_quorum(
         (_scheduler_beside_a_wrapped_optimizer, "CosineAnnealingLR, which sets the learning rates"),
     ],
 )
-def test_what_an_object_of_the_users_may_return_is_warned_of(
+def test_a_part_that_a_users_object_may_return_is_a_warning(
     parts: Parts, set_up: Callable[[Parts], None], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_up(parts)

@@ -12,7 +12,7 @@ _FORGET = """
 import sys
 
 for name in [name for name in sys.modules if name.partition(".")[0] in ("ft_transport", "manager")]:
-    del sys.modules[name]  # what the process that this one was forked from has imported
+    del sys.modules[name]  # imported before the fork
 """
 _PROGRAM = """
 from ft_transport.manager import Manager, RandomState

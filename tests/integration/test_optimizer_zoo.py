@@ -38,7 +38,7 @@ _MAKERS: dict[str, MakeOptimizer] = {
     "SGD": torch.optim.SGD,
     "SGD, momentum": partial(torch.optim.SGD, momentum=0.9),
 }
-# Where parameters are no float32, torch's loader changes states.
+# If parameters are not float32, torch's loader changes the dtypes of states.
 _OF_TORCH = {name: Kind(make, torch.bfloat16) for name, make in _MAKERS.items()} | {
     "Muon": Kind(torch.optim.Muon, torch.bfloat16, has_vectors=False),
     "SparseAdam": Kind(torch.optim.SparseAdam, is_sparse=True),

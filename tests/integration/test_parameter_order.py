@@ -329,7 +329,8 @@ def join(address: str, parameters: Names, *, num_steps: int = 5) -> tuple[list[b
     """Have a newcomer join a replica that trains.
 
     Returns:
-        What that committed; its parameters and states by step; and the newcomer's last step with its own, or an error.
+        Whether the healthy replica committed each step; its parameters and states by step; and the newcomer's last
+        step, parameters and states, or its error.
     """
 
     def replica_of(name: str, parameters: Names) -> Replica:

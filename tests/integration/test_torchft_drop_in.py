@@ -19,7 +19,7 @@ def test_it_has_every_method_with_the_arguments_that_torchft_gives() -> None:
 
 
 def test_a_replica_under_torchfts_manager_heals_through_it(torchft_ready: None) -> None:
-    """In a test that torchft ships: one of two replicas fails at step 2."""
+    """Runs a test that torchft ships, in which one of two replicas fails at step 2."""
     pytest.importorskip("parameterized")  # which it needs
     module = "torchft.manager_integ_test"
     test = f"{module}.ManagerIntegTest.test_ddp_recovery_0_async_quorum"

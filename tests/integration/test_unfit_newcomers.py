@@ -58,7 +58,7 @@ class Trainer(BaseTrainer):
 def test_a_newcomer_that_is_refused_costs_the_others_nothing(
     address: str, keywords: dict[str, Any], healthy_token: str | None, named: str
 ) -> None:
-    """No step and no snapshot; and none waits for its heartbeats, for the Lighthouse does not hear of it."""
+    """The healthy replica commits each step and takes no snapshot; the Lighthouse hears nothing of the newcomer."""
     healthy = Trainer(address, "healthy", token=healthy_token)
 
     def step() -> None:
@@ -84,7 +84,7 @@ def test_a_newcomer_that_is_refused_costs_the_others_nothing(
     assert "right" not in str(error)
     if isinstance(error, HealFailedError):
         assert "failed once: no further attempt can succeed: the state of healthy:" in str(error)
-    # With a token, what others say without one may be forged: the members of a quorum decide.
+    # A newcomer with a token does not believe unsigned answers, so it is refused in the quorum.
     if "job token" not in named or not keywords:
         assert [name.partition(":")[0] for name in heard] == ["healthy"]
 

@@ -1,4 +1,4 @@
-"""Who holds a lock, and whether another thread gets it: asked from a thread of its own."""
+"""The holders of a lock, and checks whether another thread can acquire it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _NOW = timedelta(0)
 
 
 def elsewhere(function: Callable[[], T]) -> T:
-    """What the function returns or raises on another thread."""
+    """Call the function on another thread; return or raise the outcome."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
 def holders_of(manager: StateManager) -> tuple[LockHolder, ...]:
-    """Every open section, as the public error names them to another thread that wants to write at once."""
+    """Return the open sections that the public error lists, which another thread gets that tries to write."""
     return _holders_against(lambda: manager.writing("a look", _NOW)) or ()
 
 
 def can_read(lock: StateLock | StateManager) -> bool:
-    """Whether another thread may read at once."""
+    """Whether another thread can read at once."""
     read = lock.read if isinstance(lock, StateLock) else lock.reading
     return _holders_against(lambda: read("a look", _NOW)) is None
 
 
 def can_write(lock: StateLock) -> bool:
-    """Whether another thread may write at once."""
+    """Whether another thread can write at once."""
     return _holders_against(lambda: lock.write("a look", _NOW)) is None
 
 
 def _holders_against(section: Callable[[], AbstractContextManager[object]]) -> tuple[LockHolder, ...] | None:
-    """Who holds the lock where another thread may not open the section at once."""
+    """Return the holders of the lock if another thread cannot open the section at once, else ``None``."""
 
     def enter() -> tuple[LockHolder, ...] | None:
         try:

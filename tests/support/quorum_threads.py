@@ -60,10 +60,10 @@ def make_manager(
     """A manager on the loopback.
 
     Args:
-        address: The Lighthouse's.
-        name: The replica's.
-        store: That of a replica of two ranks.
-        has_part: Whether to register a part without a state.
+        address: Address of the Lighthouse.
+        name: Name of the replica.
+        store: Store of the two ranks of the replica; ``None`` for a replica of one rank.
+        has_part: Whether to register an empty state.
         keywords: Further settings.
     """
     chosen: dict[str, Any] = {
@@ -144,7 +144,7 @@ def run_replicas(*replicas: Callable[[], T]) -> list[T]:
 
 
 def beside(step: Callable[[], object], newcomer: Callable[[], T], *, num_steps: int = 2) -> T:
-    """Repeat the step of a replica while a newcomer comes, after the first steps; return what that returns."""
+    """Call ``step`` of a replica repeatedly, and ``newcomer`` after the first steps; return the newcomer's result."""
     trains, is_over = threading.Event(), threading.Event()
 
     def train() -> None:

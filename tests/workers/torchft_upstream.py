@@ -132,7 +132,7 @@ def substitute() -> None:
 
 
 def substitute_transport() -> list[int]:
-    """Put our transport alone under torchft's Manager; return a list of the steps that it receives."""
+    """Replace torchft's transport, but not its Manager; return the list to which received steps are appended."""
     import torchft.manager
 
     from ft_transport import HTTPTransport

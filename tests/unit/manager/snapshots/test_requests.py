@@ -129,7 +129,7 @@ class Requests:
         return len(self.transport.begun) > self._num_ended
 
     def steps(self) -> list[int]:
-        """Those whose snapshots were published."""
+        """The steps of the published snapshots."""
         return [snapshot.step for snapshot in self.transport.published]
 
     def answer(self, after: int) -> int | None:
