@@ -76,12 +76,8 @@ def copied_data(owner: Owner) -> bytes:
         snapshot.close()
 
 
-def test_shared_memory_reads_like_a_copy(owner: Owner) -> None:
-    expected = copied_data(owner)
-    for share in (owner.share_all, owner.share_large):
-        snapshot = share()
-        assert data_of(snapshot) == expected
-        snapshot.close()
+def test_shared_memory_reads_like_a_copy(owner: Owner, snapshot: Snapshot) -> None:
+    assert data_of(snapshot) == copied_data(owner)
 
 
 def test_any_part_of_it_can_be_borrowed(snapshot: Snapshot) -> None:
@@ -211,16 +207,14 @@ def test_a_second_thread_that_materializes_waits_for_the_copy(owner: Owner, monk
     snapshot.close()
 
 
-def test_shared_memory_is_freed_when_its_last_reader_is_gone(owner: Owner) -> None:
-    for share in (owner.share_all, owner.share_large):
-        snapshot = share()
-        memory_of(snapshot).materialize()
-        before = file_of(snapshot)
-        with memory_of(snapshot).pin(0, snapshot.total_bytes) as views:
-            snapshot.close()
-            assert owner.stager._pool.num_taken() == 1
-            assert b"".join(views) == before
-        assert owner.stager._pool.num_taken() == 0
+def test_shared_memory_is_freed_when_its_last_reader_is_gone(owner: Owner, snapshot: Snapshot) -> None:
+    memory_of(snapshot).materialize()
+    before = file_of(snapshot)
+    with memory_of(snapshot).pin(0, snapshot.total_bytes) as views:
+        snapshot.close()
+        assert owner.stager._pool.num_taken() == 1
+        assert b"".join(views) == before
+    assert owner.stager._pool.num_taken() == 0
 
 
 def test_what_is_closed_is_neither_copied_nor_read_any_more(owner: Owner) -> None:

@@ -154,25 +154,20 @@ def test_an_empty_shard_of_another_dtype_is_not_taken_for_the_one_that_was_sent(
     assert exact(receive(file_of_state([value]), into=[own])) == exact([value])
 
 
-def test_a_local_shard_inside_a_larger_buffer_makes_the_trip() -> None:
+def test_a_local_shard_inside_a_larger_buffer_and_a_transposed_one_make_the_trip() -> None:
     mesh = _mesh("dp")
     value = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
     buffer = torch.arange(12.0)
     value._local_tensor = buffer[6:].view(2, 3)
     assert value.to_local().storage_offset() == 6
-    received = round_trip([value], meshes=[mesh])[0]
+    transposed = DTensor.from_local(torch.arange(6.0).view(2, 3).t(), mesh, [Shard(0)], run_check=False)
+    received, received_transposed = round_trip([value, transposed], meshes=[mesh])
     assert received.to_local().tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    assert exact(received_transposed) == exact(transposed)
     # And as a receiver: only its own part of the buffer is written.
     sent = DTensor.from_local(torch.full((2, 3), -1.0), mesh, [Shard(0)], run_check=False)
     assert receive(file_of_state([sent]), into=[value])[0] is value
     assert buffer.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] + [-1.0] * 6
-
-
-def test_a_transposed_local_shard_makes_the_trip() -> None:
-    mesh = _mesh("dp")
-    value = DTensor.from_local(torch.arange(6.0).view(2, 3).t(), mesh, [Shard(0)], run_check=False)
-    received = round_trip([value], meshes=[mesh])[0]
-    assert exact(received) == exact(value)
 
 
 def test_a_process_outside_the_mesh_keeps_what_it_holds() -> None:

@@ -56,13 +56,10 @@ def test_a_dtensor_and_its_local_shard_share_memory_again(one_rank_group: None) 
     assert _same_memory(received["again"].to_local(), received["local"])
 
 
-def test_equal_tensors_of_different_memory_stay_apart() -> None:
+def test_equal_and_empty_tensors_are_no_ties() -> None:
     received = round_trip([torch.ones(3), torch.ones(3)])
     received[0].fill_(2)
     assert received[1].tolist() == [1.0] * 3
-
-
-def test_empty_tensors_are_no_ties() -> None:
     state = [torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.int8)]
     received = round_trip(state)
     assert exact(received) == exact(state)
