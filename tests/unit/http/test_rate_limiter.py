@@ -166,7 +166,7 @@ def test_a_relay_keeps_to_it_too() -> None:
 
 def test_a_receiver_is_not_taken_for_one_that_stalls_because_of_the_cap() -> None:
     with (
-        transport(max_send_bytes_per_s=1 << 20, stall_timeout=timedelta(seconds=0.3)) as sender,
+        transport(max_send_bytes_per_s=RATE, stall_timeout=timedelta(seconds=0.3)) as sender,
         transport(4, min_bytes_per_s=1) as receiver,
     ):
         sender.send_checkpoint([], 1, state_of(1), TIMEOUT)
