@@ -129,7 +129,7 @@ def test_an_answer_that_trickles_through_head_and_body_is_read() -> None:
     def script(peer: Peer) -> None:
         peer.request()
         answer = ok()
-        peer.trickle(answer[:60])
+        peer.trickle(answer[:60], bytes_at_once=6)
         peer.trickle(answer[60:], bytes_at_once=4000)
 
     with scripted(script) as port, connection_to(port) as connection:

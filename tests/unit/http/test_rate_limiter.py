@@ -90,8 +90,7 @@ def _sliced(sender: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> Any:
     return receiver.fetch_sharded([sender.metadata()], 1).state
 
 
-@pytest.mark.parametrize("fetch", [_plain, _sliced])
-@pytest.mark.parametrize("num_connections", [1, 4])
+@pytest.mark.parametrize(("fetch", "num_connections"), [(_plain, 1), (_plain, 4), (_sliced, 4)])
 def test_all_connections_together_have_the_rate(fetch: Callable[..., Any], num_connections: int) -> None:
     with transport(max_send_bytes_per_s=RATE) as sender, transport(num_connections) as receiver:
         sender.send_checkpoint([], 1, state_of(1), TIMEOUT)
