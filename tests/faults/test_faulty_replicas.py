@@ -161,15 +161,3 @@ def test_failures_that_come_from_others_make_nobody_leave(address: str) -> None:
                 assert not _step(manager, torch.ones(8), lambda own, error=error: own.report_error(error))
 
     _train_beside(address, faulty)
-
-
-def test_a_replica_alone_stops_nobody_and_goes_on() -> None:
-    with lighthouse() as address:
-        manager = make_manager(address, "alone")
-        manager.register("model", torch.nn.Linear(2, 2))
-        try:
-            for _ in range(5):
-                assert not _step(manager, torch.ones(8), lambda own: own.report_error(ValueError("a bad batch")))
-            assert _step(manager, torch.ones(8))
-        finally:
-            manager.shutdown()

@@ -165,19 +165,3 @@ def test_without_a_quorum_the_state_is_that_of_the_only_replica(tmp_path: Path) 
     # The layout of checkpoints from before replicas had names.
     manifest = json.loads((tmp_path / "step-0" / "manifest.json").read_bytes())
     assert manifest["body"]["local_keys"] == ["local"]
-
-
-def test_a_checkpoint_without_local_state_leaves_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    manager = StateManager(checkpoint_store=CheckpointStore(tmp_path))
-    model = torch.nn.Linear(4, 1)
-    manager.register("model", model)
-    manager.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-    manager.save(wait=True)
-    manager.shutdown()
-
-    with caplog.at_level(logging.WARNING, "manager.recovery"):
-        drawn = _resumed(StateManager(checkpoint_store=CheckpointStore(tmp_path)))
-
-    assert drawn == _fresh()
-    [message] = caplog.messages
-    assert "has no local states for the number of ranks" in message

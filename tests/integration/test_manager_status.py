@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -104,17 +101,3 @@ def test_who_waits_for_the_lock_and_who_holds_it() -> None:
         assert [each.step for each in told.steps] == [0, 1]
     finally:
         manager.shutdown()
-
-
-def test_who_watches_keeps_no_manager() -> None:
-    transport = loopback_transport()
-    manager = StateManager(checkpoint_transport=transport, timeout=timedelta(seconds=5))
-    model = torch.nn.Linear(2, 2)
-    manager.register("model", model)
-    assert told_by(transport).manager is not None
-    found = weakref.ref(model)
-    del manager, model
-    gc.collect()
-    assert found() is None
-    assert told_by(transport).manager is None
-    transport.shutdown()
