@@ -27,8 +27,11 @@ from ft_transport import (
     IntegrityError,
     PeerUnreachableError,
     RestoreError,
+    SnapshotReplacedError,
     StepNotServedError,
+    TransportError,
 )
+from ft_transport.transfer.sources import with_restarts
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -215,6 +218,24 @@ def test_two_replicas_are_no_sources_for_one_state() -> None:
             ranks.fetch(ranks.own(), sources=[*ranks.urls, *others.urls])
         # The same one named twice does no harm.
         assert is_received(ranks.fetch(ranks.own(), sources=[*ranks.urls, ranks.urls[2]]))
+
+
+def test_what_an_earlier_attempt_did_is_told_by_whatever_ends_the_last_one() -> None:
+    """A first attempt lands bytes and its snapshot is replaced; then the receiver's own check refuses the next one."""
+    attempts: list[TransportError] = []
+
+    def receive() -> Any:
+        if attempts:
+            raise KeyError("another state")
+        replaced = SnapshotReplacedError("gone")
+        replaced.destination_touched = True
+        attempts.append(replaced)
+        raise replaced
+
+    with transport() as receiver:
+        with pytest.raises(KeyError) as caught:
+            with_restarts(receiver._client.group_fetch_settings(None), receive)
+        assert caught.value.destination_touched  # type: ignore[attr-defined]
 
 
 def test_a_callback_that_raises_ends_it() -> None:
