@@ -184,7 +184,8 @@ def test_what_an_earlier_save_has_left_is_not_in_a_later_one(ran: Any) -> None:
 def _process(role: str, root: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A process in a role, and the first line that it said; it is ended by the end of its input."""
     with Program(
-        [sys.executable, checkpoint_process.__file__, role, str(root)],
+        [sys.executable, checkpoint_process.__file__, role, str(root / "root")],
+        cwd=root,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -307,6 +308,7 @@ def test_a_save_is_refused_on_all_ranks_if_one_is_busy(ran: Any) -> None:
 
 def test_thousands_of_tensors_cost_no_descriptors_and_are_saved_as_they_were(tmp_path: Path) -> None:
     """xtuner's hand-over: one descriptor for each tensor, 256 of which are all there are here."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong module')")
     with _process("many_leaves", tmp_path) as (trainer, said):
         assert said["writer_limit"] == checkpoint_process.MAX_DESCRIPTORS
         # The snapshot is one, the file to write another.
@@ -314,7 +316,7 @@ def test_thousands_of_tensors_cost_no_descriptors_and_are_saved_as_they_were(tmp
         assert said["trainer_grew"] <= 4
         assert not said["was_done"]  # The tensors were changed while it was being saved.
         assert said["is_as_saved"]
-        # This writer is a process of its own, not a fork: it ends with its trainer as well.
+        # This writer is no fork: it has imported nothing from the current directory, and ends with its trainer as well.
         trainer.kill()
         trainer.wait(_TIMEOUT_S)
         assert _has_ended(said["writer"], _WITHIN_S * _MACHINE_FACTOR)

@@ -140,18 +140,6 @@ def test_a_forked_child_does_not_keep_the_root(tmp_path: Path, monkeypatch: pyte
             os.close(descriptor)
 
 
-def test_the_writer_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:
-    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong module')")
-    # The trainer itself looks there, too, unless it is told not to.
-    program = (
-        "import sys; sys.path.remove('')\n"
-        "from ft_transport import CheckpointStore; CheckpointStore('root').close(); print('good')"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ran = run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60)
-    assert ran.stdout == "good\n", ran.stderr
-
-
 def test_a_state_that_is_no_dict_is_refused_in_the_call(store: CheckpointStore) -> None:
     cases: list[dict[str, Any]] = [
         {"state": [1]},
