@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import beside, lighthouse, make_manager
 from torch.utils.data import DataLoader
 
 from ft_transport import CheckpointStore
@@ -300,39 +300,29 @@ def test_batches_are_those_of_a_registered_loader() -> None:
     manager.shutdown()
 
 
-def test_a_healed_replica_draws_the_batches_of_its_source() -> None:
-    gate = Gate()
+def test_a_healed_replica_draws_the_batches_of_its_source(address: str) -> None:
+    def replica(name: str) -> tuple[Trainer, Callable[[], None]]:
+        trainer = Trainer(make_manager(address, name), scope="replicated")
+        batches = trainer.manager.batches(trainer.loader)
+        return trainer, lambda: trainer.quorum_step(lambda: next(batches))
 
-    def run(index: int, address: str) -> list[tuple[int, int]]:
-        if index:
-            gate.wait("four steps")
-        trainer = Trainer(make_manager(address, f"replica_{index}"), scope="replicated")
-        manager = trainer.manager
-        assert isinstance(manager, Manager)
-        batches = manager.batches(trainer.loader)
-
-        def step() -> None:
-            trainer.quorum_step(lambda: next(batches))
-
+    def newcomer() -> list[tuple[int, int]]:
+        late, step = replica("replica_1")
         try:
-            while not index and manager.current_step() < 4:
+            for _ in range(5):
                 step()
-            gate.open("four steps")
-            while manager.num_participants() < 2:
-                step()
-            for _ in range(4):
-                step()
-            gate.open(f"done {index}")
-            gate.wait(f"done {1 - index}")
-            return trainer.drawn
+            return late.drawn
         finally:
-            manager.shutdown()
+            late.manager.shutdown()
 
-    with lighthouse() as address:
-        late, first = run_replicas(lambda: run(1, address), lambda: run(0, address))
-
+    first, step = replica("replica_0")
+    try:
+        late = beside(step, newcomer, num_steps=4)
+    finally:
+        first.manager.shutdown()
     assert late[0][0] >= 4
-    assert late == first[first.index(late[0]) :]
+    begin = first.drawn.index(late[0])
+    assert late == first.drawn[begin : begin + len(late)]
 
 
 def test_a_replicated_loader_needs_batches_that_follow_it() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, Gate, beside, run_replicas
+from quorum_threads import LONG_S, beside
 from quorum_threads import Trainer as BaseTrainer
 from state_equality import exact
 
@@ -137,38 +137,29 @@ def test_a_join_costs_one_step_once_where_steps_give_parameters_other_memory(add
 
 def test_nobody_waits_for_a_source_that_gives_the_step_up(address: str) -> None:
     """Before the members of the process group have met: the newcomer waits for it there."""
-    gate = Gate()
     healthy = Trainer(address, "healthy", torch.optim.SGD)
+    server = healthy.manager._replica.transport.server
+    take = server.take
 
     def give_up(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
 
-    def train() -> None:
-        try:
-            for _ in range(3):
-                healthy.step()
-            server = healthy.manager._replica.transport.server
-            take = server.take
-            server.take = give_up
-            gate.open("trains")
-            while healthy.step():
-                pass
+    def step() -> None:
+        if not healthy.step():
             server.take = take
-            while not gate.is_open("over"):
-                healthy.step()
-        finally:
-            healthy.manager.shutdown()
 
-    def join() -> None:
-        gate.wait("trains")
-        newcomer = Trainer(address, "newcomer", torch.optim.SGD)
+    def newcomer() -> None:
+        joining = Trainer(address, "newcomer", torch.optim.SGD)
         try:
-            while not newcomer.step():
+            while not joining.step():
                 pass
         finally:
-            gate.open("over")
-            newcomer.manager.shutdown()
+            joining.manager.shutdown()
 
-    run_replicas(train, join)
+    server.take = give_up
+    try:
+        beside(step, newcomer, num_steps=3)
+    finally:
+        healthy.manager.shutdown()
     assert sum(not is_committed for _, is_committed in healthy.steps) == 1
     assert max(length_s for length_s, _ in healthy.steps) < STANDSTILL_S
