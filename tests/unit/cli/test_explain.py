@@ -181,6 +181,12 @@ def record(*transfers: Transfer, retries: tuple[Retry, ...] = (), error: str = "
     )
 
 
+def test_what_failed_is_told_first_and_an_empty_record_is_explained_too() -> None:
+    findings = explain(record(error="FetchFailedError: all gone", manifest=5.0))
+    assert findings[0].text == "heal failed: FetchFailedError: all gone"
+    assert explain(Record(kind="load", begun_unix_s=0.0, length_s=0.0, outcome="ok")) == ()
+
+
 def test_the_summary_says_what_it_was_and_how_long_it_took() -> None:
     assert summary_of(record(transfer(), quorum=0.5, transfer=10.0)) == "heal of r at step 4: ok in 10.50 s, 1.00 GB"
 
@@ -236,12 +242,3 @@ def test_retries_are_told_by_cause_and_peer() -> None:
         "retried with a:1 3 times, 1.0 to 4.0 s after the beginning: PeerUnreachableError: nobody there"
     )
     assert "ft-transport doctor" in found.remedy
-
-
-def test_what_failed_is_told_first() -> None:
-    findings = explain(record(error="FetchFailedError: all gone", manifest=5.0))
-    assert findings[0].text == "heal failed: FetchFailedError: all gone"
-
-
-def test_an_empty_record_is_explained_too() -> None:
-    assert explain(Record(kind="load", begun_unix_s=0.0, length_s=0.0, outcome="ok")) == ()

@@ -29,12 +29,9 @@ def stored_in(directory: NumberedDirectory) -> StoredVersions:
     return StoredVersions(directory, None, keep_for_s=100.0)
 
 
-def test_of_no_version_nobody_is_told(directory: NumberedDirectory) -> None:
-    assert stored_in(directory).newest() is None
-
-
 @pytest.mark.parametrize(("is_adapter", "kind"), [(True, "adapter"), (False, "weights")])
 def test_engines_are_told_of_the_newest(directory: NumberedDirectory, is_adapter: bool, kind: str) -> None:
+    assert stored_in(directory).newest() is None
     write(directory, 1, is_adapter=not is_adapter)
     path = write(directory, 2, is_adapter=is_adapter)
     newest = stored_in(directory).newest()

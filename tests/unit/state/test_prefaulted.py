@@ -187,15 +187,6 @@ MIB = 1 << 20
 LONG = timedelta(seconds=20)
 
 
-def test_what_was_made_ready_is_taken_once_and_cut_to_size() -> None:
-    prefaulted = PrefaultedMemory()
-    prefaulted.prepare(2 * MIB)
-    block = prefaulted.take(MIB)
-    assert block is not None
-    assert len(block) == MIB
-    assert prefaulted.take(1) is None
-
-
 @pytest.mark.parametrize("available", [3 * MIB, 0])
 def test_memory_that_the_machine_needs_is_left_alone(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
     monkeypatch.setattr(module, "available_bytes", lambda: available)
@@ -204,8 +195,13 @@ def test_memory_that_the_machine_needs_is_left_alone(monkeypatch: pytest.MonkeyP
     assert prefaulted.take(1) is None
 
 
-def test_too_little_of_it_is_better_than_none() -> None:
+def test_what_was_made_ready_is_taken_once_and_too_little_of_it_is_better_than_none() -> None:
     prefaulted = PrefaultedMemory()
+    prefaulted.prepare(2 * MIB)
+    cut_to_size = prefaulted.take(MIB)
+    assert cut_to_size is not None
+    assert len(cut_to_size) == MIB
+    assert prefaulted.take(1) is None
     before = _resident_bytes()
     prefaulted.prepare(64 * MIB)
     block = prefaulted.take(66 * MIB)

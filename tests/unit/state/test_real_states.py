@@ -186,23 +186,6 @@ def test_random_number_generators_continue() -> None:
     assert draw() == expected
 
 
-def test_a_batch_norm_model_continues() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).to(memory_format=torch.channels_last)
-
-    model, fresh = make(), make()
-    for _ in range(2):
-        model(torch.randn(2, 3, 5, 5))
-    received = round_trip(model.state_dict())
-    assert exact(received) == exact(model.state_dict())
-    assert type(received) is type(model.state_dict())
-    fresh.load_state_dict(received)
-    for number in range(2):
-        batch = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(number))
-        assert exact(model(batch).detach()) == exact(fresh(batch).detach())
-    assert exact(fresh.state_dict()) == exact(model.state_dict())
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_data_loader_continues_in_the_middle_of_an_epoch(num_workers: int) -> None:
