@@ -71,9 +71,7 @@ class Keys:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Keys:
-        """Return the keys for a file with one token, or with two tokens separated by white space.
-
-        The file may change at any time.
+        """Return the keys for a file with one token, or two separated by white space. The file may change later.
 
         Raises:
             ConfigurationError: The file cannot be read, or contains no valid tokens.
@@ -194,9 +192,7 @@ _Contexts: TypeAlias = tuple[ssl.SSLContext, ssl.SSLContext]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TLSFiles:
-    """The PEM files for TLS: this process's certificate, its key, and the authority for its peers' certificates.
-
-    The process rereads the files when they change.
+    """The PEM files for TLS. The process rereads the files when they change.
 
     Attributes:
         certificate: File with this process's certificate and its intermediate certificates. The process uses the

@@ -374,11 +374,9 @@ def _finish(future: Future[Any], outcome: Any) -> None:
 
 
 def nobody_listens(address: str, timeout_s: float) -> bool:
-    """Return whether a host refuses connections at an address. False if the host does not answer in time.
+    """Whether the host and port of the URL ``address`` refuse connections.
 
-    Args:
-        address: A URL with host and port.
-        timeout_s: Limit of the probe, in seconds.
+    False if the host does not answer within ``timeout_s``.
     """
     give_up_s = time.monotonic() + timeout_s
     try:

@@ -49,9 +49,7 @@ def flatten(state: object) -> FlatState:
 def check_encodable(state: object, *, with_tensors: bool = True) -> None:
     """Check that a snapshot of ``state`` is possible. Copies no tensor.
 
-    Args:
-        state: Any nesting of supported kinds.
-        with_tensors: Whether to check tensors. Otherwise every tensor counts as supported.
+    Without ``with_tensors``, every tensor counts as supported.
 
     Raises:
         UnsupportedLeafError: A leaf has no safe encoding; ``path`` names the leaf.

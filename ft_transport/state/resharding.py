@@ -138,14 +138,8 @@ def reshard(
 class _Builder:
     """Merges the trees of all sources, and plans the receiver's part of each tensor.
 
-    Args:
-        manifests: The manifest of each source.
-        into: The receiver's own state.
-        like: Decides how to shard tensors that ``into`` lacks.
-        learned: How the receiver shards tensors of each kind. ``None`` in the first pass, which collects this in
-            the attribute `learned`.
-        names: Names of the sources, for errors.
-        check_time: Called repeatedly; an error that it raises ends the merge.
+    The arguments are those of `reshard`, and ``learned``: how the receiver shards tensors of each kind. It is ``None``
+    in the first pass, which collects this in the attribute `learned`.
     """
 
     def __init__(

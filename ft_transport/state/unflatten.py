@@ -26,7 +26,6 @@ _MAX_PATH_CHARACTERS: Final = 1000
 _SPARE_COPY_BYTES: Final = 1 << 20
 _SCALARS: Final = frozenset({type(None), bool, int, float, str})
 
-
 _MAX_NODE_DEPTH: Final = 3 * MAX_DEPTH
 """Three nodes for each container: a parameter that is a quantized tensor, for example, has three nested nodes."""
 
@@ -42,7 +41,6 @@ class Unflattener:
             most once for each index. Raises ``IndexError`` for an index outside the table.
         direct: The receiver's tensors into which bytes were received, by index; plain tensors, not Parameters.
         is_destination: Returns whether a tensor of the receiver receives the data at an index of the table.
-        manifest: The manifest, with the layouts of the DTensors.
         meshes: Finds meshes for DTensors that the receiver's state lacks.
         check_time: Called repeatedly; an error that it raises ends the work.
     """
@@ -122,9 +120,7 @@ class Unflattener:
             case nodes.NamedTupleNode():
                 type_ = encodings.named_tuple_type(node)
                 if len(node.items) != len(node.fields):
-                    raise ManifestError(
-                        f"expected {len(node.fields)} values of a named tuple, got {len(node.items)}", path=path
-                    )
+                    raise ManifestError(f"expected {len(node.fields)} values of a named tuple, got {len(node.items)}")
                 # Call tuple.__new__, not the class: a forged name must not choose a constructor to run.
                 return tuple.__new__(type_, self._items(node.items, into, path))
             case nodes.DequeNode():
@@ -181,8 +177,7 @@ class Unflattener:
         key = _key_of(node)
         known = self._tensors.get(key)
         if known is None:
-            known = self._make_tensor(node, path)
-            self._tensors[key] = known
+            known = self._tensors[key] = self._make_tensor(node, path)
         if receiver is not None and known.numel() and tensors.view_key(receiver) == tensors.view_key(known):
             return receiver
         return known
@@ -268,11 +263,10 @@ class Unflattener:
         for index, (item, counterpart) in enumerate(zip(items, counterparts, strict=False)):
             if index % STRIDE == 0:
                 self._check_time()
-            built.append(
-                item
-                if type(item) in _SCALARS
-                else self.build(item, counterpart, f"{prefix}{index}" if is_short else path)
-            )
+            if type(item) in _SCALARS:
+                built.append(item)
+            else:
+                built.append(self.build(item, counterpart, f"{prefix}{index}" if is_short else path))
         return built
 
     def _sequence(self, node: nodes.SequenceNode, into: object, path: str) -> object:
@@ -292,10 +286,9 @@ class Unflattener:
         except ManifestError:
             raise
         except (TypeError, ValueError, OverflowError) as error:
-            raise ManifestError(f"expected valid items of a {node.kind}: {error}", path=path) from error
+            raise ManifestError(f"expected valid items of a {node.kind}: {error}") from error
 
     def _spend(self, num_bytes: int, path: str) -> None:
-        """Count copied bytes, and raise if far more bytes are copied than the tensors of the table have."""
         self._copy_bytes_left -= num_bytes
         if self._copy_bytes_left < 0:
             raise ManifestError(
@@ -314,7 +307,7 @@ class Unflattener:
         values = encodings.numpy_values(node.dtype, bytearray(data))
         if math.prod(node.shape) != len(values):
             raise ManifestError(
-                f"expected one value for each element of shape {list(node.shape)}, got {len(values)} values", path=path
+                f"expected one value for each element of shape {list(node.shape)}, got {len(values)} values"
             )
         try:
             return values.reshape(node.shape)
@@ -325,8 +318,7 @@ class Unflattener:
         encoding = encodings.encoding_for_name(node.name)
         if encoding is None:
             raise RestoreError(
-                f"expected the encoding {node.name[:64]!r} to be registered in this process (register_encoding)",
-                path=path,
+                f"expected the encoding {node.name[:64]!r} to be registered in this process (register_encoding)"
             )
         value = self.build(node.value, None, path)
         try:
@@ -335,7 +327,7 @@ class Unflattener:
             raise
         except Exception as error:
             raise RestoreError(
-                f"the encoding {encoding.name!r} could not decode a value: {type(error).__name__}: {error}", path=path
+                f"the encoding {encoding.name!r} could not decode a value: {type(error).__name__}: {error}"
             ) from error
 
     def _quantized(self, node: nodes.QuantizedNode, path: str) -> torch.Tensor:
@@ -344,20 +336,15 @@ class Unflattener:
         values = self.build(node.values, None, path) if isinstance(node.values, (TensorNode, LayoutNode)) else None
         integers = tensors.QUANTIZED.get(dtype) if dtype is not None else None
         if integers is None or not isinstance(values, torch.Tensor) or values.dtype != integers:
-            raise ManifestError(
-                f"expected a quantized dtype and a tensor of its integers, got {node.dtype[:64]!r}", path=path
-            )
+            raise ManifestError(f"expected a quantized dtype and a tensor of its integers, got {node.dtype[:64]!r}")
         if abs(node.zero_point) >= 2**31:
-            raise ManifestError(f"expected a zero point of 32 bits, got {node.zero_point}", path=path)
+            raise ManifestError(f"expected a zero point of 32 bits, got {node.zero_point}")
         self._spend(values.nbytes, path)
         try:
-            return torch._make_per_tensor_quantized_tensor(
-                values, encodings.float_from_bits(node.scale_bits), node.zero_point
-            )
+            scale = encodings.float_from_bits(node.scale_bits)
+            return torch._make_per_tensor_quantized_tensor(values, scale, node.zero_point)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise ManifestError(
-                f"expected a valid scale and zero point for {node.dtype}: {error}", path=path
-            ) from error
+            raise ManifestError(f"expected a valid scale and zero point for {node.dtype}: {error}") from error
 
     def _leaf(self, node: nodes.LeafNode, into: object, path: str) -> torch.Tensor:
         receiver = into.detach() if isinstance(into, torch.Tensor) else None
@@ -371,9 +358,9 @@ class Unflattener:
         ):
             return into
         if not isinstance(value, torch.Tensor):
-            raise ManifestError(f"expected a tensor, got {type(value).__name__}", path=path)
+            raise ManifestError(f"expected a tensor, got {type(value).__name__}")
         if node.requires_grad and not (value.is_floating_point() or value.is_complex()):
-            raise ManifestError(f"expected a floating-point tensor to require grad, got {value.dtype}", path=path)
+            raise ManifestError(f"expected a floating-point tensor to require grad, got {value.dtype}")
         # A parameter that occurs several times must stay one object. It is identified by the node of its tensor.
         named = node.value if isinstance(node.value, (TensorNode, LayoutNode, ViewNode)) else None
         key = (_key_of(named), node.parameter, node.requires_grad) if named is not None else None
@@ -389,7 +376,7 @@ class Unflattener:
 
     def _dtensor(self, node: nodes.DTensorNode, into: object, path: str) -> torch.Tensor:
         if node.layout >= len(self._manifest.layouts):
-            raise ManifestError(f"expected the index of a layout in the layout table, got {node.layout}", path=path)
+            raise ManifestError(f"expected the index of a layout in the layout table, got {node.layout}")
         layout = self._manifest.layouts[node.layout]
         described = self._manifest.meshes[layout.mesh]
         receiver = into.to_local().detach() if is_dtensor(into) and matches(into, layout, described) else None
@@ -397,7 +384,7 @@ class Unflattener:
         if is_dtensor(into) and receiver is not None and local is receiver:
             return as_plain(into)
         if not isinstance(local, torch.Tensor) or is_dtensor(local):
-            raise ManifestError(f"expected a local shard, got {type(local).__name__}", path=path)
+            raise ManifestError(f"expected a local shard, got {type(local).__name__}")
         return rebuild(local.detach(), layout, described, self._meshes.resolve(described, path), path)
 
 

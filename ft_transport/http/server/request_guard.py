@@ -163,7 +163,6 @@ class RequestGuard:
         return is_member
 
     def _refusal(self, error: TransportError, request: web.Request, slot: Slot) -> web.StreamResponse:
-        """Return the response that tells the client about an error, and log its type."""
         # The log names only the type: the message, which the response contains, may quote the request.
         self.peer_log.note(logging.INFO, slot.address, f"a request was refused: {type(error).__name__}")
         headers = {SERVED_STEPS_HEADER: ",".join(map(str, self.cache.steps()))}
@@ -313,10 +312,8 @@ class ServerSessions:
         if found is None or number is None:
             return False
         if isinstance(response, web.Response):
-            body = response.body
-            response.headers[CONTENT_DIGEST_HEADER] = content_digest(
-                body if isinstance(body, (bytes, bytearray)) else b""
-            )
+            body = response.body if isinstance(response.body, (bytes, bytearray)) else b""
+            response.headers[CONTENT_DIGEST_HEADER] = content_digest(body)
         headers: dict[str, str] = dict(response.headers)
         headers["Content-Length"] = str(response.content_length or 0)
         response.headers[PROOF_HEADER] = found.session.proof(number, response.status, headers)

@@ -4,15 +4,14 @@ A new snapshot evicts an old one, but never a snapshot with readers or leases.
 
 Leases: A fetch consists of several requests. After each request, a lease keeps the snapshot in the cache for a moment,
 while the connection is open. Otherwise a trainer that publishes every step would replace the snapshot between two
-requests of a fetch. A reader that waits for a future step gets its lease when the snapshot of that step arrives.
-Otherwise a busy trainer might publish further snapshots, and evict the awaited one, before the reader finds it. A lease
-also protects bytes in flight: with ``sendfile`` the kernel sends the pages of the memory file itself, and a new
-snapshot in the same memory would change bytes that the receiver has not read yet.
+requests. A reader that waits for a future step gets its lease when the snapshot of that step arrives. Otherwise further
+snapshots might evict the awaited one before the reader finds it. A lease also protects bytes in flight: with
+``sendfile`` the kernel sends the pages of the memory file itself, and a new snapshot in the same memory would change
+bytes that the receiver has not read yet.
 
 Cut-off: No reader blocks a newer snapshot for ever. When the cache first has to refuse a new snapshot, the receivers of
 the oldest snapshot may continue for ``lease_s`` plus the time that its bytes take at ``contended_bytes_per_s``. Then
-the cache cuts them off, and they start again with a newer snapshot. While no newer snapshot needs the memory, receivers
-may be slower.
+the cache cuts them off, and they start again with a newer snapshot.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class Reading:
     """One request that reads a snapshot; a context manager that ends the reading.
 
     Attributes:
-        snapshot: The snapshot.
         manifest_digest: Digest of the snapshot's JSON header.
         unread_s: Seconds for which bytes may still be in flight to the receiver after the end of the request.
         is_leasing: Whether the reader gets a lease after the request, because further requests may follow.
@@ -178,21 +176,19 @@ class SnapshotCache:
         manifest_digest = digest(memoryview(snapshot.header)[8:])
         with self._lock:
             place.give_back()
-            closed = self._closed
-            if not closed:
+            if not self._closed:
                 self._sequence += 1
                 self._failure = self._final_failure_s = None
                 leases = self._grant_leases(snapshot.step)
                 self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
-        if closed:
-            snapshot.close()
+                return
+        snapshot.close()
 
     @contextmanager
     def waiting(self, step: int, reader: Reader) -> Iterator[None]:
-        """Give the reader a lease if a snapshot of this step arrives during the ``with`` block, or soon after it.
+        """Give the reader a lease if a snapshot of this step arrives in the ``with`` block, or up to ``lease_s`` later.
 
-        "Soon" is the length of a lease. The lease begins at the end of the block, or when the snapshot arrives, if that
-        is later. Even a lease after the block is useful, because receivers retry.
+        The lease begins at the end of the block or at the arrival, whichever is later: receivers retry after the block.
         """
         lease = _Lease(reader, until_s=math.inf)
         with self._lock:
@@ -222,10 +218,7 @@ class SnapshotCache:
         return granted
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Record why a snapshot could not be taken; the next `put` clears the record.
-
-        A failure is final if further attempts would fail too.
-        """
+        """Record, until the next `put`, why a snapshot failed. ``is_final``: further attempts would fail too."""
         with self._lock:
             self._failure = reason
             if is_final:
@@ -326,15 +319,11 @@ class SnapshotCache:
             entry = next((entry for entry in self._entries if entry.snapshot.snapshot_id == snapshot_id), None)
             if entry is None:
                 return
-            is_needed = not entry.was_read or entry.is_held(self.clock())
-            if is_needed and not even_if_needed:
+            if (not entry.was_read or entry.is_held(self.clock())) and not even_if_needed:
                 return
             # Older snapshots of this step are from discarded attempts at the step, and must not be served again.
-            leaving = [
-                each
-                for each in self._entries
-                if each.snapshot.step == entry.snapshot.step and each.sequence <= entry.sequence
-            ]
+            step, sequence = entry.snapshot.step, entry.sequence
+            leaving = [each for each in self._entries if each.snapshot.step == step and each.sequence <= sequence]
             idle = self._evict(leaving)
         for snapshot in idle:
             snapshot.close()
@@ -369,12 +358,11 @@ class SnapshotCache:
         if any(entry.cut_off for entry in alive):
             return []
         for entry in alive:
-            if any(lease.reader.cut_off is None for lease in entry.leases.values()):
-                continue
-            if entry.wanted_since_s is None:
-                entry.wanted_since_s = now_s
-            entry.wanted_at_s = now_s
-            return self._cut_off(entry) if now_s - entry.wanted_since_s >= self._hold_s(entry) else []
+            if all(lease.reader.cut_off is not None for lease in entry.leases.values()):
+                if entry.wanted_since_s is None:
+                    entry.wanted_since_s = now_s
+                entry.wanted_at_s = now_s
+                return self._cut_off(entry) if now_s - entry.wanted_since_s >= self._hold_s(entry) else []
         return []
 
     def _cut_off(self, entry: _Entry) -> list[Callable[[], None]]:
