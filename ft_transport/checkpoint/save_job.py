@@ -39,7 +39,6 @@ from ft_transport.wire.snapshot import MemoryFile
 logger = logging.getLogger(__name__)
 
 State: TypeAlias = Mapping[str, object] | Callable[[], Mapping[str, object]]
-"""A state, or a function that returns it."""
 Lease: TypeAlias = Callable[[], SnapshotLease]
 """A function that returns a snapshot which a transport serves. The function may wait for the snapshot."""
 
@@ -184,7 +183,6 @@ class SaveResources:
         agreement: The group's agreement for the store's thread.
         collective: Writes checkpoint directories together with the other ranks.
         writer: This rank's writer process.
-        settings: The store's settings.
         trust: Signs the list of files if a job token is set.
         consolidate: Path of the part of the state that is also written to consolidated files; ``None`` for no part.
         retire_old: Called on the first rank with the step of a checkpoint that has just become complete, before any

@@ -46,15 +46,13 @@ class CheckpointStore:
     Args:
         root: The directory. Only one group at a time saves there.
         process_group: All ranks that have a part of the state: for HSDP or data parallelism the whole mesh, so that
-            only one rank writes each byte. By default all ranks of ``torch.distributed`` if it is initialised, else
-            only this process.
+            only one rank writes each byte. By default all ranks of ``torch.distributed``, or this process alone.
         rank_local: Top-level keys of the state whose values are rank-local, such as random generators or the position
             of a data loader. Under all other keys, the ranks have equal values, or shards of one DTensor.
         existing: How to treat existing checkpoints: ``keep`` them, ``clear`` them, or ``refuse`` to start. A
             ``step-N`` that another program wrote is never cleared or replaced.
         keep: Number of checkpoints that remain after a save: the new one and the newest of earlier steps. ``None``
-            keeps all. Checkpoints of later steps, which remain if a run resumes from an earlier step, are not counted
-            and not deleted.
+            keeps all. Checkpoints of later steps, which a resumed run may find, are neither counted nor deleted.
         consolidate: Path of a part of the state (keys joined by dots), such as ``model``. The tensors of this part are
             also written whole, to safetensors files with the index that ``transformers`` reads.
         read_only: Whether the store only loads. Such a store neither claims the root nor starts writer processes.
@@ -64,7 +62,6 @@ class CheckpointStore:
 
     Attributes:
         root: The absolute path of the directory.
-        recorder: Records of the saves and loads.
 
     Raises:
         CheckpointInUseError: Another group saves to this root.
@@ -100,10 +97,10 @@ class CheckpointStore:
         self._is_read_only = read_only
         self.root: Final = checked_root(root)
         group = RankGroup.of(process_group, keys=self._trust.keys)
-        is_private, retry_s = self._settings.private, self._settings.retry_s
-        self._directory = NumberedDirectory(self.root, "step", MANIFEST_NAME, is_private=is_private)
-        self._claim = RootClaim(self.root, is_private=is_private)
+        self._directory = NumberedDirectory(self.root, "step", MANIFEST_NAME, is_private=self._settings.private)
+        self._claim = RootClaim(self.root, is_private=self._settings.private)
         self._agreement = Agreement(group, "foreground", self._settings.timeout)
+        retry_s = self._settings.retry_s
         self._inventory = Inventory(self._agreement, self._directory, keep, retry_s=retry_s, trust=self._trust)
         self._stager = StateStager()
         self._background = BackgroundSaver(group, self._inventory, consolidate, self._settings, trust=self._trust)
@@ -130,10 +127,7 @@ class CheckpointStore:
             raise
 
     def prefault(self, state: Mapping[str, object]) -> None:
-        """Allocate memory pages for a snapshot of ``state`` in the background, so that the first save is not slow.
-
-        Args:
-            state: A state as large as those that later saves copy. This call copies nothing.
+        """Allocate memory pages for copies as large as ``state``, in the background, so that the first save is fast.
 
         Raises:
             SnapshotError: The state cannot be captured.
@@ -174,40 +168,32 @@ class CheckpointStore:
     ) -> SaveHandle:
         """Write a snapshot that a transport serves, without copying it. Raises the errors of `save` without ``wait``.
 
-        Args:
-            step: The committed step.
-            lease: Returns the snapshot, and may wait for it. The store's own thread calls it once.
-            local: Rank-local values, by top-level key, which are copied at once.
-            overwrite: Whether the save may replace a checkpoint of this step.
+        ``lease`` returns the snapshot, and may wait for it; the store's own thread calls it once. The other arguments
+        are those of `save`; ``local`` is copied at once.
         """
         return self._save(step, lambda: self._stager.stage(step, None, local, lease), overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
         """Run ``action`` on every rank. If the action fails on one rank, all ranks raise an error.
 
-        Args:
-            phase: Name of the action, for errors.
-            action: Runs on this rank.
-            timeout: How long the action may take. This rank sends heartbeats to the other ranks meanwhile.
+        The action may take ``timeout``; meanwhile, this rank sends heartbeats. Errors name the action by ``phase``.
 
         Raises:
-            TransportError: The action failed on a rank. All ranks raise the same error.
-            Exception: The action failed on this rank, and its error is no ``TransportError``: this rank raises that
-                error itself, and the other ranks raise a ``TransportError``.
+            TransportError: The action failed on a rank; the same error on all ranks.
+            Exception: The action failed on this rank with another error, which only this rank raises.
         """
         self._check_open()
-        agreement = self._agreement
         own_errors: list[Exception] = []
 
         def act() -> None:
             try:
-                agreement.showing_life(action, timeout.total_seconds())
+                self._agreement.showing_life(action, timeout.total_seconds())
             except Exception as error:
                 own_errors.append(error)
                 raise
 
         try:
-            agreement.run_on_all_ranks(phase, act)
+            self._agreement.run_on_all_ranks(phase, act)
         except TransportError:
             if own_errors and not isinstance(own_errors[0], TransportError):
                 raise own_errors[0] from None
@@ -250,8 +236,7 @@ class CheckpointStore:
                 ranks. If ``check`` is omitted, the checkpoint must have all tensors of ``into``, with the same shapes
                 and dtypes; and if ``into`` has rank-local state, the same number of ranks must have saved it. With
                 ``check``, rank-local state that another number of ranks saved is not loaded.
-            is_comparable: Whether to prepare `LoadedCheckpoint.differences`, at the cost of a second pass over all
-                loaded bytes.
+            is_comparable: Whether to prepare `LoadedCheckpoint.differences`, which takes a second pass over the data.
 
         Raises:
             CheckpointNotFoundError: No such checkpoint exists, or another process deleted it during the read.
@@ -323,13 +308,10 @@ class CheckpointStore:
         self._inventory.verify(step)
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Delete all but the newest ``keep`` checkpoints.
+        """Delete all but the newest ``keep`` checkpoints; return the steps of the deleted ones.
 
         The call verifies these checkpoints, the newest first, until one is good. If all of them are damaged, it also
         keeps older checkpoints, up to the first good one.
-
-        Returns:
-            The steps of the deleted checkpoints.
 
         Raises:
             ConfigurationError: ``keep`` differs between ranks.
