@@ -120,9 +120,7 @@ class StateManager:
     def writing(
         self, what: str = "changing the state", timeout: timedelta | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context manager inside which this thread holds the write lock and may change the state.
-
-        Such contexts may be nested.
+        """Return a nestable context manager inside which this thread holds the write lock and may change the state.
 
         Raises:
             LockTimeoutError: Other threads held the lock until the deadline.
@@ -130,9 +128,7 @@ class StateManager:
         return self._state.lock.write(what, timeout)
 
     def reading(self, what: str = "reading the state", timeout: timedelta | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager that holds the read lock, so that no attached optimizer steps.
-
-        Never wait for a network inside the context.
+        """Return a context manager of the read lock: no attached optimizer steps. Never wait for a network inside.
 
         Raises:
             LockTimeoutError: Another thread held the write lock until the deadline.
@@ -162,9 +158,8 @@ class StateManager:
             scope: ``replicated`` state is equal on every replica, and peers receive it; ``local`` state is saved in
                 checkpoints only.
             on_training_thread: Whether the manager may call the functions only on the training thread.
-            is_stable: Whether tensors of the part change only inside `writing` sections or in a step of an attached
-                optimizer. Receivers read these tensors directly, without a copy, unless an attached optimizer changes
-                them.
+            is_stable: Whether tensors of the part change only inside `writing` or in a step of an attached optimizer.
+                Receivers read these tensors without a copy, unless an attached optimizer changes them.
 
         Raises:
             RegistryError: The key is taken.
@@ -202,8 +197,7 @@ class StateManager:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Return an iterator over a registered loader, epoch after epoch. Call ``next`` after each step boundary.
 
-        After a load of the loader's state, this iterator continues at the loaded position. One from ``iter(loader)``
-        does not.
+        After a load of the loader's state, this iterator continues at the loaded position; ``iter(loader)`` does not.
 
         Raises:
             RegistryError: The loader is not registered.
@@ -215,15 +209,12 @@ class StateManager:
 
         A snapshot then copies their parameters and states in the background, until the next ``step()``. Do not attach
         an optimizer if other code changes its parameters or states outside `writing` sections. For torchft's LocalSGD
-        and DiLoCo, call ``guard_local_sgd`` or ``guard_diloco``.
+        and DiLoCo, call ``guard_local_sgd`` or ``guard_diloco``. The returned context manager detaches the optimizers.
 
         Args:
             *optimizers: The optimizers. Register their states as well, under keys of their own.
             every_commit: Whether each optimizer must step exactly once per commit in a quorum. If one does not, the
                 replica heals. Pass false if optimizers alternate, or step between rare synchronisations of your own.
-
-        Returns:
-            A handle that detaches the optimizers; it is a context manager too.
         """
         return self._state.attach(optimizers, every_commit=every_commit)
 
@@ -253,9 +244,7 @@ class StateManager:
         return self._state.counters()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the manager's own counters to the result of `state_dict`.
-
-        A dict with ``step`` alone suffices if all replicas load the same checkpoint.
+        """Set the manager's counters (see `state_dict`). ``step`` alone suffices if all replicas load one checkpoint.
 
         Raises:
             ManagerError: ``step`` is not a whole number from 0.
@@ -288,14 +277,11 @@ class StateManager:
         return self._replica.begin_step(step)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
-        """Take a snapshot now. Call it between two steps.
+        """Take a snapshot. Call it between two steps. The returned future completes when peers can fetch the snapshot.
 
         Args:
             step: The committed step of the state. Required if an attached optimizer has stepped since the step
                 boundary; otherwise the default is the step of that boundary.
-
-        Returns:
-            A future that completes when peers can fetch the snapshot.
 
         Raises:
             ManagerError: The manager has no transport, was shut down, or cannot infer ``step``.
@@ -395,10 +381,7 @@ class StateManager:
 
         On the training thread, this also ends the worker processes of `batches`. In a signal handler that interrupted
         another call of this package, ``shutdown`` returns at once and takes effect after the handler. In a forked child
-        it does nothing.
-
-        Args:
-            wait: Whether to return only when the transport's server has ended.
+        it does nothing. With ``wait``, it returns only when the transport's server has ended.
         """
         if self._usability.is_of_parent():
             return

@@ -176,9 +176,6 @@ class BoundaryCopier:
     *Guarded* memory is memory that only an optimizer's step or a write section changes. Only the training thread may
     call the methods, except `capture_copy`.
 
-    Args:
-        state: The replica's state.
-
     Attributes:
         registry: The replica's state functions.
         replaced: Records the parts of the state in which steps replace tensors.

@@ -1,9 +1,8 @@
 """Takes snapshots at step boundaries (before ``forward``), if receivers have requested any.
 
-At a boundary only the training thread runs, so the state is that of one committed step. The training thread copies
-what ``forward`` or the training loop may change afterwards. During forward and backward, a background thread copies the
-large tensors that only an attached optimizer changes. It holds a read section of the state lock meanwhile, and the
-optimizer's pre-step hook waits for that section.
+At a boundary only the training thread runs, so the state is that of one committed step. That thread copies what
+``forward`` or the training loop may change afterwards. During forward and backward, a background thread copies the
+large tensors that only an attached optimizer changes, under a read lock, for which the optimizer's next step waits.
 """
 
 from __future__ import annotations
@@ -48,14 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotScheduler(StateObserver):
-    """Takes snapshots of one replica's state.
-
-    If a snapshot is served from live memory, the scheduler also copies that memory before the replica changes it.
+    """Takes snapshots of one replica's state. Copies live memory that is being served, before the replica changes it.
 
     Only the training thread may call methods other than ``request``, ``settle`` and ``shows_present_state``.
 
     Args:
-        state: The replica's state.
         transport: Serves the snapshots, and passes the receivers' requests to `request`.
         prefault: Whether to prefault memory for snapshots before the first request.
 
@@ -163,9 +159,8 @@ class SnapshotScheduler(StateObserver):
     def serving(self, timeout: timedelta) -> Iterator[None]:
         """Return a context in which the first request begins a snapshot at once.
 
-        The beginning of the context may raise the errors of `boundary`.
-        The training thread must not change the state inside. The end of the context waits for a snapshot in progress,
-        up to ``timeout``.
+        The beginning of the context may raise the errors of `boundary`. The training thread must not change the state
+        inside. The end of the context waits for a snapshot in progress, up to ``timeout``.
         """
         self._is_serving = True
         try:
@@ -194,11 +189,7 @@ class SnapshotScheduler(StateObserver):
             return is_under_way or self._requests.published_epoch == self._requests.epoch
 
     def settle(self) -> bool:
-        """Begin a snapshot of the boundary's state if a request is open; otherwise let the state change again.
-
-        Returns:
-            Whether a snapshot began.
-        """
+        """If a request is open, begin a snapshot of the boundary, and return true. Else let the state change again."""
         held: HeldBoundary | None = None
         try:
             with self._mutex:
@@ -263,13 +254,8 @@ class SnapshotScheduler(StateObserver):
                     state = self._server.hold(capture) if capture is not None else None
         except Exception as error:
             level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
-            logger.log(
-                level,
-                "step %d: the state could not be kept for a later snapshot: %s: %s",
-                job.step,
-                type(error).__name__,
-                error,
-            )
+            reason = f"{type(error).__name__}: {error}"
+            logger.log(level, "step %d: the state could not be kept for a later snapshot: %s", job.step, reason)
         finally:
             if state is None:
                 if section is not None:
@@ -349,8 +335,7 @@ class SnapshotScheduler(StateObserver):
     def _forget_if_interrupted(self) -> None:
         """Clear a job whose start a signal handler interrupted. Called under the mutex, on the training thread.
 
-        The pool has one thread, which runs `_forget` after all submitted jobs. If the job is still in ``_job`` when
-        `_forget` runs, it was never submitted.
+        The pool's one thread runs `_forget` after all submitted jobs: a job still in ``_job`` was never submitted.
         """
         job = self._job
         if job is not None and self._held is None and not self._is_closed:

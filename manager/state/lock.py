@@ -168,10 +168,7 @@ class StateLock:
         )
 
     def acquire_write(self, what: str, timeout: timedelta | None = None, *, stepping: object = None) -> Section:
-        """Open a write section, which overlaps no section of other threads.
-
-        ``stepping`` is the optimizer for whose step the section is opened, if any.
-        """
+        """Open a write section, which overlaps no other thread's section. ``stepping``: an optimizer about to step."""
         # The section is in no variable here: if a handler raises, no reference to the section remains.
         return self._open(Section(self, "write", what, timeout, False, stepping=stepping))
 
@@ -197,8 +194,7 @@ class StateLock:
         Returns at once if readers are barred already, by any thread. Otherwise waits for the lock.
         """
         if self.is_read_allowed:
-            section = Section(self, "write", "disallow_state_dict_read", None, False)
-            self._open(section, disallows=True)
+            self._open(Section(self, "write", "disallow_state_dict_read", None, False), disallows=True)
 
     def allow(self) -> None:
         """End the section of `disallow`. Any thread may do this. Does nothing if readers are not barred."""
@@ -243,9 +239,9 @@ class StateLock:
                 return False
             waited_s = time.monotonic() - entry.asked_s
             if waited_s >= timeout_s:
-                wanted = f"{entry.kind} ({entry.what!r})"
                 with self._mutex:
                     self.costs.add("lock_timeouts_total", entry.kind)
+                wanted = f"{entry.kind} ({entry.what!r})"
                 raise LockTimeoutError(wanted=wanted, waited_s=waited_s, holders=self.holders())
             has_waited = True
             entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
@@ -325,9 +321,8 @@ class StateLock:
             is_shared = self._wake_waiting(hold)
             if hold is not None and not is_shared:
                 hold.handle.release()
-            self._agrees = True
-            if hold is not None and not is_shared:
                 self.costs.add("lock_hold_seconds", hold.kind, by=time.monotonic() - hold.opened_s)
+            self._agrees = True
             return True
 
     def _wake_waiting(self, hold: _Hold | None) -> bool:

@@ -56,11 +56,8 @@ class EncodingCheck:
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Check the states at the first two boundaries, after a registration, and when an optimizer's state has grown.
 
-        Called on the training thread at each step boundary. Tensors are checked from the second boundary on, because
-        the first step may allocate their memory.
-
-        Args:
-            optimizers: The attached optimizers.
+        Called on the training thread at each step boundary, with the attached optimizers. Tensors are checked from the
+        second boundary on, because the first step may allocate their memory.
 
         Raises:
             RegistryError: A value has no encoding. The message names its path.
@@ -280,10 +277,7 @@ def _wrapped(registry: StateRegistry, kind: type[T]) -> list[T]:
 
 
 def _parts_of(holder: object, kinds: tuple[type[T], ...]) -> Iterator[T]:
-    """Yield the objects of these ``kinds`` in a holder's attributes; none for a holder of a class in `PLAIN`.
-
-    Items of lists, tuples and dicts in attributes are searched, too.
-    """
+    """Yield the objects of ``kinds`` in the attributes of a holder, and in lists, tuples and dicts there."""
     if holder is None or isinstance(holder, PLAIN):
         return
     for value in getattr(holder, "__dict__", {}).values():
