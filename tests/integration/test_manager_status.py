@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
 from quorum_threads import loopback_transport, make_manager, run_replicas
+from scrapes import scraped
 
 from ft_transport import HTTPTransport
 from ft_transport.cli.top import JobFinder
@@ -101,3 +105,19 @@ def test_who_waits_for_the_lock_and_who_holds_it() -> None:
         assert [each.step for each in told.steps] == [0, 1]
     finally:
         manager.shutdown()
+
+
+def test_status_and_metrics_keep_no_manager_that_was_dropped() -> None:
+    transport = loopback_transport()
+    manager = StateManager(checkpoint_transport=transport, timeout=timedelta(seconds=5))
+    model = torch.nn.Linear(2, 2)
+    manager.register("model", model)
+    manager.start_step(3)
+    assert (manager_part(transport).step, scraped(transport)["step",]) == (3, 3)
+    found = weakref.ref(model)
+    del manager, model
+    gc.collect()
+    assert found() is None
+    assert told_by(transport).manager is None
+    assert "step" not in {each.name for each in transport.process_status.metrics.readings()}
+    transport.shutdown()

@@ -2,64 +2,51 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engine_servers import VLLMStandIn, serving
-from quorum_threads import LONG_S, TIMEOUT, lighthouse, loopback_transport, make_manager
+from quorum_threads import TIMEOUT, Trainer, beside, loopback_transport
 from scrapes import scraped
 from served_memory import until
 
-from ft_transport import CheckpointStore, HTTPTransport, LoRAAdapter, Publisher, TransportSettings, VLLMEngine
-from manager import Manager, StateManager
+from ft_transport import CheckpointStore, LoRAAdapter, Publisher, VLLMEngine
+from ft_transport.telemetry.record import Record
+from manager import StateManager
 
 pytestmark = pytest.mark.timeout(120)
 
 
-class Replica:
-    """One weight, trained alone or with others."""
+class Replica(Trainer):
+    """One layer, trained alone or with others."""
 
-    def __init__(self, address: str, name: str, **keywords: Any) -> None:
+    def __init__(self, address: str, name: str) -> None:
         # Without memory in common: what is received comes over the network, and both sides count it.
-        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", same_host=False)
-        self.transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
-        self.model = torch.nn.Linear(64, 64)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.manager: Manager = make_manager(address, name, checkpoint_transport=self.transport, **keywords)
-        self.manager.register("model", self.model)
-        self.manager.register("optimizer", self.optimizer)
-        self.manager.attach(self.optimizer)
+        self.transport = loopback_transport(same_host=False)
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        super().__init__(address, name, model, optimizer, checkpoint_transport=self.transport)
+        self.error: Exception | None = None
 
-    def step(self, error: Exception | None = None) -> bool:
-        self.manager.start_quorum()
-        self.optimizer.zero_grad()
+    def backward(self) -> None:
         self.model(torch.ones(64)).sum().backward()
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            self.manager.allreduce(parameter.grad)
-        if error is not None:
-            self.manager.report_error(error)
-        if not self.manager.should_commit():
-            return False
-        self.optimizer.step()
-        return True
+        if self.error is not None:
+            self.manager.report_error(self.error)
 
 
-@pytest.mark.usefixtures("quorum_ready")
-def test_steps_quorums_and_refusals_are_those_that_were() -> None:
-    with lighthouse() as address:
-        replica = Replica(address, "alone")
-        try:
-            outcomes = [replica.step(ValueError("no") if number in (2, 5) else None) for number in range(8)]
-            replica.manager.start_quorum()
-            outcomes.append(replica.step())  # and the one before was abandoned
-            shown = scraped(replica.transport)
-            replica_id = replica.manager.replica_id()
-        finally:
-            replica.manager.shutdown()
+def test_steps_quorums_and_refusals_are_those_that_were(address: str) -> None:
+    replica, outcomes = Replica(address, "alone"), []
+    try:
+        for number in range(8):
+            replica.error = ValueError("no") if number in (2, 5) else None
+            outcomes.append(replica.step())
+        replica.manager.start_quorum()
+        outcomes.append(replica.step())  # and the one before was abandoned
+        shown = scraped(replica.transport)
+        replica_id = replica.manager.replica_id()
+    finally:
+        replica.manager.shutdown()
     assert outcomes.count(False) == 2
     assert shown["steps_committed_total",] == 7
     assert shown["step",] == shown["batches_committed",] == 7
@@ -76,40 +63,26 @@ def test_steps_quorums_and_refusals_are_those_that_were() -> None:
     assert shown["unreadable_sources",] == 0
 
 
-@pytest.mark.usefixtures("quorum_ready")
-def test_a_heal_is_counted_by_who_healed_and_its_bytes_by_both() -> None:
-    with lighthouse() as address:
-        trains = Replica(address, "trains")
-        is_over, has_begun = threading.Event(), threading.Event()
-        num_committed = 0
+def test_a_heal_is_counted_by_who_healed_and_its_bytes_by_both(address: str) -> None:
+    trains = Replica(address, "trains")
+    committed: list[bool] = []
 
-        def train() -> None:
-            nonlocal num_committed
-            while not is_over.is_set():
-                num_committed += trains.step()
-                has_begun.set()
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        joins: list[Replica] = []
+    def newcomer() -> tuple[Record, dict[tuple[str, ...], float]]:
+        joins = Replica(address, "joins")
         try:
-            assert has_begun.wait(LONG_S)
-            joins.append(Replica(address, "joins"))
-            before = joins[0].manager.current_step()
-            while joins[0].manager.current_step() < before + 3:
-                joins[0].step()
-            (heal,) = (each for each in joins[0].transport.recorder.recent() if each.kind == "heal")
-            healed = scraped(joins[0].transport)
-            joins[0].manager.shutdown()
-            is_over.set()
-            thread.join(LONG_S)
-            source = scraped(trains.transport)
+            before = joins.manager.current_step()
+            while joins.manager.current_step() < before + 3:
+                joins.step()
+            (heal,) = (each for each in joins.transport.recorder.recent() if each.kind == "heal")
+            return heal, scraped(joins.transport)
         finally:
-            is_over.set()
-            for each in joins:
-                each.manager.shutdown(wait=False)
-            thread.join(LONG_S)
-            trains.manager.shutdown()
+            joins.manager.shutdown()
+
+    try:
+        heal, healed = beside(lambda: committed.append(trains.step()), newcomer, num_steps=1)
+        source = scraped(trains.transport)
+    finally:
+        trains.manager.shutdown()
     received = sum(transfer.num_bytes for transfer in heal.transfers)
     assert received > 64 * 64 * 4
     assert healed["recoveries_total",] == 1
@@ -123,7 +96,7 @@ def test_a_heal_is_counted_by_who_healed_and_its_bytes_by_both() -> None:
     sent = [value for key, value in source.items() if key[0] == "sent_bytes_total" and key[1] != "metadata"]
     assert sum(sent) >= received
     assert source["recoveries_total",] == 0
-    assert source["steps_committed_total",] == num_committed
+    assert source["steps_committed_total",] == sum(committed)
 
 
 def test_saves_and_their_age_are_told_by_the_managers_transport(tmp_path: Path) -> None:
