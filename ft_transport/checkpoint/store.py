@@ -346,8 +346,6 @@ class CheckpointStore:
         recording.describe(step=step)
         try:
             staged = stage()
-            self._agreement.step = step
-            recording.phase("agree")
 
             def check() -> None:
                 staged.check()
@@ -355,12 +353,15 @@ class CheckpointStore:
                     self._directory.refuse_foreign(step)
 
             try:
+                self._agreement.step = step
+                recording.phase("agree")
                 # A state that no attempt could save raises before training continues.
                 self._agreement.run_on_all_ranks("copy the state", check)
+                recording.phase("write")
             except BaseException:
+                # Without this, a cycle through the exception of a signal handler could keep the copy alive.
                 staged.release()
                 raise
-            recording.phase("write")
             handle = self._background.submit(step, staged, overwrite=overwrite)
         except BaseException as error:
             recording.end("failed", error=error)
