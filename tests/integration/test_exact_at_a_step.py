@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
+import pytest
 import torch
 
 from ft_transport import HTTPTransport
@@ -123,3 +125,22 @@ def test_two_optimizers_that_step_one_after_the_other(
     with manager.attach(*optimizers):
         assert fetched_while_looping(manager, transport, train_step) >= 6
     manager.shutdown()
+
+
+@pytest.mark.usefixtures("torchft_ready")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+def test_the_transport_of_torchft_sends_what_a_step_has_changed_meanwhile() -> None:
+    from torchft.checkpointing.http_transport import HTTPTransport as TorchftTransport
+
+    weight = torch.zeros(4)
+    source, receiver = (TorchftTransport(timeout=_TIMEOUT, num_chunks=0) for _ in range(2))
+    try:
+        source.send_checkpoint([1], step=1, state_dict={"weight": weight}, timeout=_TIMEOUT)
+        weight.add_(1)
+        address = urlsplit(source.metadata())._replace(netloc=f"127.0.0.1:{urlsplit(source.metadata()).port}").geturl()
+        received: Any = receiver.recv_checkpoint(0, address, 1, _TIMEOUT)
+    finally:
+        for transport in (source, receiver):
+            transport.shutdown()
+            transport._server.server_close()  # `shutdown` leaves the socket open
+    assert torch.equal(received["weight"], torch.ones(4))
