@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName, damaged
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName
 from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, StoredFile
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.gloo_exchange import GlooExchange
+from ft_transport.coordination.votes import AbandonedError
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.snapshot import Memory, copy_out, put
@@ -176,6 +177,7 @@ def read_needs(
 
     Raises:
         CheckpointDamagedError: A file differs from its digests.
+        AbandonedError: Another rank could not read a chunk that this rank needs.
         RankGoneError: A rank did not take part in time.
         OSError: A file cannot be read.
     """
@@ -275,10 +277,9 @@ class _Reading:
     def _deliver(self, chunk: int, data: bytearray) -> None:
         view = memoryview(data)
         if view[-1] != CHUNK_IS_GOOD:
+            # Only the rank that read the chunk knows whether it is damaged or could not be read; that rank reports it.
             file, _, _ = self._files.place_of(chunk)
-            raise damaged(
-                self._files.files[file].name, f"rank {self._readers[chunk]} could not read a chunk of this file"
-            )
+            raise AbandonedError(f"rank {self._readers[chunk]} could not read a chunk of {self._files.files[file].name}")
         self._data[chunk] = view[:-1]
         while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())

@@ -141,7 +141,7 @@ def main() -> None:
             ("broken disk", errno.EIO, 1 << 30),
         ):
             with failing(number, num_times):
-                unreadable[name] = newest_good(store, "half", "step")
+                unreadable[name] = newest_good(store)
         report.append({"whole_again": values_of(into), "unreadable": unreadable})
     (reports / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
