@@ -69,7 +69,7 @@ class StateManager:
                 down, even if this constructor raises.
             timeout: Deadline of every wait for the lock, and default timeout of `recover`.
             prefault: Whether to allocate the memory of all snapshots right after the first step. If not, the first
-                `start_step` or `save` that copies the state takes longer. A quorum does not need these copies.
+                `start_step` or `save` that copies the state takes longer. In a quorum, receivers need no copy.
             checkpoint_store: Stores the durable checkpoints of all ranks of this replica. The manager closes it.
             save_every: Interval of checkpoints, in steps.
 

@@ -278,8 +278,8 @@ class _Reading:
         view = memoryview(data)
         if view[-1] != CHUNK_IS_GOOD:
             # Only the rank that read the chunk knows whether it is damaged or could not be read; that rank reports it.
-            file, _, _ = self._files.place_of(chunk)
-            raise AbandonedError(f"rank {self._readers[chunk]} could not read a chunk of {self._files.files[file].name}")
+            name = self._files.files[self._files.place_of(chunk)[0]].name
+            raise AbandonedError(f"rank {self._readers[chunk]} could not read a chunk of {name}")
         self._data[chunk] = view[:-1]
         while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())

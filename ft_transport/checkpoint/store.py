@@ -200,9 +200,7 @@ class CheckpointStore:
             raise
 
     def check_health(self) -> StoreHealth:
-        """Return the health of the writer processes and saves of all ranks. Cheap enough for every step.
-
-        A call returns the health that the ranks sent in the previous call, so that no rank waits for the others.
+        """Return the health of the writer processes and saves of all ranks, as of the previous call. Waits for no rank.
 
         Raises:
             TransportError: More saves in a row have failed than ``StoreSettings.max_failed_saves`` allows.
@@ -310,8 +308,8 @@ class CheckpointStore:
     def prune(self, keep: int) -> tuple[int, ...]:
         """Delete all but the newest ``keep`` checkpoints; return the steps of the deleted ones.
 
-        The call verifies these checkpoints, the newest first, until one is good. If all of them are damaged, it also
-        keeps older checkpoints, up to the first good one.
+        Before that, the call verifies the ``keep`` newest checkpoints until one is good. If all of them are damaged, it
+        also keeps older checkpoints, up to the first good one.
 
         Raises:
             ConfigurationError: ``keep`` differs between ranks.

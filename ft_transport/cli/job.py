@@ -170,7 +170,7 @@ class _Seen:
     """The data about one process that is stored between collections.
 
     Attributes:
-        process: The process. Its ``state`` has all lists of the last response.
+        process: The process, with the complete ``state`` of its last response.
         since_s: Time of the last change of its presence, by the clock of `JobWatch`.
         ahead_s: Seconds by which the clock of this host is ahead of the process's clock.
     """

@@ -291,7 +291,7 @@ def _parts(tensors: Iterable[TensorEntry]) -> Iterator[StoredPart]:
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse a field that occurs twice, as the library does. Of two tensors with one name, the last one counts."""
+    """Raise `ValueError` if one of the `_FIELDS` occurs twice. Other names may repeat: the last one counts."""
     fields = [name for name, _ in pairs if name in _FIELDS]
     if len(fields) > len({*fields}):
         raise ValueError(f"expected each field once, got one of {', '.join(sorted({*fields}))} twice")

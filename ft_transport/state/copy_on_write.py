@@ -338,7 +338,8 @@ class CopyOnWriteMemory:
                     self._arena, taken, self._is_shared = arena, None, False
         except SnapshotError as error:
             logger.warning(
-                "a snapshot that receivers read is lost, because its live memory changes and was not copied: %s", error
+                "a snapshot was dropped while receivers read it: its memory changes now and could not be copied: %s",
+                error,
             )
             with self._changed:
                 self._is_lost, self._is_shared = True, False

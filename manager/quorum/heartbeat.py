@@ -107,7 +107,7 @@ class MissedHeartbeats:
         self._last = self._window = self.now()
 
     def now(self) -> Sign:
-        """Return a sign of life. The caller then sends a message to the Lighthouse, and passes the sign to `note`."""
+        """Return a sign of life for now. If the Lighthouse answers a message that is sent later, pass it to `note`."""
         last = self._newest
         if last is not None and self._clock() - last.sent_s < self._timeout_s * _SHARE_OF_SIGN:
             return last

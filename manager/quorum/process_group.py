@@ -260,8 +260,8 @@ class QuorumProcessGroup:
             timeout: Limit of the wait for the other members to end the step.
 
         Returns:
-            The claim that the next quorum has to compare, without step and lineage; empty if the reductions have been
-            compared now.
+            A claim without step and lineage, which the next quorum compares. It is empty if this call has compared the
+            reductions.
 
         Raises:
             ReductionMismatchError: The reductions differ.

@@ -228,7 +228,7 @@ class Checkpoints:
             kept = [key for key in state.registry.registered_keys() if key not in (incoming.keys(USER_KEY) or ())]
             if kept and not self._is_known:
                 raise ManagerError(
-                    f"expected a replica_id for each replica, because the checkpoint lacks the registered keys {kept}"
+                    f"expected a replica_id, to find this replica's local state: the checkpoint lacks the keys {kept}"
                 )
 
         store.run_on_all_ranks("collect the own state", collect_own_state, timeout=state.timeout)

@@ -122,7 +122,7 @@ class OpenRequests:
         return self._wanted_after >= num_before
 
     def forget(self, num_before: int | None = None) -> None:
-        """Drop the requests without a step, because a snapshot failed in a way that will recur.
+        """Drop the requests for any step, after a snapshot has failed in a way that will recur.
 
         Args:
             num_before: Number of snapshots published before the failed one. A request for a later snapshot than the

@@ -108,7 +108,7 @@ def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -
     entries = registry.entries("replicated")
     if not entries:
         raise RegistryError(
-            "expected a registered state to keep equal on all replicas, got none; call "
+            "expected at least one registered object with replicated state, got none; call "
             "manager.register('model', model) and manager.register('optimizer', optimizer) before start_quorum"
         )
     registered = registry.holders(Optimizer).values()

@@ -203,7 +203,7 @@ class SnapshotCache:
                 lease.until_s = self.clock() + self.lease_s
 
     def _grant_leases(self, step: int) -> dict[Callable[[], bool], _Lease]:
-        """Return the leases of the readers that wait for a step, which has arrived. Called under the lock."""
+        """Return the leases of the readers that waited for ``step``, now that it is served. Called under the lock."""
         now_s = self.clock()
         granted = {
             name: lease
