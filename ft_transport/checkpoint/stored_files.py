@@ -200,7 +200,7 @@ class StoredFile:
                 raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, the file ends at {position}")
             position += count
         if hash_of(self._hash_name, view) != digest_of(self._entry, number, self._hash_name):
-            raise damaged(self._entry.name, f"bytes {start} to {end} differ from their digest")
+            raise damaged(self._entry.name, f"the chunk of bytes {start} to {end} differs from its digest")
         chunk[-1] = CHUNK_IS_GOOD
         return chunk
 

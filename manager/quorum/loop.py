@@ -193,7 +193,7 @@ class QuorumLoop:
         self._accept(current)
         if not is_averaged:
             self._formation.comparison.suspect(
-                "manager.average_gradients(model) averaged no gradients in this step", current
+                "the parameters have gradients, and this step averaged none (manager.average_gradients)", current
             )
         return True
 
