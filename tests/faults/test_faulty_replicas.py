@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ NUM_HEALTHY = 2
 SPOILT_FROM = 3
 WITHIN_S = 10.0
 """The others commit again: heartbeats run out after one second here."""
+CONNECT_TIMEOUT = timedelta(seconds=5)
+"""The most that it costs the others if one aborts while they connect: gloo lets one of them wait for another."""
 
 Spoil = Callable[[Manager], None]
 
@@ -42,7 +45,7 @@ def _step(manager: Manager, tensor: torch.Tensor, spoil: Spoil | None = None) ->
 
 
 def _manager(address: str, name: str) -> Manager:
-    manager = make_manager(address, name, min_replica_size=NUM_HEALTHY)
+    manager = make_manager(address, name, min_replica_size=NUM_HEALTHY, connect_timeout=CONNECT_TIMEOUT)
     manager.register("model", torch.nn.Linear(2, 2))
     return manager
 
