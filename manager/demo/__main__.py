@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -193,7 +194,7 @@ class Demo:
             outcome = (
                 f"committed by {fields['participants']}"
                 if fields["committed"]
-                else f"not committed: {fields['error'][:60]}"
+                else f"not committed: {shorten(fields['error'], 60, placeholder=' …')}"
             )
             self._console.print(
                 f"  {who}  step {fields['step']:4d}  loss {fields['loss']:.6f}  "

@@ -220,20 +220,21 @@ def test_two_replicas_are_no_sources_for_one_state() -> None:
         assert is_received(ranks.fetch(ranks.own(), sources=[*ranks.urls, ranks.urls[2]]))
 
 
-def test_what_an_earlier_attempt_did_is_told_by_whatever_ends_the_last_one() -> None:
-    """A first attempt lands bytes and its snapshot is replaced; then the receiver's own check refuses the next one."""
+@pytest.mark.parametrize("last", [KeyError("another state"), TransportError("no more sources")])
+def test_the_last_error_reports_bytes_that_an_earlier_attempt_wrote(last: Exception) -> None:
+    """A first attempt writes bytes, and its snapshot is replaced. The receiver or a source ends the next attempt."""
     attempts: list[TransportError] = []
 
     def receive() -> Any:
         if attempts:
-            raise KeyError("another state")
+            raise last
         replaced = SnapshotReplacedError("gone")
         replaced.destination_touched = True
         attempts.append(replaced)
         raise replaced
 
     with transport() as receiver:
-        with pytest.raises(KeyError) as caught:
+        with pytest.raises(type(last)) as caught:
             with_restarts(receiver._client.group_fetch_settings(None), receive)
         assert caught.value.destination_touched  # type: ignore[attr-defined]
 
