@@ -242,7 +242,7 @@ class MembershipLog:
         self._participant.metrics.add("standstill_seconds_total", by=standstill_s)
         is_alone = len(decision.group_members) == 1
         for replica_id in left:
-            text = f"left: {cost}last in a quorum {ago_s:.1f} s ago; {_replicas(decision)} remain{'s' * is_alone}"
+            text = f"left: {cost}last in a quorum {ago_s:.1f} s ago; {_replicas(decision)} train{'s' * is_alone} now"
             self._log("left", replica_id, decision.step, text, standstill_s)
 
     def _log(self, kind: Change, replica_id: str, step: int, text: str, length_s: float = 0.0) -> None:

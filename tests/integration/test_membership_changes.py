@@ -114,7 +114,7 @@ def test_each_survivor_says_once_who_left_and_for_how_long_all_stood_still(
         own = [line for line in lines if line.startswith(f"replica {name}:")]
         left, joined = own
         assert re.search(r"step 3: replica c:\S+ left: all stood still for \d\.\d s.*; last in a quorum \d", left)
-        assert left.endswith("; 2 replicas remain")
+        assert left.endswith("; 2 replicas train now")
         assert ("1 attempted step lost" in left) == dies_in_step
         assert re.search(r": replica c:\S+ joined: heals to step \d+; 3 replicas train$", joined)
         death, return_ = drill.seen[name]["changes"]
