@@ -150,8 +150,9 @@ def _parse() -> argparse.Namespace:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Benchmark]:
-    """The benchmarks that were asked for."""
-    return [each for each in BENCHMARKS.values() if arguments.benchmark in (each.name, "all")]
+    """The benchmarks that were asked for. ``gpu`` runs by its name only: figures of a CPU must not replace a GPU's."""
+    names = {arguments.benchmark} if arguments.benchmark != "all" else BENCHMARKS.keys() - {gpu.BENCHMARK.name}
+    return [each for each in BENCHMARKS.values() if each.name in names]
 
 
 def states_of(benchmark: Benchmark, names: Sequence[str] | None) -> tuple[str, ...]:

@@ -273,7 +273,7 @@ def _state(seed: int) -> State:
 
 
 def _receive(channel: Channel) -> None:
-    """Fetches as often as it is told, into tensors of its own; says how many seconds each fetch took."""
+    """In the receiver's process: makes each fetch that the sender requests, and reports its seconds and sums."""
     into = _state(2)
     _synchronize()
     channel.say("ready")

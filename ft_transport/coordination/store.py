@@ -374,7 +374,7 @@ def _finish(future: Future[Any], outcome: Any) -> None:
 
 
 def nobody_listens(address: str, timeout_s: float) -> bool:
-    """Whether the host and port of the URL ``address`` refuse connections.
+    """Return whether the host and port of the URL ``address`` refuse connections.
 
     False if the host does not answer within ``timeout_s``.
     """

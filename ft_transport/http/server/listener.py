@@ -308,7 +308,7 @@ def _has_closed(accepted: socket.socket) -> bool:
 
 
 def _may_become_a_head(sent: bytes) -> bool:
-    """Whether ``sent`` may be the beginning of an incomplete request head."""
+    """Return whether ``sent`` may be the beginning of an incomplete request head."""
     if len(sent) >= _MAX_PEEK_BYTES or b"\r\n\r\n" in sent:
         return False
     return bool(_HEAD_BEGINS.match(sent))

@@ -97,7 +97,7 @@ class RequestGuard:
         app.on_response_prepare.append(self._prove)
 
     def claims(self, address: str, sent: bytes) -> bool:
-        """Whether a new connection may be from a member of the job.
+        """Return whether a new connection may be from a member of the job.
 
         Without TLS, its first bytes must contain the id of one of the job's keys. With TLS, a client at the same
         address must have authenticated itself recently.
@@ -377,7 +377,7 @@ class HostCheck:
         self._names = {_host_of(each) for each in ("localhost", socket.gethostname(), *names)}
 
     def has(self, header: str | None) -> bool:
-        """Whether the header names a host of this server.
+        """Return whether the header names a host of this server.
 
         Also true without a header: only requests by browsers are a danger, and browsers always send the header.
         """

@@ -335,7 +335,7 @@ class SnapshotCache:
         return [entry.snapshot for entry in entries if not entry.num_readers]
 
     def holds_newer(self, sequence: int) -> bool:
-        """Whether the cache has a snapshot with a sequence number above ``sequence``."""
+        """Return whether the cache has a snapshot with a sequence number above ``sequence``."""
         with self._lock:
             return bool(self._entries) and self._entries[-1].sequence > sequence
 
