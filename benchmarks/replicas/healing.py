@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -117,8 +116,6 @@ class _Replica:
             # A replica that is started warms up what it computes with before it joins.
             self._training.backward()
             self._training.optimizer.zero_grad()
-        # The first full collection of a forked process takes 0.2 s, in whichever part it falls.
-        gc.collect()
         self._loop = variant.make(self._training, name, lighthouse)
         self.report = Report(steps=[], parts=recorder.parts)
 
