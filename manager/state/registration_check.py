@@ -15,6 +15,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress, repeat
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -105,8 +106,7 @@ def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -
     Raises:
         RegistryError: Nothing is registered; or a trained part is missing, and the message names it.
     """
-    entries = registry.entries("replicated")
-    if not entries:
+    if not registry.entries("replicated"):
         raise RegistryError(
             "expected at least one registered object with replicated state, got none; call "
             "manager.register('model', model) and manager.register('optimizer', optimizer) before start_quorum"
@@ -188,8 +188,7 @@ def _missing_optimizers(
 
 def _mappings_in(value: object) -> Iterator[Mapping[str, object]]:
     """Yield the mappings nested in a state, and the state itself if it is a mapping."""
-    if isinstance(value, Mapping):
-        yield value
+    yield from (value,) if isinstance(value, Mapping) else ()
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         yield from _mappings_in(item)
 
@@ -227,8 +226,8 @@ def _forgotten_optimizers(
         keys = [unstepped[id(each)] for group in groups for each in group["params"] if id(each) in unstepped]
         # An inner optimizer of LocalSGD or DiLoCo need not be registered: its state differs between replicas.
         if keys and not any(local_updates_of(optimizer)):
-            what = f"an optimizer of {len(keys)} parameters of {keys[0]!r} (delete it if it is not used)"
-            yield f"{type(optimizer).__name__}, {what}"
+            optimized = f"{len(keys)} parameters of {keys[0]!r} (delete it if it is not used)"
+            yield f"{type(optimizer).__name__}, an optimizer of {optimized}"
 
 
 def _forgotten_schedulers(
@@ -293,10 +292,13 @@ def _has_shape_of(tensor: torch.Tensor, shapes: Collection[torch.Size]) -> bool:
 
 
 def _living(kind: type[T]) -> list[T]:
-    # Without this, unused objects might be found on one replica and not on another.
+    # Unused objects might be found on one replica only. The others move to generation 2, whose list is the same twice.
     gc.collect()
+    # A reference to another thread's unfinished tuple makes that thread fail (github.com/python/cpython/issues/59313).
+    # So the lists exist only inside one call of C code, during which no other thread runs.
+    objects, same = (chain.from_iterable(map(gc.get_objects, (2,))) for _ in range(2))
     # Not `isinstance`, which reads ``__class__`` and so runs the code of lazy modules.
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return list(compress(objects, map(issubclass, map(type, same), repeat(kind))))
 
 
 class Scalers:
@@ -342,8 +344,7 @@ class Scalers:
             tensors: Tensors that are about to be averaged.
             optimizers: Function that returns the attached optimizers.
             is_first: Whether these are the first tensors of the step. If so, no gradient at all may be unscaled: the
-                tensors may be buckets of gradients. Later tensors may be other values than gradients, so only these
-                tensors themselves are checked.
+                tensors may be buckets of gradients. Later tensors may be other values, and are checked themselves.
 
         Raises:
             ManagerError: A scaler has unscaled one of the tensors; or, for the first tensors, any gradient.
@@ -379,7 +380,7 @@ def nonfinite_parameters(registry: StateRegistry, optimizers: Iterable[Optimizer
 
 def _is_finite(parameter: torch.Tensor) -> bool:
     local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
-    if not local.is_floating_point() or not local.numel():
+    if not (local.is_floating_point() and local.numel()):
         return True
     try:
         # Minimum and maximum are NaN if any element is. Unlike ``isfinite`` of all elements, this needs no memory.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import torch
 
-from manager.state.registration_check import EncodingCheck, check_averaged
+from manager.state.registration_check import EncodingCheck, check_averaged, check_registered
 from manager.state.registry import StateRegistry
 
 
@@ -37,3 +40,31 @@ def test_no_gradient_is_read_that_another_thread_may_be_replacing() -> None:
     alive = [_Unreadable(torch.zeros(4)), torch.nn.UninitializedParameter()]
     check_averaged(StateRegistry(), [], [torch.zeros(3)])
     assert len(alive) == 2
+
+
+def test_other_threads_may_build_tuples_meanwhile() -> None:
+    """A reference to an unfinished tuple makes CPython raise a SystemError in the thread that builds it."""
+    registry, is_over = StateRegistry(), threading.Event()
+    registry.register_object("model", torch.nn.Linear(2, 2))
+    errors: list[SystemError] = []
+
+    def items() -> Iterator[list[int]]:
+        for number in range(50):
+            yield [number]
+
+    def build() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(items())
+            except SystemError as error:
+                errors.append(error)
+
+    building = threading.Thread(target=build)
+    building.start()
+    try:
+        for _ in range(5):
+            check_registered(registry, [])
+    finally:
+        is_over.set()
+        building.join()
+    assert not errors
