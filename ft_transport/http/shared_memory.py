@@ -13,12 +13,12 @@ import mmap
 import os
 import select
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Final
 
 from ft_transport.errors import PeerProtocolError, PeerUnreachableError
 from ft_transport.runtime.children import close_files_in_children, close_in_children, making_socket
+from ft_transport.runtime.unix_sockets import is_own_user
 from ft_transport.wire.routes import DONE, HELD, LENT, MemoryTicket, socket_name
 
 _MAX_BUFFERS: Final = 1024
@@ -182,17 +182,7 @@ class LentMemory:
         self._data_start = ticket.data_start
 
 
-_CREDENTIALS: Final = struct.Struct("3i")
-_OVERFLOW_USER: Final = 65534
-"""User id of every user without an id in this user namespace, so two processes with this id may differ in user."""
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
-
-
-def is_own_user(connected: socket.socket) -> bool:
-    """Whether the process at the other end of a unix socket runs as the same user as this one."""
-    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _process, user, _group = _CREDENTIALS.unpack(packed)
-    return bool(user == os.geteuid() != _OVERFLOW_USER)
 
 
 def is_sealed(descriptor: int) -> bool:

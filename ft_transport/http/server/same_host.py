@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.http.server.snapshot_cache import Reader, Reading, SnapshotCache
-from ft_transport.http.shared_memory import is_own_user, is_sealed
+from ft_transport.http.shared_memory import is_sealed
 from ft_transport.runtime.children import close_in_children
+from ft_transport.runtime.unix_sockets import is_own_user
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import DONE, GONE, HELD, LENT, TICKET_CHARACTERS, MemoryTicket, socket_name

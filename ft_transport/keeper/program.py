@@ -1,0 +1,252 @@
+"""The program of a keeper: waits for the messages and for the death of its trainer, and carries out the duties.
+
+The trainer passes the number of a descriptor, one of two connected sockets. The keeper belongs neither to the trainer's
+process group nor to its children, so a launcher that ends the trainer does not end the keeper too. The kernel reports
+the trainer's death through ``pidfd_open(2)`` at once, even if a forked child still has the trainer's sockets open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final, Protocol, TypeAlias
+
+from ft_transport.keeper.messages import (
+    Attend,
+    Begin,
+    End,
+    Ended,
+    Inherit,
+    Inheritance,
+    Message,
+    receive,
+    send,
+)
+from ft_transport.runtime.unix_sockets import is_own_user
+
+_STDERR: Final = 2
+_MAX_DIGITS: Final = 20
+_DYING_S: Final = 1.0
+"""Longest time between the end of a dying process's connections and its death."""
+
+
+class Duty(Protocol):
+    """Work that the keeper does in the trainer's place. The keeper's main thread calls the methods."""
+
+    def begin(self) -> None:
+        """Begin the work on another thread, and return. Called at most once."""
+
+    def end(self) -> None:
+        """End the work, and return when none of it goes on. Called at most once, perhaps before `begin`."""
+
+
+DutyFactory: TypeAlias = Callable[[bytes, Callable[[], object]], Duty]
+"""Makes a duty from its argument, and from a function that the duty's thread calls when the work is over."""
+
+
+class _Kept:
+    """A duty in a keeper, and the connections of possible successors."""
+
+    def __init__(self, number: int, attend: Attend, duty: Duty) -> None:
+        self.number = number
+        self.attend = attend
+        self.duty = duty
+        self.has_begun = False
+        self.listening: socket.socket | None = None
+        self.successor: socket.socket | None = None
+
+
+class Keeper:
+    """Carries out the duties of one trainer. One thread calls its methods.
+
+    Args:
+        trainer: The connection to the trainer.
+        trainer_pid: The trainer's process id.
+        kinds: The classes of duties, by kind.
+    """
+
+    def __init__(self, trainer: socket.socket, trainer_pid: int, kinds: Mapping[str, DutyFactory]) -> None:
+        self._trainer: socket.socket | None = trainer
+        self._kinds = kinds
+        self._kept: dict[str, _Kept] = {}
+        self._num_attended = 0
+        self._events = selectors.DefaultSelector()
+        self._over, self._note_over = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._watch(self._over, self._drop_over)
+        self._watch(trainer, self._read_trainer)
+        self._death: int | None = None
+        with contextlib.suppress(OSError):  # Linux before 5.3: the end of the connection shows the death.
+            self._death = os.pidfd_open(trainer_pid)
+            self._events.register(self._death, selectors.EVENT_READ, self._note_death)
+
+    def run(self) -> None:
+        """Handle events until the trainer is dead and all duties are over."""
+        while self._trainer is not None or self._kept:
+            for key, _ in self._events.select():
+                # An earlier event of the same round may have closed this socket.
+                if key.fd in self._events.get_map():
+                    key.data()
+
+    def _watch(self, connection: socket.socket, handler: Callable[[], None]) -> None:
+        connection.setblocking(False)
+        self._events.register(connection, selectors.EVENT_READ, handler)
+
+    def _close(self, connection: socket.socket | None) -> None:
+        if connection is not None:
+            self._events.unregister(connection)
+            connection.close()
+
+    # ---------------------------------------------------------------------------------------------------- the trainer
+
+    def _read_trainer(self) -> None:
+        trainer = self._trainer
+        assert trainer is not None, "the keeper watches the connection until the trainer is dead"
+        with contextlib.suppress(BlockingIOError):
+            message = receive(trainer)
+            if message is not None:
+                self._perform(message, trainer)
+            elif self._is_trainer_dead():
+                self._note_death()
+            else:
+                # The trainer has replaced this keeper, which did not answer.
+                for name in tuple(self._kept):
+                    self._end(name)
+                self._part()
+
+    def _is_trainer_dead(self) -> bool:
+        """Return whether the trainer, which has closed its connection, is dead or about to die."""
+        return self._death is None or bool(select.select([self._death], [], [], _DYING_S)[0])
+
+    def _perform(self, message: Message, trainer: socket.socket) -> None:
+        match message:
+            case Attend():
+                self._end(message.name)
+                self._attend(message)
+            case Begin():
+                self._begin(message.name)
+            case End():
+                self._end(message.name)
+                with contextlib.suppress(OSError):
+                    send(trainer, Ended(message.name))
+            case Inherit() | Ended() | Inheritance():
+                raise AssertionError(f"a trainer never sends {message}")
+
+    def _note_death(self) -> None:
+        """Perform the last messages of the trainer, which is dead, and begin its duties."""
+        trainer = self._trainer
+        if trainer is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            while (message := receive(trainer)) is not None:
+                self._perform(message, trainer)
+        self._part()
+        for name in tuple(self._kept):
+            self._begin(name)
+
+    def _part(self) -> None:
+        """Stop watching the trainer."""
+        trainer, self._trainer = self._trainer, None
+        self._close(trainer)
+        if self._death is not None:
+            self._events.unregister(self._death)
+            os.close(self._death)
+            self._death = None
+
+    # ----------------------------------------------------------------------------------------------------- the duties
+
+    def _attend(self, attend: Attend) -> None:
+        number = self._num_attended = self._num_attended + 1
+        note_over = partial(self._note_over.send, str(number).encode())
+        duty = self._kinds[attend.kind](attend.argument, note_over)
+        kept = self._kept[attend.name] = _Kept(number, attend, duty)
+        if attend.address:
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                listening.bind(attend.address)
+                listening.listen()
+            except OSError:  # Another trainer of this user has the same name, or the system has no such addresses.
+                listening.close()
+                return
+            kept.listening = listening
+            self._watch(listening, partial(self._accept, kept, listening))
+
+    def _begin(self, name: str) -> None:
+        kept = self._kept.get(name)
+        if kept is not None and not kept.has_begun:
+            kept.has_begun = True
+            # A launcher that reads the trainer's output waits until every process has closed it.
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, _STDERR)
+            os.close(silence)
+            kept.duty.begin()
+
+    def _end(self, name: str) -> None:
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            # Others must find no listener here once the duty has ended: a successor's own keeper takes the address.
+            self._close(kept.listening)
+            kept.duty.end()
+            if kept.successor is not None:
+                with contextlib.suppress(OSError):
+                    send(kept.successor, Ended(name))
+                self._close(kept.successor)
+
+    def _drop_over(self) -> None:
+        """Forget duties whose work is over."""
+        with contextlib.suppress(BlockingIOError):
+            while number := self._over.recv(_MAX_DIGITS):
+                # By number: a later duty may have the same name.
+                for name in [name for name, kept in self._kept.items() if kept.number == int(number)]:
+                    self._end(name)
+
+    # ------------------------------------------------------------------------------------------------- the successors
+
+    def _accept(self, kept: _Kept, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listening.accept()
+            # While the trainer lives, or another successor is connected, there is nothing to inherit.
+            if self._trainer is not None or kept.successor is not None or not is_own_user(connection):
+                connection.close()
+                return
+            kept.successor = connection
+            self._watch(connection, partial(self._read_successor, kept, connection))
+
+    def _read_successor(self, kept: _Kept, connection: socket.socket) -> None:
+        try:
+            message = receive(connection)
+        except BlockingIOError:
+            return
+        match message:
+            case Inherit():
+                with contextlib.suppress(OSError):
+                    send(connection, Inheritance(kept.attend.name, kept.attend.argument))
+            case End():
+                self._end(kept.attend.name)
+            case _:  # The successor has died before it took over: the duty goes on.
+                kept.successor = None
+                self._close(connection)
+
+
+def run(kinds: Mapping[str, DutyFactory]) -> None:
+    """Run a keeper, with the descriptor and the process id of its trainer as the arguments of the command.
+
+    Args:
+        kinds: The classes of duties, by kind.
+    """
+    trainer = socket.socket(fileno=int(sys.argv[1]))
+    if os.fork():
+        # The parent of the trainer's child exits: the trainer need not wait for its keeper.
+        os._exit(0)
+    # An interrupt from the terminal is for the trainer.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.chdir("/")
+    Keeper(trainer, int(sys.argv[2]), kinds).run()
+    # A thread of a duty that has ended may still wait for a server.
+    os._exit(0)

@@ -1,0 +1,34 @@
+"""Unix sockets: addresses that processes of one user share, and the user at the other end of a connection."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+from typing import Final
+
+_DIGEST_BYTES: Final = 16
+_CREDENTIALS: Final = struct.Struct("3i")
+_OVERFLOW_USER: Final = 65534
+"""User id of every user without an id in this user namespace, so two processes with this id may differ in user."""
+
+
+def shared_address(*parts: str) -> str:
+    """Return an abstract Unix address (``man 7 unix``) that is the same in all processes of this user.
+
+    Args:
+        parts: Texts that name what the processes share. Other texts give another address.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        encoded = part.encode(errors="surrogateescape")
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return f"\0ft-transport/{os.geteuid()}/{digest.hexdigest()}"
+
+
+def is_own_user(connected: socket.socket) -> bool:
+    """Whether the process at the other end of a unix socket runs as the same user as this one."""
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _process, user, _group = _CREDENTIALS.unpack(packed)
+    return bool(user == os.geteuid() != _OVERFLOW_USER)

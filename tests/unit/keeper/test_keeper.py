@@ -1,0 +1,316 @@
+"""A keeper does its duty when its trainer has died, however it died, and no sooner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from uuid import uuid4
+
+import kept_trainer
+import pytest
+
+from ft_transport.keeper.messages import Inherit, receive, send
+from ft_transport.keeper.process import KeeperProcess, Predecessor, find_predecessor
+from ft_transport.runtime.unix_sockets import shared_address
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the keeper needs Linux")
+
+LONG_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool], message: Callable[[], str] = lambda: "") -> None:
+    deadline_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline_s, message()
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs. Whoever inherits a dead one may collect it later."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Notes:
+    """What the duties of `kept_trainer` have noted in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def lines(self) -> list[list[str]]:
+        return [line.split() for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+    def wait_for(self, *wanted: str) -> int:
+        """Wait until the notes are these, and return the process id of the keeper that wrote the last one."""
+
+        def noted() -> list[str]:
+            return [f"{what} {name}" for what, name, _ in self.lines()]
+
+        wait_until(lambda: noted() == list(wanted), lambda: f"expected {list(wanted)}, got {noted()}")
+        return int(self.lines()[-1][2])
+
+
+class Trainer:
+    """A process of `kept_trainer`, which runs what it is sent."""
+
+    def __init__(self, notes: Notes, name: str, *slots: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, kept_trainer.__file__, str(notes.path), name, *slots],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._expect("ready")
+
+    def run(self, statement: str) -> None:
+        self.send(statement)
+        self._expect("done")
+
+    def send(self, statement: str) -> None:
+        assert self.process.stdin is not None
+        print(statement, file=self.process.stdin, flush=True)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        self.process.wait(LONG_S)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _expect(self, line: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"{line}\n"
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Iterator[Notes]:
+    """The keepers that are still there in the end are killed."""
+    found = Notes(tmp_path / "notes")
+    yield found
+    keepers = {int(pid) for _, _, pid in found.lines()}
+    for pid in keepers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, keepers)))
+
+
+@pytest.fixture
+def start(notes: Notes) -> Iterator[Callable[..., Trainer]]:
+    trainers: list[Trainer] = []
+
+    def start(name: str, *slots: str) -> Trainer:
+        trainers.append(Trainer(notes, name, *slots))
+        return trainers[-1]
+
+    yield start
+    for trainer in trainers:
+        trainer.kill()
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        "os.kill(os.getpid(), 9)",
+        "os.kill(os.getpid(), 15)",
+        "os._exit(0)",
+        "import ctypes; ctypes.string_at(0)",
+        "sys.exit()",
+        "raise ValueError",
+        "os.killpg(0, 9)",  # as torchrun ends a worker
+    ],
+)
+def test_a_duty_begins_however_the_trainer_ends(notes: Notes, start: Callable[..., Trainer], death: str) -> None:
+    trainer = start("a")
+    keeper = notes.wait_for("attended a")
+    trainer.send(death)
+    trainer.close()
+    assert notes.wait_for("attended a", "begun a") == keeper
+    assert is_alive(keeper)
+
+
+def test_a_forked_child_that_lives_on_does_not_hide_the_death(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("a")
+    trainer.run("fork(lambda: None)")
+    notes.wait_for("attended a")
+    trainer.kill()
+    notes.wait_for("attended a", "begun a")
+
+
+def test_the_keeper_exits_when_its_duties_are_over(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("over")
+    keeper = notes.wait_for("attended over")
+    trainer.kill()
+    notes.wait_for("attended over", "begun over", "ended over")
+    wait_until(lambda: not is_alive(keeper))
+
+
+def test_the_keeper_exits_with_a_trainer_without_duties(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("a")
+    trainer.run("keeper.end('a')")
+    keeper = notes.wait_for("attended a", "ended a")
+    trainer.kill()
+    wait_until(lambda: not is_alive(keeper))
+    notes.wait_for("attended a", "ended a")
+
+
+def test_a_duty_can_begin_while_the_trainer_lives(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("a")
+    trainer.run("keeper.begin('a')")
+    notes.wait_for("attended a", "begun a")
+    # The answer arrives when the duty has ended.
+    trainer.run("keeper.end('a'); assert 'ended a' in open(path).read()")
+    trainer.run("attend(path, 'a')")
+    notes.wait_for("attended a", "begun a", "ended a", "attended a")
+    trainer.kill()
+    notes.wait_for("attended a", "begun a", "ended a", "attended a", "begun a")
+
+
+def test_a_killed_keeper_is_replaced_with_its_duties(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("a")
+    notes.wait_for("attended a")
+    trainer.run("attend(path, 'b'); keeper.begin('b')")
+    earlier = notes.wait_for("attended a", "attended b", "begun b")
+    os.kill(earlier, signal.SIGKILL)
+    wait_until(lambda: not is_alive(earlier))
+    trainer.run("keeper.check()")
+    noted = ["attended a", "attended b", "begun b", "attended a", "attended b", "begun b"]
+    assert notes.wait_for(*noted) != earlier
+    trainer.run("keeper.check(); assert len(open(path).readlines()) == 6")
+    trainer.kill()
+    notes.wait_for(*noted, "begun a")
+
+
+def test_a_trainer_goes_on_without_a_keeper(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    keeper = KeeperProcess("kept_trainer", "main")
+    monkeypatch.setattr(kept_trainer, "keeper", keeper)
+    with caplog.at_level(logging.WARNING):
+        kept_trainer.attend("unused", "a")
+    assert "could not be started" in caplog.text
+    keeper.begin("a")
+    keeper.check()
+    keeper.end("a")
+
+
+def test_nobody_waits_for_the_keeper_to_close_the_trainers_output(notes: Notes) -> None:
+    done = subprocess.run(
+        [sys.executable, kept_trainer.__file__, str(notes.path), "a"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=LONG_S,
+        check=True,
+    )
+    assert done.stdout == b"ready\n"
+    assert is_alive(notes.wait_for("attended a", "begun a"))
+
+
+def test_the_keeper_has_no_descriptor_of_the_trainer(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("a")
+    earlier = notes.wait_for("attended a")
+    trainer.run("inherited = os.open(path, os.O_RDONLY); os.set_inheritable(inherited, True)")
+    os.kill(earlier, signal.SIGKILL)
+    wait_until(lambda: not is_alive(earlier))
+    trainer.run("keeper.check()")
+    keeper = notes.wait_for("attended a", "attended a")
+    opened = [os.readlink(each) for each in Path(f"/proc/{keeper}/fd").iterdir()]
+    assert str(notes.path) not in opened
+
+
+def test_the_keeper_stays_small(notes: Notes, start: Callable[..., Trainer]) -> None:
+    start("a")
+    keeper = notes.wait_for("attended a")
+    resident_bytes = int(Path(f"/proc/{keeper}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    assert resident_bytes < 40e6
+    assert "torch" not in Path(f"/proc/{keeper}/maps").read_text()
+
+
+def test_a_forked_child_has_a_keeper_of_its_own(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("a")
+    keeper = notes.wait_for("attended a")
+    trainer.run("child = fork(lambda: attend(path, 'b'))")
+    assert notes.wait_for("attended a", "attended b") != keeper
+    trainer.run("os.kill(child, 9)")
+    notes.wait_for("attended a", "attended b", "begun b")
+
+
+@pytest.fixture
+def slot() -> str:
+    """Names a duty that a successor can inherit."""
+    return uuid4().hex
+
+
+def find(slot: str) -> Predecessor:
+    predecessor = find_predecessor(shared_address(slot))
+    assert predecessor is not None
+    return predecessor
+
+
+def test_a_successor_ends_the_duty_of_a_dead_trainer(notes: Notes, start: Callable[..., Trainer], slot: str) -> None:
+    trainer = start("a", slot)
+    keeper = notes.wait_for("attended a")
+    assert find_predecessor(shared_address(slot)) is None, "the trainer lives"
+    trainer.kill()
+    notes.wait_for("attended a", "begun a")
+    with ExitStack() as closing:
+        predecessor = find(slot)
+        closing.callback(predecessor.close)
+        assert predecessor.argument == f"{notes.path}|a".encode()
+        assert find_predecessor(shared_address(slot)) is None, "there is a successor already"
+        predecessor.end()
+        notes.wait_for("attended a", "begun a", "ended a")
+        predecessor.end()
+    wait_until(lambda: not is_alive(keeper))
+    # The address is free again for the successor's own keeper.
+    start("b", slot).kill()
+    notes.wait_for("attended a", "begun a", "ended a", "attended b", "begun b")
+    find(slot).end()
+
+
+def test_the_duty_goes_on_if_the_successor_dies_too(notes: Notes, start: Callable[..., Trainer], slot: str) -> None:
+    start("a", slot).kill()
+    notes.wait_for("attended a", "begun a")
+    find(slot).close()
+
+    def can_be_found() -> bool:
+        predecessor = find_predecessor(shared_address(slot))
+        if predecessor is not None:
+            predecessor.end()
+        return predecessor is not None
+
+    # The keeper learns of the death of the successor a moment later.
+    wait_until(can_be_found)
+    notes.wait_for("attended a", "begun a", "ended a")
+
+
+def test_noise_does_not_stop_the_duty(notes: Notes, start: Callable[..., Trainer], slot: str) -> None:
+    start("a", slot).kill()
+    keeper = notes.wait_for("attended a", "begun a")
+    for noise in (b"", b"\xff" * 100, b"\0" * 60_000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(shared_address(slot))
+            with suppress(OSError):
+                connection.send(noise, socket.MSG_NOSIGNAL)
+                connection.settimeout(LONG_S)
+                assert receive(connection) is None
+    assert is_alive(keeper)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(LONG_S)
+        connection.connect(shared_address(slot))
+        send(connection, Inherit())
+        assert receive(connection) is not None
