@@ -31,6 +31,7 @@ from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeou
 from manager.quorum.heartbeat import Heartbeat
 from manager.quorum.members import SignedReports, name_of, read_status
 from manager.quorum.reports import Member
+from manager.quorum.stand_in import StandIn, has_left
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,8 @@ class LighthouseSession:
         heartbeat_interval: Time between two heartbeats.
         heartbeat_timeout: The Lighthouse declares a replica dead after this time without a heartbeat.
         keys: The keys of the job token; ``None`` without a token. Replicas that do not prove the token are ignored.
+        min_replicas: The smallest number of replicas that can commit a step.
+        stand_in: Asks in this replica's place if this process dies; ``None`` if no other replica waits for this one.
         starts_heartbeat: Whether to send heartbeats at once. If not, they begin with the first request.
 
     Raises:
@@ -136,6 +139,8 @@ class LighthouseSession:
         heartbeat_interval: timedelta,
         heartbeat_timeout: timedelta,
         keys: Keys | None,
+        min_replicas: int,
+        stand_in: StandIn | None,
         starts_heartbeat: bool = True,
     ) -> None:
         self._reports = SignedReports(keys)
@@ -144,6 +149,8 @@ class LighthouseSession:
         self._connect_timeout = connect_timeout
         self._heartbeat_interval = heartbeat_interval
         self._closed = SafeEvent()
+        self._min_replicas = min_replicas
+        self._stand_in = stand_in
         self._quorum_id = -1
         self._members: frozenset[str] = frozenset()
         self._is_suspect = False
@@ -169,6 +176,8 @@ class LighthouseSession:
             QuorumTimeoutError: No quorum was formed in time.
             QuorumError: A report is invalid, or the members have different job tokens.
         """
+        if self._stand_in is not None:
+            self._stand_in.arrive()
         heartbeat = self._heartbeat = self._heartbeat or self._start_heartbeat()
         began_s = time.monotonic()
         num_asked = 0
@@ -193,8 +202,14 @@ class LighthouseSession:
                 if isinstance(quorum, TimeoutError):
                     reasons.append(self.missing() or str(quorum))
                     break
-                members = self._reports.members_of(quorum.participants, self._replica_id)
-                missing = self._missing(quorum.quorum_id, members)
+                left = [each.replica_id for each in quorum.participants if has_left(each)]
+                participants = [each for each in quorum.participants if each.replica_id not in left]
+                if left and (lacking := self._lacking(participants)):
+                    reasons.append(lacking)
+                    self._pause(min(_ASK_AGAIN_S, max(0.0, deadline_s - time.monotonic())))
+                    continue
+                members = self._reports.members_of(participants, self._replica_id)
+                missing = self._missing(quorum.quorum_id, members, left)
                 if missing and time.monotonic() + _ASK_AGAIN_S < deadline_s:
                     ids = [each.replica_id for each in members]
                     logger.warning("%s may have been restarted: the quorum of %s lacks %s", self._name(), ids, missing)
@@ -232,14 +247,18 @@ class LighthouseSession:
         return self._heartbeat.missed_heartbeats.count() if self._heartbeat is not None else 0
 
     def stop_heartbeats(self) -> None:
-        """End the heartbeats until the next call of `quorum`."""
+        """Leave until the next call of `quorum`: other replicas no longer wait for this one."""
+        if self._stand_in is not None:
+            self._stand_in.leave()
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.close()
 
     def close(self) -> None:
-        """End the heartbeats, so that the other replicas soon stop waiting for this one."""
+        """Leave the job: other replicas no longer wait for this one."""
         self._closed.set()
+        if self._stand_in is not None:
+            self._stand_in.leave()
         if self._heartbeat is not None:
             self._heartbeat.close()
         # A client frees its threads and sockets with the last reference to it.
@@ -275,6 +294,8 @@ class LighthouseSession:
             ) from error
 
     def _beat(self, timeout: timedelta) -> None:
+        if self._stand_in is not None:
+            self._stand_in.check()
         with _typed_panics():
             self._heartbeat_client.heartbeat(self._replica_id, timeout=timeout)
 
@@ -296,9 +317,24 @@ class LighthouseSession:
         if self._closed.wait(seconds):
             raise QuorumError(f"replica {self._replica_id} has been shut down")
 
-    def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
-        """Return which members of the last quorum are missing; none unless the Lighthouse may have been restarted."""
-        names = {name_of(member.replica_id) for member in members}
+    def _lacking(self, participants: Sequence[Any]) -> str:
+        """Return what a quorum lacks because replicas have left; empty if it lacks nothing."""
+        if all(each.replica_id != self._replica_id for each in participants):
+            # The last request of the keeper arrived together with the first one of this process.
+            return "the quorum counts this replica as dead"
+        if len(participants) < self._min_replicas:
+            return f"expected at least {self._min_replicas} replicas, but all except {len(participants)} have left"
+        return ""
+
+    def _missing(self, quorum_id: int, members: Sequence[Member], left: Sequence[str]) -> list[str]:
+        """Return which members of the last quorum are missing; none unless the Lighthouse may have been restarted.
+
+        Args:
+            quorum_id: Number of the quorum.
+            members: The members of the quorum.
+            left: The ids of replicas that are dead or have left.
+        """
+        names = {name_of(replica_id) for replica_id in (*left, *(member.replica_id for member in members))}
         # By name, because a restarted replica has another id.
         missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)
         starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))

@@ -69,8 +69,10 @@ _MAX_ASKED: Final = 8
 _ANSWERING: Final = timedelta(seconds=1)
 
 _encoder: Final = msgspec.json.Encoder(order="deterministic")
-_numbers = itertools.count(1)
-"""Numbers of reports. They ascend in the whole process, because a later manager may reuse the id of an earlier one."""
+_numbers = itertools.count(time.monotonic_ns())
+"""Numbers of reports. A later manager may reuse the id of an earlier one of this process, or of a dead process of this
+host, so the numbers continue after those of that manager: they begin with the time since the start of the host.
+"""
 
 
 class SignedReports:
@@ -221,7 +223,8 @@ class LighthouseStatus:
         reason: Why the Lighthouse has formed no quorum yet; empty if the page gives no reason.
         num_asking: Number of replicas that have asked for a quorum; ``None`` if the page does not show it.
         alive: The ids of replicas whose last heartbeat is recent.
-        silent: The ids of replicas without a recent heartbeat, each with the age of its last heartbeat in seconds.
+        silent: The ids of replicas without a recent heartbeat, each with the age of its last heartbeat in seconds. Also
+            replicas that are dead or have left, in whose place a keeper asks (``stand_in``).
         members: The members of the last quorum whose last heartbeat is recent.
     """
 
@@ -300,19 +303,21 @@ def name_of(replica_id: str) -> str:
 def parse_status(page: str) -> LighthouseStatus:
     """Parse the HTML of the Lighthouse's status page."""
     reason, asking = _REASON.search(page), _ASKING.search(page)
-    alive: set[str] = set()
-    silent: list[tuple[str, float]] = []
-    for kind, text in _HEARTBEAT.findall(page):
-        name, _, age = text.strip().rpartition(": seen ")
-        found = _AGE.fullmatch(age)
-        if name and found is not None and "old" in kind:
-            silent.append((html.unescape(name), float(found[1])))
-        elif name and found is not None:
-            alive.add(html.unescape(name))
     members = [
         RunningMember(replica_id=html.unescape(name), step=int(step), addresses=tuple(html.unescape(addresses).split()))
         for name, step, addresses in _MEMBER.findall(page)
     ]
+    # A keeper that asks in the place of a replica reports no address.
+    absent = {member.replica_id for member in members if not member.addresses}
+    alive: set[str] = set()
+    silent: list[tuple[str, float]] = []
+    for kind, text in _HEARTBEAT.findall(page):
+        name, _, age = text.strip().rpartition(": seen ")
+        replica_id, found = html.unescape(name), _AGE.fullmatch(age)
+        if name and found is not None and ("old" in kind or replica_id in absent):
+            silent.append((replica_id, float(found[1])))
+        elif name and found is not None:
+            alive.add(replica_id)
     return LighthouseStatus(
         reason=html.unescape(reason.group(1)).strip() if reason else "",
         num_asking=int(asking.group(1)) if asking else None,

@@ -7,7 +7,7 @@ access to the state.
 from __future__ import annotations
 
 import logging
-import uuid
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,12 +31,15 @@ from manager.quorum.process_group import QuorumProcessGroup
 from manager.quorum.rank_exchange import Exchange, RankExchange
 from manager.quorum.replica_identity import Incarnation, ReplicaId, find_store, give_back_id, take_id
 from manager.quorum.reports import Member, RankReport, StateReport, member_of
+from manager.quorum.stand_in import Absence, StandIn, find_predecessor
 
 logger = logging.getLogger(__name__)
 
 _GRACE: Final = timedelta(milliseconds=200)
 """The other ranks of a replica wait this much longer than rank 0, so that they still receive its error."""
 _PROBE_S: Final = 0.2
+_MAX_GROUPS: Final = 1 << 32
+"""More process groups than one start of a replica sets up."""
 
 _members_decoder: Final = msgspec.json.Decoder(tuple[Member, ...])
 
@@ -118,6 +121,7 @@ class Membership:
         )
         self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
+        self._stand_in: StandIn | None = None
         self._incarnation: Incarnation | None = None
         self._ranks: RankExchange | None = None
         self._own_id: ReplicaId | None = None
@@ -138,11 +142,25 @@ class Membership:
         name = config.replica_id or NAMELESS
         lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
         self.lighthouse = lighthouse or self.lighthouse
+        has_keeper = self.group_rank == 0 and config.lighthouse_addr is not None and sys.platform == "linux"
+        predecessor = find_predecessor(lighthouse, config.replica_id or "") if has_keeper else None
+        own_id = take_id(lighthouse, name, predecessor)
+        self.replica_id, self.process_group.num_begun = own_id.replica_id, own_id.num_groups
+        if has_keeper:
+            self._stand_in = StandIn(
+                Absence(
+                    lighthouse=lighthouse,
+                    replica_id=own_id.replica_id,
+                    num_groups=own_id.num_groups + _MAX_GROUPS,
+                    min_replicas=config.min_replica_size,
+                    heartbeat_timeout_s=config.heartbeat_timeout.total_seconds(),
+                ),
+                name=config.replica_id or "",
+                predecessor=predecessor,
+            )
         if config.world_size == 1:
-            self._own_id = take_id(lighthouse, name)
-            self.replica_id, self.process_group.num_begun = self._own_id.replica_id, self._own_id.num_groups
+            self._own_id = own_id
         else:
-            self.replica_id = f"{name}:{uuid.uuid4()}"
             self._incarnation = Incarnation(self.store, self.group_rank, self.replica_id, config.timeout)
             self.replica_id = self._incarnation.replica_id
             self._ranks = RankExchange(
@@ -163,6 +181,8 @@ class Membership:
                 heartbeat_interval=config.heartbeat_interval,
                 heartbeat_timeout=config.heartbeat_timeout,
                 keys=self._keys,
+                min_replicas=config.min_replica_size,
+                stand_in=self._stand_in,
                 # A newcomer with a warm join sends no heartbeats yet: running replicas would wait for its request.
                 starts_heartbeat=not self.running_members(),
             )
@@ -322,6 +342,8 @@ class Membership:
             self._ranks.close()
         if self._session is not None:
             self._session.close()
+        if self._stand_in is not None:
+            self._stand_in.close()
         self.process_group.close()
         own_id, self._own_id = self._own_id, None
         # After an unanswered request the id must not be reused: the Lighthouse may still answer that request.

@@ -1,9 +1,10 @@
 """The identity of one replica: its key-value store, its id, and the incarnation that its ranks share.
 
-A process reuses the id of a manager that it has shut down (`take_id`). The Lighthouse remembers a replica for
-``heartbeat_timeout`` after its last heartbeat, and requires a majority of the remembered replicas for a quorum. With a
-new id, the next manager would wait until the Lighthouse forgets the old id. The keys of process groups contain the id
-and a number that must never repeat, so the number of process groups is stored together with the id.
+A process reuses the id of a manager that it has shut down, or of the replica's dead process (`take_id`). The Lighthouse
+remembers a replica for ``heartbeat_timeout`` after its last heartbeat, and requires a majority of the remembered
+replicas for a quorum. With a new id, the next manager would wait until the Lighthouse forgets the old id. The keys of
+process groups contain the id and a number that must never repeat, so the number of process groups is stored together
+with the id.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
 from manager.config import ManagerConfig
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
+from manager.quorum.stand_in import AbsentPredecessor
 
 logger = logging.getLogger(__name__)
 
@@ -156,18 +158,22 @@ class ReplicaId:
     num_groups: int
 
 
-def take_id(lighthouse: str, name: str) -> ReplicaId:
-    """Return the id of a manager that was shut down in this process, or else a new id.
+def take_id(lighthouse: str, name: str, predecessor: AbsentPredecessor | None = None) -> ReplicaId:
+    """Return the id of a manager that was shut down in this process, of the replica's dead process, or else a new id.
 
     Args:
         lighthouse: Address of the Lighthouse.
         name: The configured name of the replica.
+        predecessor: The keeper of the replica's dead process; ``None`` without one.
     """
     with _mutex:
         # By process id, because a forked child has a copy of its parent's free ids.
         free = _free.pop((os.getpid(), lighthouse, name), None)
     if free is not None:
         return free
+    if predecessor is not None:
+        absence = predecessor.absence
+        return ReplicaId(lighthouse=lighthouse, name=name, replica_id=absence.replica_id, num_groups=absence.num_groups)
     return ReplicaId(lighthouse=lighthouse, name=name, replica_id=f"{name}:{uuid.uuid4()}", num_groups=0)
 
 

@@ -32,6 +32,8 @@ def session(address: str) -> Iterator[LighthouseSession]:
         heartbeat_interval=SECOND / 100,
         heartbeat_timeout=SECOND,
         keys=None,
+        min_replicas=1,
+        stand_in=None,
     )
     try:
         yield made

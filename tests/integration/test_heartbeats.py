@@ -73,6 +73,8 @@ session = LighthouseSession(
     heartbeat_interval=second / 10,
     heartbeat_timeout=second,
     keys=None,
+    min_replicas=1,
+    stand_in=None,
 )
 for line in sys.stdin:
     if line.strip() == "hold":

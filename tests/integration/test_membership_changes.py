@@ -19,7 +19,8 @@ from manager import Manager
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready")]
 
-_HEARTBEAT_S = 1.0
+_HEARTBEAT_S = 30.0
+"""Nobody waits for it: the keeper asks in the place of the replica that has left."""
 
 
 @dataclass
@@ -119,7 +120,7 @@ def test_each_survivor_says_once_who_left_and_for_how_long_all_stood_still(
         assert re.search(r": replica c:\S+ joined: heals to step \d+; 3 replicas train$", joined)
         death, return_ = drill.seen[name]["changes"]
         assert (death["kind"], death["step"]) == ("left", 3)
-        assert 0.4 * _HEARTBEAT_S < death["length_s"] < 10.0
+        assert 0.0 < death["length_s"] < 10.0
         assert return_["kind"] == "joined"
         assert drill.metrics[name]["departures_total"] == 1
         assert drill.metrics[name]["standstill_seconds_total"] == pytest.approx(death["length_s"])

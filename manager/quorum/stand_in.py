@@ -1,0 +1,241 @@
+"""Asks for quorums in the place of a replica that is dead or has left, so that the other replicas do not wait for it.
+
+The Lighthouse answers at once when all members of the last quorum have asked, and waits for a silent member until its
+heartbeats expire (torchft's ``src/lighthouse.rs``, ``quorum_compute``). A request also counts as a heartbeat. So a
+member can be removed at no cost to the others only by a request under its id. The keeper (``ft_transport.keeper``)
+sends that request when the replica's process has died, marked with `has_left`. The members form their process group
+without the marked replica. The keeper repeats the request for each quorum, until
+
+- a restarted process of the replica on this host takes the id over, so that no member ever waits for it;
+- the replica's heartbeats have expired between two quorums, because steps take longer: nobody waits for it any more;
+- too few replicas are left to commit a step: then the Lighthouse must wait for others; or
+- ``_LONGEST_S`` has passed. Once, the others then wait until the heartbeats expire.
+
+If the whole host dies, its keepers die too, and the heartbeats decide.
+
+`AbsentReplica` runs in the keeper, the rest in the trainer. The keeper loads only the extension module of torchft,
+because the package imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from ft_transport.keeper import process, program
+from ft_transport.keeper.messages import Attend
+from ft_transport.keeper.process import KeeperProcess, Predecessor
+from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
+from ft_transport.runtime.unix_sockets import shared_address
+
+_KIND: Final = "stand_in"
+_MARK: Final = "has_left"
+_LONGEST_S: Final = 600.0
+_LEAST_PENDING_S: Final = 5.0
+"""A request waits at least as long as a Lighthouse with torchft's default waits for a silent replica."""
+_CONNECTING: Final = timedelta(seconds=1)
+_PAUSE_S: Final = 0.05
+
+
+class Absence(Struct, frozen=True, kw_only=True):
+    """The data with which the keeper asks in a replica's place.
+
+    Attributes:
+        lighthouse: Address of the Lighthouse.
+        replica_id: The id under which the keeper asks.
+        num_groups: No process group that was set up under the id has a number as high as this one.
+        min_replicas: The smallest number of replicas that can commit a step.
+        heartbeat_timeout_s: The Lighthouse declares a replica dead after so many seconds without a heartbeat.
+    """
+
+    lighthouse: str
+    replica_id: str
+    num_groups: int
+    min_replicas: int
+    heartbeat_timeout_s: float
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(Absence)
+
+
+def has_left(participant: Any) -> bool:
+    """Return whether a participant of a quorum is a replica that is dead or has left.
+
+    The mark needs no signature. Any client that reaches the Lighthouse can replace a replica's request by an invalid
+    one, with the same effect: the replica takes no part in that quorum.
+    """
+    data = participant.data
+    return isinstance(data, dict) and data.get(_MARK) is True
+
+
+class StandIn:
+    """Lets the keeper of this process ask for quorums once this process is dead, or its replica has left.
+
+    Only one thread at a time may call the methods, except `check`, which any thread may call.
+
+    Args:
+        absence: The data with which the keeper asks.
+        name: Configured name of the replica; empty without one.
+        predecessor: The keeper of the replica's dead process; ``None`` without one.
+    """
+
+    def __init__(self, absence: Absence, name: str, predecessor: AbsentPredecessor | None) -> None:
+        address = shared_address(_KIND, absence.lighthouse, name) if name else ""
+        self._duty = Attend(absence.replica_id, _KIND, _encoder.encode(absence), address)
+        self._predecessor = predecessor
+        self._is_attended = False
+        self._has_left = True
+
+    def arrive(self) -> None:
+        """End all requests in this replica's place. Call this before each request of the replica itself."""
+        if not self._has_left:
+            return
+        predecessor, self._predecessor = self._predecessor, None
+        if predecessor is not None:
+            predecessor.duty.end()
+        _keeper.end(self._duty.name)
+        # Before the first request: from that request on, other replicas wait for this one.
+        _keeper.attend(self._duty)
+        self._is_attended = True
+        self._has_left = False
+
+    def leave(self) -> None:
+        """Let the keeper ask in this replica's place from now on, if this replica has ever asked."""
+        if not self._has_left:
+            self._has_left = True
+            _keeper.begin(self._duty.name)
+
+    def check(self) -> None:
+        """Replace the keeper of this process if it has died."""
+        if self._is_attended:
+            _keeper.check()
+
+    def close(self) -> None:
+        """Leave, and close the connection to the keeper of the earlier process."""
+        self.leave()
+        predecessor, self._predecessor = self._predecessor, None
+        if predecessor is not None:
+            predecessor.duty.close()
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentPredecessor:
+    """The keeper that asks in the place of the replica's dead process.
+
+    Attributes:
+        duty: The connection to the keeper, which can end its requests.
+        absence: The data with which it asks.
+    """
+
+    duty: Predecessor
+    absence: Absence
+
+
+def find_predecessor(lighthouse: str, name: str) -> AbsentPredecessor | None:
+    """Find the keeper that asks in the place of this replica's dead process, if it ran on this host.
+
+    Args:
+        lighthouse: Address of the Lighthouse.
+        name: Configured name of the replica; empty without one.
+    """
+    duty = process.find_predecessor(shared_address(_KIND, lighthouse, name)) if name else None
+    if duty is None:
+        return None
+    try:
+        return AbsentPredecessor(duty, _decoder.decode(duty.argument))
+    except msgspec.MsgspecError:  # It is the keeper of another version.
+        duty.close()
+        return None
+
+
+class AbsentReplica:
+    """The keeper's duty: asks for quorums in a replica's place.
+
+    Args:
+        argument: An `Absence`, in msgpack.
+        note_over: Called when this object asks no more.
+    """
+
+    def __init__(self, argument: bytes, note_over: Callable[[], object]) -> None:
+        self._absence = _decoder.decode(argument)
+        self._note_over = note_over
+        self._ended = SafeEvent()
+
+    def begin(self) -> None:
+        """Begin to ask, on a thread."""
+        SafeThread(target=self._run, name="ft-transport-stand-in", daemon=True).start()
+
+    def end(self) -> None:
+        """Send no further request. The Lighthouse replaces a request that still waits by the next one for the id."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        try:
+            self._ask_until_over()
+        finally:
+            with contextlib.suppress(OSError):
+                self._note_over()
+
+    def _ask_until_over(self) -> None:
+        absence, began_s = self._absence, time.monotonic()
+        pending_s = max(absence.heartbeat_timeout_s, _LEAST_PENDING_S)
+        answered_s, client = began_s, None
+        while not self._ended.is_set() and time.monotonic() < began_s + _LONGEST_S:
+            try:
+                client = client or _client_type()(absence.lighthouse, _CONNECTING)
+                quorum = client.quorum(
+                    replica_id=absence.replica_id, timeout=timedelta(seconds=pending_s), data={_MARK: True}
+                )
+            except TimeoutError:
+                return
+            except Exception:  # The Lighthouse is unreachable, or restarts.
+                client = None
+                if time.monotonic() > answered_s + pending_s or self._ended.wait(_PAUSE_S):
+                    return
+                continue
+            answered_s = time.monotonic()
+            if num_present(quorum.participants) < absence.min_replicas:
+                return
+
+
+def num_present(participants: Sequence[Any]) -> int:
+    """Return the number of participants that have not left."""
+    return sum(not has_left(participant) for participant in participants)
+
+
+def _client_type() -> Any:
+    """Return torchft's client of the Lighthouse, without the import of torch and the rest of torchft."""
+    package = find_spec("torchft")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("expected torchft, to ask the Lighthouse")
+    for place in package.submodule_search_locations:
+        for suffix in EXTENSION_SUFFIXES:
+            path = Path(place) / f"_torchft{suffix}"
+            if path.exists():
+                name = "torchft._torchft"
+                spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
+                assert spec is not None, "the loader is given"
+                assert spec.loader is not None, "the loader is given"
+                module = module_from_spec(spec)
+                spec.loader.exec_module(module)
+                return module.LighthouseClient
+    raise ImportError("expected the extension module of torchft")
+
+
+_keeper: Final = KeeperProcess(__name__, "main")
+
+
+def main() -> None:
+    """Run a keeper."""
+    program.run({_KIND: AbsentReplica})
