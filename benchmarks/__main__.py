@@ -20,6 +20,7 @@ from benchmarks import (
     figures,
     fleet,
     fleet_simulation,
+    goodput,
     gpu,
     heal,
     join,
@@ -60,10 +61,11 @@ BENCHMARKS = {
         telemetry,
         fleet,
         fleet_simulation,
+        goodput,
         gpu,
     )
 }
-ON_DISK = (checkpoint.BENCHMARK, gpu.BENCHMARK, reading.BENCHMARK, reading_commands.BENCHMARK)
+ON_DISK = (checkpoint.BENCHMARK, goodput.BENCHMARK, gpu.BENCHMARK, reading.BENCHMARK, reading_commands.BENCHMARK)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ _PRELOADED: Final = (
     "benchmarks.checkpoint",
     "benchmarks.fetch",
     "benchmarks.fleet_runs",
+    "benchmarks.goodput",
     "benchmarks.heal",
     "benchmarks.loop",
     "benchmarks.reading",
