@@ -162,7 +162,7 @@ class ManagerConfig:
     replica_id: str | None = None
     hostname: str | None = None
     heartbeat_interval: timedelta = timedelta(milliseconds=100)
-    heartbeat_timeout: timedelta = timedelta(seconds=5)
+    heartbeat_timeout: timedelta = timedelta(seconds=1)
     init_sync: bool = True
     max_retries: NotNegative | None = None
     quorum_retries: NotNegative = 0

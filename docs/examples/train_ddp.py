@@ -2,7 +2,7 @@
 
 Start a Lighthouse, then one replica in each terminal::
 
-    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000
+    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000 --heartbeat_timeout_ms 1000
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
     REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node 1 train_ddp.py --with ft_transport
     REPLICA_GROUP_ID=1 torchrun --standalone --nproc-per-node 1 train_ddp.py --with ft_transport

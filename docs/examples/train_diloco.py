@@ -2,7 +2,7 @@
 
 Start a Lighthouse, then one island in each terminal::
 
-    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000
+    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000 --heartbeat_timeout_ms 1000
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
     ISLAND=0 python train_diloco.py
     ISLAND=1 python train_diloco.py

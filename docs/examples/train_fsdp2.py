@@ -2,7 +2,7 @@
 
 Start a Lighthouse, then one torchrun for each replica::
 
-    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000
+    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000 --heartbeat_timeout_ms 1000
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
     REPLICA=0 torchrun --standalone --nproc-per-node 2 train_fsdp2.py
     REPLICA=1 torchrun --standalone --nproc-per-node 2 train_fsdp2.py

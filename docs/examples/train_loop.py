@@ -6,7 +6,7 @@ Alone, with a checkpoint of every step::
 
 With replicas that heal each other, start a Lighthouse, then each replica::
 
-    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000
+    RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000 --heartbeat_timeout_ms 1000
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
     python train_loop.py --replica 0 --replicas 2
     python train_loop.py --replica 1 --replicas 2

@@ -8,8 +8,10 @@ import platform
 import resource
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -26,6 +28,9 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.record import now_unix_s
+from manager.config import LIGHTHOUSE_ENV, ManagerConfig
+from manager.errors import QuorumError
+from manager.quorum.members import read_status
 
 Verdict: TypeAlias = Literal["ok", "warn", "bad"]
 
@@ -35,6 +40,8 @@ _MAX_CLOCK_OFFSET_S: Final = 2.0
 _LEAST_FREE: Final = 0.1
 """Fraction of the host's memory that should be free, because a replica copies its state to serve it."""
 _MUCH_SLOWER: Final = 3.0
+_ANSWERING: Final = timedelta(seconds=3)
+_LOOK_AGAIN_S: Final = 0.05
 _MARKS: Final = {"ok": "✓", "warn": "!", "bad": "✗"}
 
 
@@ -143,6 +150,8 @@ def check_host() -> Iterator[Check]:
     yield _ipv6()
     yield _advertised()
     yield _gpu()
+    if address := os.environ.get(LIGHTHOUSE_ENV):
+        yield _lighthouse(address)
 
 
 def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[Check]:
@@ -205,6 +214,42 @@ def _free_memory() -> Check:
     remedy = "each snapshot is as large as the state; Limits.max_snapshots=1 allows only one"
     is_enough = free >= _LEAST_FREE * total
     return _check("memory", f"{megabytes(free)} of {megabytes(total)} are free", "" if is_enough else remedy)
+
+
+def _lighthouse(address: str) -> Check:
+    """Check how long a Lighthouse waits for a silent replica, by a few heartbeats of a replica that does not exist."""
+    from manager.quorum.lighthouse import LighthouseSession
+
+    probe, config = f"ft-transport-doctor:{uuid.uuid4()}", ManagerConfig()
+    try:
+        session = LighthouseSession(
+            address,
+            probe,
+            connect_timeout=_ANSWERING,
+            heartbeat_interval=config.heartbeat_interval,
+            heartbeat_timeout=config.heartbeat_timeout,
+            keys=None,
+            min_replicas=1,
+            stand_in=None,
+        )
+    except (QuorumError, ValueError) as error:
+        return _check(
+            "lighthouse", f"{error}", f"is a Lighthouse running there? {LIGHTHOUSE_ENV} has its address", "bad"
+        )
+    until_s = time.monotonic() + _ANSWERING.total_seconds()
+    while not ((page := read_status(address)) and probe in page.alive) and time.monotonic() < until_s:
+        time.sleep(_LOOK_AGAIN_S)
+    session.close()
+    silent_s, expected_s = time.monotonic(), config.heartbeat_timeout.total_seconds()
+    while (waited_s := time.monotonic() - silent_s) < 2 * expected_s:
+        if (page := read_status(address)) and probe in dict(page.silent):
+            return _check("lighthouse", f"{address} declares a silent replica dead after {waited_s:.1f} s")
+        time.sleep(_LOOK_AGAIN_S)
+    remedy = (
+        f"start torchft_lighthouse with --heartbeat_timeout_ms {expected_s * 1e3:.0f}: when a host dies, the other "
+        "replicas wait that long; or set heartbeat_timeout of every Manager to the Lighthouse's value"
+    )
+    return _check("lighthouse", f"{address} counts a replica as alive that was silent for {waited_s:.1f} s", remedy)
 
 
 def _open_files() -> Check:

@@ -56,7 +56,7 @@ _embedded_mutex = threading.Lock()
 def embedded_lighthouse(
     *,
     min_replicas: int = 1,
-    heartbeat_timeout: timedelta = timedelta(seconds=5),
+    heartbeat_timeout: timedelta = timedelta(seconds=1),
     join_timeout: timedelta = timedelta(seconds=80),
 ) -> str:
     """Start a Lighthouse inside this process, and return its address. It ends with the process.

@@ -115,9 +115,10 @@ def test_the_lighthouse_is_told_options_that_it_has(tmp_path: Path) -> None:
     offered = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
 
     [deployment] = _of_kind("Deployment")
-    for option in ("--bind", "--min_replicas", "--join_timeout_ms"):
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    for option in ("--bind", "--min_replicas", "--join_timeout_ms", "--heartbeat_timeout_ms"):
         assert re.search(rf"{option}\b", offered)
-        assert option in deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+        assert option in container["command"] + container["args"]
         assert option in (_CLUSTER / "slurm.sbatch").read_text()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quorum_threads import lighthouse
 from scripted_peer import answering, scripted
 from typer.testing import CliRunner
 
@@ -132,3 +133,24 @@ def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
         result = CliRunner().invoke(app, ["status", f"http://127.0.0.1:{port}"])
     assert result.exit_code == 1
     assert "expected the status of a server" in result.output
+
+
+@pytest.mark.usefixtures("torchft_ready")
+@pytest.mark.parametrize(("timeout_ms", "verdict"), [(1000, "ok"), (5000, "warn")])
+def test_a_lighthouse_that_waits_long_for_a_dead_host_is_named(
+    monkeypatch: pytest.MonkeyPatch, timeout_ms: int, verdict: str
+) -> None:
+    with lighthouse(heartbeat_timeout_ms=timeout_ms) as address:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        result = CliRunner().invoke(app, ["doctor", "--json"])
+    (found,) = (check for check in json.loads(result.output) if check["name"] == "lighthouse")
+    assert found["verdict"] == verdict
+    assert ("--heartbeat_timeout_ms 1000" in found["remedy"]) == (verdict == "warn")
+
+
+@pytest.mark.usefixtures("torchft_ready")
+def test_a_lighthouse_that_is_not_there_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:9")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    (found,) = (check for check in json.loads(result.output) if check["name"] == "lighthouse")
+    assert (result.exit_code, found["verdict"]) == (1, "bad")

@@ -33,7 +33,7 @@ def test_it_is_frozen_and_has_torchfts_defaults_but_for_one() -> None:
     [
         ({"timeout": 91 * S}, r"quorum_timeout of at least timeout, got 90 s and 91 s: otherwise the quorum would"),
         ({"connect_timeout": 91 * S}, r"quorum_timeout of at least connect_timeout"),
-        ({"heartbeat_interval": 3 * S}, r"heartbeat_timeout of at least twice heartbeat_interval, got 5 s and 3 s"),
+        ({"heartbeat_interval": 3 * S}, r"heartbeat_timeout of at least twice heartbeat_interval, got 1 s and 3 s"),
         ({"timeout": 5}, r"datetime\.timedelta as timeout, got int 5"),
         ({"quorum_timeout": 0 * S}, r"quorum_timeout that is positive, got 0:00:00"),
         ({"min_replica_size": 0}, "min_replica_size of at least 1, got 0"),
