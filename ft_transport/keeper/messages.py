@@ -48,7 +48,7 @@ class Inherit(Struct, frozen=True, tag=True):
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """The answer to `End`: the keeper does nothing more for the duty."""
+    """The answer to `End`, and a report that the work of a duty is over: the keeper does nothing more for the duty."""
 
     name: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import select
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from ft_transport.keeper.messages import (
@@ -29,6 +31,7 @@ from ft_transport.runtime.unix_sockets import is_own_user
 
 logger = logging.getLogger(__name__)
 
+_DIED: Final = "the keeper of this process has died; another one starts"
 _ANSWER_S: Final = 1.0
 """How long a trainer waits for an answer of a keeper: it is training, and the keeper answers within a millisecond."""
 
@@ -49,6 +52,7 @@ class KeeperProcess:
         self._mutex = threading.Lock()
         self._pid = os.getpid()
         self._connection: socket.socket | None = None
+        self._left_open: int | None = None
         self._duties: dict[str, Attend] = {}
         self._begun: set[str] = set()
         close_in_children(self)
@@ -75,44 +79,71 @@ class KeeperProcess:
     def end(self, name: str) -> None:
         """End a duty, and wait until the keeper has ended it."""
         with self._usable_mutex():
-            if self._duties.pop(name, None) is None:
+            if name not in self._duties:
                 return
+            with self._borrowed() as connection:
+                if connection is not None and not _end(connection, name):
+                    logger.warning("the keeper of this process did not answer within %g s", _ANSWER_S)
+            self._duties.pop(name, None)
             self._begun.discard(name)
-            connection = self._connection
-            if connection is not None and not _end(connection, name):
-                logger.warning("the keeper of this process did not answer within %g s", _ANSWER_S)
 
     def check(self) -> None:
         """Replace the keeper if it has died. Call this now and then."""
         with self._usable_mutex():
-            connection = self._connection
-            if connection is not None and _is_closed(connection):
-                logger.warning("the keeper of this process has died; another one starts")
-                self._restart()
+            self._forget_over()
 
     def _usable_mutex(self) -> threading.Lock:
         """Return the mutex. In a forked child, first forget the parent's keeper, and the mutex, which may be locked."""
         if self._pid != os.getpid():
             self._mutex = threading.Lock()
             self._pid = os.getpid()
-            self._connection = None
+            self._connection = self._left_open = None
             self._duties = {}
             self._begun = set()
         return self._mutex
 
     def _tell(self, message: Message) -> None:
+        self._forget_over()
+        with self._borrowed() as connection:
+            if connection is not None:
+                try:
+                    send(connection, message)
+                    return
+                except OSError:
+                    logger.warning(_DIED)
+        self._restart()
+
+    def _forget_over(self) -> None:
+        """Forget begun duties whose work is over. Replace the keeper if it has died."""
         connection = self._connection
-        try:
-            if connection is None:
+        while connection is not None and _is_readable(connection):
+            message = receive(connection)
+            if isinstance(message, Ended):
+                if message.name in self._begun:
+                    self._begun.discard(message.name)
+                    self._duties.pop(message.name, None)
+            elif message is None:
+                logger.warning(_DIED)
                 self._restart()
-            else:
-                send(connection, message)
-        except OSError:
-            logger.warning("the keeper of this process has died; another one starts")
-            self._restart()
+                return
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[socket.socket | None]:
+        """Yield the connection to the keeper, also after `_leave_open`; ``None`` if there is none."""
+        if self._left_open is None:
+            yield self._connection
+            return
+        connection = socket.socket(fileno=self._left_open)
+        try:
+            connection.settimeout(_ANSWER_S)
+            yield connection
+        finally:
+            connection.detach()
 
     def _restart(self) -> None:
         """Start a keeper, and give it all duties."""
+        if self._left_open is not None:
+            return  # This process ends; a second keeper would do the duties of the first once more.
         self._disconnect()
         try:
             connection = self._start()
@@ -129,9 +160,12 @@ class KeeperProcess:
             )
 
     def _leave_open(self) -> None:
-        """At exit, keep the connection open until the process has ended: its end would mean another keeper."""
+        """At exit, keep the connection open until the process has ended: its end would mean another keeper.
+
+        An open socket object would cause a ``ResourceWarning``. Other exit handlers may still use this object.
+        """
         if self._connection is not None and self._pid == os.getpid():
-            self._connection.detach()
+            self._left_open = self._connection.detach()
             self._connection = None
 
     def _disconnect(self) -> None:
@@ -140,20 +174,21 @@ class KeeperProcess:
             connection.close()
 
     def _start(self) -> socket.socket:
+        # A child that another thread forks meanwhile would inherit the keeper's end, and hide the keeper's death.
         with making_socket:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._connection = ours
-        ours.settimeout(_ANSWER_S)
-        with theirs:
-            started = subprocess.Popen(
-                [*self._command, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                # A reader of the trainer's output must not wait for the keeper, which outlives the trainer.
-                stdout=subprocess.DEVNULL,
-                env=child_environment(),
-                start_new_session=True,
-            )
+            ours.settimeout(_ANSWER_S)
+            with theirs:
+                started = subprocess.Popen(
+                    [*self._command, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    # A reader of the trainer's output must not wait for the keeper, which outlives the trainer.
+                    stdout=subprocess.DEVNULL,
+                    env=child_environment(),
+                    start_new_session=True,
+                )
         # The started process exits as soon as it has forked the keeper.
         SafeThread(target=started.wait, name="ft-transport-keeper-start", daemon=True).start()
         return ours
@@ -184,9 +219,12 @@ class Predecessor:
 
     def end(self) -> None:
         """End the duty, and wait until the keeper has ended it. Idempotent."""
-        with self._connection:
-            if self._connection.fileno() >= 0 and not _end(self._connection, self._name):
-                logger.warning("the keeper of the replica's earlier process did not answer within %g s", _ANSWER_S)
+        if self._connection.fileno() < 0:
+            return
+        if not _end(self._connection, self._name):
+            logger.warning("the keeper of the replica's earlier process did not answer within %g s", _ANSWER_S)
+        # Only now: if a signal handler has raised above, the next call ends the duty.
+        self._connection.close()
 
     def close(self) -> None:
         """Leave the duty to the keeper. Idempotent."""
@@ -195,8 +233,11 @@ class Predecessor:
 
 def find_predecessor(address: str) -> Predecessor | None:
     """Return the duty at a Unix address if its trainer has died; ``None`` if there is none."""
-    with making_socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with making_socket:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:  # This process has no free descriptor.
+        return None
     try:
         connection.settimeout(_ANSWER_S)
         connection.connect(address)
@@ -228,10 +269,8 @@ def _end(connection: socket.socket, name: str) -> bool:
     return False
 
 
-def _is_closed(connection: socket.socket) -> bool:
+def _is_readable(connection: socket.socket) -> bool:
+    """Return whether a message has arrived, or the connection has ended."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    try:
-        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
-    except OSError:
-        return True
+    return bool(poll.poll(0))

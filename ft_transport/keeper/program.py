@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from ft_transport.keeper.messages import (
@@ -33,8 +33,10 @@ from ft_transport.runtime.unix_sockets import is_own_user
 
 _STDERR: Final = 2
 _MAX_DIGITS: Final = 20
-_DYING_S: Final = 1.0
-"""Longest time between the end of a dying process's connections and its death."""
+_DEAD_STATES: Final = "ZXx"
+_FLAGS: Final = 5
+"""Position of the flags in ``/proc/PID/stat``, counted after the state (``man 5 proc``)."""
+_PF_EXITING: Final = 0x4  # include/linux/sched.h
 
 
 class Duty(Protocol):
@@ -81,8 +83,9 @@ class Keeper:
         self._over, self._note_over = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._watch(self._over, self._drop_over)
         self._watch(trainer, self._read_trainer)
+        self._trainer_pid = trainer_pid
         self._death: int | None = None
-        with contextlib.suppress(OSError):  # Linux before 5.3: the end of the connection shows the death.
+        with contextlib.suppress(OSError):  # Linux before 5.3: only the end of the connection shows the death.
             self._death = os.pidfd_open(trainer_pid)
             self._events.register(self._death, selectors.EVENT_READ, self._note_death)
 
@@ -90,8 +93,8 @@ class Keeper:
         """Handle events until the trainer is dead and all duties are over."""
         while self._trainer is not None or self._kept:
             for key, _ in self._events.select():
-                # An earlier event of the same round may have closed this socket.
-                if key.fd in self._events.get_map():
+                # An earlier event of the same round may have closed this socket, and its number may be in use again.
+                if self._events.get_map().get(key.fd) is key:
                     key.data()
 
     def _watch(self, connection: socket.socket, handler: Callable[[], None]) -> None:
@@ -112,7 +115,7 @@ class Keeper:
             message = receive(trainer)
             if message is not None:
                 self._perform(message, trainer)
-            elif self._is_trainer_dead():
+            elif self._is_trainer_dying():
                 self._note_death()
             else:
                 # The trainer has replaced this keeper, which did not answer.
@@ -120,9 +123,17 @@ class Keeper:
                     self._end(name)
                 self._part()
 
-    def _is_trainer_dead(self) -> bool:
-        """Return whether the trainer, which has closed its connection, is dead or about to die."""
-        return self._death is None or bool(select.select([self._death], [], [], _DYING_S)[0])
+    def _is_trainer_dying(self) -> bool:
+        """Return whether the trainer is dead, or will be when the kernel has freed its memory, which may take seconds.
+
+        A dying process has closed its connections, and can send nothing any more.
+        """
+        try:
+            fields = Path(f"/proc/{self._trainer_pid}/stat").read_text(encoding="ascii", errors="replace")
+            state, *rest = fields.rpartition(")")[2].split()
+            return state in _DEAD_STATES or bool(int(rest[_FLAGS]) & _PF_EXITING)
+        except (OSError, ValueError, IndexError):
+            return True
 
     def _perform(self, message: Message, trainer: socket.socket) -> None:
         match message:
@@ -205,6 +216,9 @@ class Keeper:
                 # By number: a later duty may have the same name.
                 for name in [name for name, kept in self._kept.items() if kept.number == int(number)]:
                     self._end(name)
+                    if self._trainer is not None:
+                        with contextlib.suppress(OSError):
+                            send(self._trainer, Ended(name))
 
     # ------------------------------------------------------------------------------------------------- the successors
 

@@ -334,10 +334,10 @@ class LighthouseSession:
             members: The members of the quorum.
             left: The ids of replicas that are dead or have left.
         """
-        names = {name_of(replica_id) for replica_id in (*left, *(member.replica_id for member in members))}
+        names = {name_of(member.replica_id) for member in members}
         # By name, because a restarted replica has another id.
         missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)
-        starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
+        starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and not set(missing) <= set(left))
         return missing if self.was_unreachable or starts_again else []
 
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:

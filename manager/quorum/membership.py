@@ -145,6 +145,9 @@ class Membership:
         has_keeper = self.group_rank == 0 and config.lighthouse_addr is not None and sys.platform == "linux"
         predecessor = find_predecessor(lighthouse, config.replica_id or "") if has_keeper else None
         own_id = take_id(lighthouse, name, predecessor)
+        if predecessor is not None and predecessor.absence.replica_id != own_id.replica_id:
+            predecessor.duty.close()
+            predecessor = None
         self.replica_id, self.process_group.num_begun = own_id.replica_id, own_id.num_groups
         if has_keeper:
             self._stand_in = StandIn(

@@ -8,6 +8,7 @@ without the marked replica. The keeper repeats the request for each quorum, unti
 
 - a restarted process of the replica on this host takes the id over, so that no member ever waits for it;
 - the replica's heartbeats have expired between two quorums, because steps take longer: nobody waits for it any more;
+- the Lighthouse ends or restarts: a restarted one waits for nobody that it has not heard of;
 - too few replicas are left to commit a step: then the Lighthouse must wait for others; or
 - ``_LONGEST_S`` has passed. Once, the others then wait until the heartbeats expire.
 
@@ -20,6 +21,7 @@ because the package imports torch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,13 +40,14 @@ from ft_transport.keeper.process import KeeperProcess, Predecessor
 from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 from ft_transport.runtime.unix_sockets import shared_address
 
+logger = logging.getLogger(__name__)
+
 _KIND: Final = "stand_in"
 _MARK: Final = "has_left"
 _LONGEST_S: Final = 600.0
 _LEAST_PENDING_S: Final = 5.0
 """A request waits at least as long as a Lighthouse with torchft's default waits for a silent replica."""
 _CONNECTING: Final = timedelta(seconds=1)
-_PAUSE_S: Final = 0.05
 
 
 class Absence(Struct, frozen=True, kw_only=True):
@@ -75,8 +78,8 @@ def has_left(participant: Any) -> bool:
     The mark needs no signature. Any client that reaches the Lighthouse can replace a replica's request by an invalid
     one, with the same effect: the replica takes no part in that quorum.
     """
-    data = participant.data
-    return isinstance(data, dict) and data.get(_MARK) is True
+    # A keeper reports no address. To read the data of each participant in each step would decode its JSON twice.
+    return not participant.address and isinstance(participant.data, dict) and participant.data.get(_MARK) is True
 
 
 class StandIn:
@@ -101,9 +104,9 @@ class StandIn:
         """End all requests in this replica's place. Call this before each request of the replica itself."""
         if not self._has_left:
             return
-        predecessor, self._predecessor = self._predecessor, None
-        if predecessor is not None:
-            predecessor.duty.end()
+        if self._predecessor is not None:
+            self._predecessor.duty.end()
+            self._predecessor = None
         _keeper.end(self._duty.name)
         # Before the first request: from that request on, other replicas wait for this one.
         _keeper.attend(self._duty)
@@ -188,25 +191,22 @@ class AbsentReplica:
                 self._note_over()
 
     def _ask_until_over(self) -> None:
-        absence, began_s = self._absence, time.monotonic()
+        absence, until_s = self._absence, time.monotonic() + _LONGEST_S
         pending_s = max(absence.heartbeat_timeout_s, _LEAST_PENDING_S)
-        answered_s, client = began_s, None
-        while not self._ended.is_set() and time.monotonic() < began_s + _LONGEST_S:
-            try:
-                client = client or _client_type()(absence.lighthouse, _CONNECTING)
+        try:
+            client = _client_type()(absence.lighthouse, _CONNECTING)
+            while not self._ended.is_set() and (left_s := until_s - time.monotonic()) > 0:
                 quorum = client.quorum(
-                    replica_id=absence.replica_id, timeout=timedelta(seconds=pending_s), data={_MARK: True}
+                    replica_id=absence.replica_id,
+                    timeout=timedelta(seconds=min(pending_s, left_s)),
+                    data={_MARK: True},
                 )
-            except TimeoutError:
-                return
-            except Exception:  # The Lighthouse is unreachable, or restarts.
-                client = None
-                if time.monotonic() > answered_s + pending_s or self._ended.wait(_PAUSE_S):
+                if num_present(quorum.participants) < absence.min_replicas:
                     return
-                continue
-            answered_s = time.monotonic()
-            if num_present(quorum.participants) < absence.min_replicas:
-                return
+        except Exception as error:
+            # A timeout: the heartbeats have expired. Any other error: the Lighthouse ends or restarts. A restarted one
+            # waits for nobody that it has not heard of, so it must not hear of this replica.
+            logger.debug("replica %s: asks no more: %s", absence.replica_id, error)
 
 
 def num_present(participants: Sequence[Any]) -> int:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from quorum_threads import Gate, lighthouse, make_manager, run_replicas
@@ -71,6 +72,13 @@ def all_pass(fleet: ReplicaFleet, step: int, names: str, timeout_s: float = LONG
     fleet.wait_for(
         f"{names} to pass step {step}", lambda: all(fleet.newest_step_of(name) > step for name in names), timeout_s
     )
+
+
+def step(manager: Manager) -> int:
+    """Make a step, and return how many replicas took part."""
+    manager.start_quorum()
+    assert manager.should_commit()
+    return manager.num_participants()
 
 
 def newest_id_of(fleet: ReplicaFleet, name: str) -> str:
@@ -145,13 +153,25 @@ def test_a_replica_that_dies_with_its_keeper_is_missed_by_its_heartbeats(tmp_pat
         check_states(fleet)
 
 
+def test_a_keeper_asks_no_lighthouse_that_was_restarted(tmp_path: Path) -> None:
+    """It would introduce a replica that everybody then waits for."""
+    with lighthouse(heartbeat_timeout_ms=HEARTBEAT_MS) as address, training(tmp_path, address) as fleet:
+        dead_id, keeper = newest_id_of(fleet, "b"), keeper_of(fleet.processes["b"].pid)
+        fleet.kill("b")
+        all_pass(fleet, fleet.newest_step() + 3, "ac", SOON_S)
+    assert keeper is not None
+    with lighthouse(port=urlsplit(address).port or 0, heartbeat_timeout_ms=HEARTBEAT_MS):
+        deadline_s = time.monotonic() + SOON_S
+        while Path(f"/proc/{keeper}/fd/3").exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        status = read_status(address)
+        assert status is not None
+        assert dead_id not in {*status.alive, *dict(status.silent)}
+
+
 def test_a_replica_that_leaves_is_not_waited_for_and_may_come_back(address: str) -> None:
     gate = Gate()
-
-    def step(manager: Manager) -> int:
-        manager.start_quorum()
-        assert manager.should_commit()
-        return manager.num_participants()
 
     def stay() -> float:
         manager = make_manager(address, "a", has_part=True)

@@ -73,9 +73,10 @@ class Trainer:
         )
         self._expect("ready")
 
-    def run(self, statement: str) -> None:
+    def run(self, statement: str, *printed: str) -> None:
         self.send(statement)
-        self._expect("done")
+        for line in (*printed, "done"):
+            self._expect(line)
 
     def send(self, statement: str) -> None:
         assert self.process.stdin is not None
@@ -196,6 +197,44 @@ def test_a_killed_keeper_is_replaced_with_its_duties(notes: Notes, start: Callab
     notes.wait_for(*noted, "begun a")
 
 
+def test_a_keeper_that_its_trainer_has_replaced_does_nothing(notes: Notes, start: Callable[..., Trainer]) -> None:
+    """As one that did not answer, or whose connection the trainer's program has closed with all others."""
+    trainer = start("a")
+    keeper = notes.wait_for("attended a")
+    trainer.run("os.close(keeper._connection.detach())")
+    assert notes.wait_for("attended a", "ended a") == keeper
+    wait_until(lambda: not is_alive(keeper))
+
+
+def test_a_duty_that_is_over_is_not_done_again(notes: Notes, start: Callable[..., Trainer]) -> None:
+    trainer = start("a")
+    trainer.run("attend(path, 'over'); keeper.begin('over')")
+    earlier = notes.wait_for("attended a", "attended over", "begun over", "ended over")
+    trainer.run("while 'over' in keeper._duties: keeper.check()")
+    os.kill(earlier, signal.SIGKILL)
+    wait_until(lambda: not is_alive(earlier))
+    trainer.run("keeper.check()")
+    notes.wait_for("attended a", "attended over", "begun over", "ended over", "attended a")
+
+
+_EXITS = """
+import atexit, sys
+atexit.register(lambda: kept_trainer.keeper.begin("a"))
+import kept_trainer
+kept_trainer.attend(sys.argv[1], "a")
+"""
+
+
+def test_a_trainer_that_uses_its_keeper_while_it_exits_starts_no_second_one(notes: Notes) -> None:
+    """A handler that was registered before the import runs after all others."""
+    subprocess.run([sys.executable, "-W", "error", "-c", _EXITS, str(notes.path)], timeout=LONG_S, check=True)
+    keeper = notes.wait_for("attended a", "begun a")
+    # Had the exit handler started a second keeper, that one would have attended before the first one's death.
+    os.kill(keeper, signal.SIGKILL)
+    wait_until(lambda: not is_alive(keeper))
+    notes.wait_for("attended a", "begun a")
+
+
 def test_a_trainer_goes_on_without_a_keeper(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere")
     keeper = KeeperProcess("kept_trainer", "main")
@@ -295,6 +334,24 @@ def test_the_duty_goes_on_if_the_successor_dies_too(notes: Notes, start: Callabl
 
     # The keeper learns of the death of the successor a moment later.
     wait_until(can_be_found)
+    notes.wait_for("attended a", "begun a", "ended a")
+
+
+def test_a_successor_that_is_interrupted_can_end_the_duty_again(
+    notes: Notes, start: Callable[..., Trainer], slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("a", slot).kill()
+    notes.wait_for("attended a", "begun a")
+    predecessor = find(slot)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr("ft_transport.keeper.process.send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            predecessor.end()
+    predecessor.end()
     notes.wait_for("attended a", "begun a", "ended a")
 
 
