@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.fetch import VERIFIED
+from benchmarks.goodput import GOODPUT, NEXT
 from benchmarks.options import Benchmark
 from benchmarks.report import Direction, Figure, Group, Role, Verdict
 
@@ -30,12 +31,13 @@ run.
 _ROWS: Final = (
     ("first fetch into existing tensors, 2 GB, verified", "fetch", "big", "first fetch", VERIFIED.name),
     ("copy of the state in memory, 2 GB", "clone", "big", "warm", ""),
-    ("copy of the state in memory, 15,259 tensors of 64 KiB", "clone", "small", "warm", ""),
     ("longest wait of a step while a slow receiver reads", "stall", "trainer", "longest wait before the optimizer", ""),
     ("step, 1,000 tensors, gradients one by one", "loop", "1000", "a step, gradients one by one", ""),
     ("step, 1,000 tensors, gradients in one bucket", "loop", "1000", "a step, gradients in one bucket", ""),
     ("recovery of a replica, 1 GB, 1 % of the weights trained (LoRA)", "heal", "adapter", "quorum to first commit", ""),
     ("recovery of a replica, 1 GB, all weights trained", "heal", "adamw", "quorum to first commit", ""),
+    ("SIGKILL of one of 3 replicas: the others commit again after", "goodput", "three", NEXT.name, ""),
+    ("a SIGKILL every 15 s, 3 replicas: work left", "goodput", "three", GOODPUT.name, ""),
     ("pause for a durable checkpoint, 2 GB", "checkpoint", "big", "pause", ""),
     ("save to disk, 2 GB", "checkpoint", "big", "durable", ""),
 )
