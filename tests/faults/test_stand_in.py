@@ -139,6 +139,8 @@ def test_a_killed_keeper_is_replaced(fleet: ReplicaFleet) -> None:
     assert keeper is not None
     os.kill(keeper, signal.SIGKILL)
     fleet.wait_for("another keeper", lambda: keeper_of(trainer) not in {keeper, None}, LONG_S)
+    # It gets its duty right after its start.
+    all_pass(fleet, fleet.newest_step() + 5, "abc")
     fleet.kill("b")
     all_pass(fleet, fleet.newest_step() + 5, "ac", SOON_S)
 

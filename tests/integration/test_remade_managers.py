@@ -143,10 +143,6 @@ def test_managers_that_live_at_the_same_time_have_different_names(address: str) 
 
 
 def test_a_replica_that_comes_back_at_once_heals_in_another_process_group() -> None:
-    def train_until(manager: Manager, last_step: int) -> None:
-        while manager.current_step() < last_step:
-            step(manager)
-
     with lighthouse(min_replicas=2, heartbeat_timeout_ms=_FORGETS_AFTER_MS) as address:
         staying, kept = make(address, "staying", 1.0)
         leaving, _ = make(address, "leaving", 2.0)
@@ -155,7 +151,20 @@ def test_a_replica_that_comes_back_at_once_heals_in_another_process_group() -> N
             kept["weight"] = torch.full((2,), 3.0)
             leaving.shutdown()
             leaving, received = make(address, "leaving", 4.0)
-            run_replicas(lambda: train_until(staying, 4), lambda: train_until(leaving, 4))
+            last_steps = [1_000_000]
+
+            def stay() -> None:
+                # It may train alone before the other one is back.
+                while staying.current_step() < last_steps[-1]:
+                    step(staying)
+
+            def come_back() -> None:
+                step(leaving)
+                last_steps.append(leaving.current_step() + 3)
+                while leaving.current_step() < last_steps[-1]:
+                    step(leaving)
+
+            run_replicas(stay, come_back)
         finally:
             staying.shutdown()
             leaving.shutdown()
