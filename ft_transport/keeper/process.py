@@ -49,7 +49,8 @@ class KeeperProcess:
 
     def __init__(self, module: str, function: str) -> None:
         self._command = child_command(module, function)
-        self._mutex = threading.Lock()
+        # Reentrant, for a signal handler that shuts a manager down.
+        self._mutex = threading.RLock()
         self._pid = os.getpid()
         self._connection: socket.socket | None = None
         self._left_open: int | None = None
@@ -92,10 +93,10 @@ class KeeperProcess:
         with self._usable_mutex():
             self._forget_over()
 
-    def _usable_mutex(self) -> threading.Lock:
+    def _usable_mutex(self) -> threading.RLock:
         """Return the mutex. In a forked child, first forget the parent's keeper, and the mutex, which may be locked."""
         if self._pid != os.getpid():
-            self._mutex = threading.Lock()
+            self._mutex = threading.RLock()
             self._pid = os.getpid()
             self._connection = self._left_open = None
             self._duties = {}

@@ -16,8 +16,9 @@ from uuid import uuid4
 
 import kept_trainer
 import pytest
+from other_users import acting_as, as_root
 
-from ft_transport.keeper.messages import Inherit, receive, send
+from ft_transport.keeper.messages import End, Inherit, receive, send
 from ft_transport.keeper.process import KeeperProcess, Predecessor, find_predecessor
 from ft_transport.runtime.unix_sockets import shared_address
 
@@ -353,6 +354,34 @@ def test_a_successor_that_is_interrupted_can_end_the_duty_again(
             predecessor.end()
     predecessor.end()
     notes.wait_for("attended a", "begun a", "ended a")
+
+
+def test_a_signal_handler_may_use_the_keeper_that_it_has_interrupted(
+    notes: Notes, start: Callable[..., Trainer]
+) -> None:
+    trainer = start("a")
+    notes.wait_for("attended a")
+    trainer.run("import signal; signal.signal(signal.SIGALRM, lambda *_: keeper.begin('a'))")
+    # The alarm goes off while the keeper, which is stopped, is waited for.
+    os.kill(int(notes.lines()[0][2]), signal.SIGSTOP)
+    trainer.run("attend(path, 'b'); signal.setitimer(signal.ITIMER_REAL, 0.2); keeper.end('b')")
+    os.kill(int(notes.lines()[0][2]), signal.SIGCONT)
+    notes.wait_for("attended a", "attended b", "ended b", "begun a")
+
+
+@as_root
+def test_another_user_ends_no_duty(notes: Notes, start: Callable[..., Trainer], slot: str) -> None:
+    start("a", slot).kill()
+    keeper = notes.wait_for("attended a", "begun a")
+    address = shared_address(slot)
+    with acting_as(), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(LONG_S)
+        connection.connect(address)
+        with suppress(OSError):
+            send(connection, End("a"))
+        assert receive(connection) is None
+    notes.wait_for("attended a", "begun a")
+    assert is_alive(keeper)
 
 
 def test_noise_does_not_stop_the_duty(notes: Notes, start: Callable[..., Trainer], slot: str) -> None:
