@@ -33,8 +33,12 @@ _TASKS: Final = "/proc/self/task"
 _NATIVE_NAMES: Final = (b"Name:\ttorchft", b"Name:\ttokio")
 _COUNTER: Final = b"\nvoluntary_ctxt_switches:"
 _MOST_STATUS_BYTES: Final = 16 * 1024
-_MOST_RUNS: Final = 6.0
-"""Assumed number of runs of the native threads for a heartbeat, until it is measured. In torchft 0.2, it is 4."""
+_MOST_RUNS: Final = 5.0
+"""Assumed number of runs of the native threads for a heartbeat, until it is measured. In torchft 0.2, it is 4.
+
+The assumption is rather too high, so that a lapse is not overlooked. With 5, code may hold the GIL for 5 heartbeat
+timeouts before the measurement, and for any time after it.
+"""
 _SHARE_OF_TIMEOUT: Final = 0.25
 _SHARE_OF_WINDOW: Final = 0.5
 _NUM_WINDOWS: Final = 16
