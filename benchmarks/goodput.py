@@ -49,14 +49,15 @@ class Scenario:
     """A job, and when replicas are killed.
 
     Attributes:
-        title: Describes it.
-        job: The job.
-        state_bytes: Of a replica.
-        num_kills: How many replicas are killed, one after the other.
-        period_s: From one kill to the next, and from the last one to the end.
-        most_s: Target of the standstill.
-        least_goodput: Target of the goodput.
-        variants: What is compared.
+        title: Describes the scenario.
+        num_replicas: Number of replicas of the job.
+        step_s: Length of a step, in seconds.
+        state_bytes: Size of a replica's state.
+        num_kills: Number of replicas that are killed, one after the other.
+        period_s: Time from one kill to the next, and from the last one to the end.
+        most_s: Target: the longest time from a kill to the next commit.
+        least_goodput: Target: the smallest goodput.
+        variants: The managers to compare.
     """
 
     title: str
@@ -72,9 +73,8 @@ class Scenario:
     def job(self, scale: float) -> Job:
         num_items = int(self.state_bytes * scale) // 4 // 4
         num_trained = max(1, int(num_items * _ADAPTER_SHARE))
-        model = Model(
-            name="goodput", num_tensors=4, num_items=num_trained, num_frozen_items=num_items - num_trained
-        )  # fmt: skip
+        frozen = num_items - num_trained
+        model = Model(name="goodput", num_tensors=4, num_items=num_trained, num_frozen_items=frozen)
         return Job(model=model, step_s=self.step_s, num_replicas=self.num_replicas)
 
 
@@ -106,13 +106,13 @@ SCENARIOS: Final = {
 
 @dataclass(slots=True)
 class History:
-    """What the replicas of a run reported.
+    """The commits and kills of a run. Times are those of the machine's monotonic clock.
 
     Attributes:
         commits: The commits of each replica, also of its later starts.
-        kills_s: When a replica was killed, and which.
-        began_s: When all replicas trained.
-        ended_s: The end of the run.
+        kills_s: The time of each kill, and the name of the killed replica.
+        began_s: The time from which on all replicas trained.
+        ended_s: The time at which the run ended.
     """
 
     commits: dict[str, list[Commit]] = field(default_factory=dict)
@@ -234,10 +234,10 @@ class _Fleet:
 
 
 def quantities(history: History, *, is_lossy: bool) -> Mapping[Quantity, float]:
-    """What is shown of one run.
+    """Returns the figures of one run.
 
     Args:
-        history: What the replicas reported.
+        history: The commits and kills of the run.
         is_lossy: Whether a restart repeats steps: then only steps count that were made for the first time.
     """
     first_kill_s = history.kills_s[0][0]

@@ -25,12 +25,12 @@ _SAVE_EVERY: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What each replica of a run trains.
+    """The job of a run, which all its replicas train.
 
     Attributes:
         model: The model.
-        step_s: How long a step computes.
-        num_replicas: Replicas of the job.
+        step_s: Length of a step, in seconds.
+        num_replicas: Number of replicas.
     """
 
     model: Model

@@ -28,7 +28,7 @@ def shared_address(*parts: str) -> str:
 
 
 def is_own_user(connected: socket.socket) -> bool:
-    """Whether the process at the other end of a unix socket runs as the same user as this one."""
+    """Return whether the process at the other end of a Unix socket runs as this process's user."""
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _process, user, _group = _CREDENTIALS.unpack(packed)
     return bool(user == os.geteuid() != _OVERFLOW_USER)

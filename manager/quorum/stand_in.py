@@ -23,12 +23,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
 from typing import Any, Final
 
 import msgspec
@@ -97,7 +96,6 @@ class StandIn:
         address = shared_address(_KIND, absence.lighthouse, name) if name else ""
         self._duty = Attend(absence.replica_id, _KIND, _encoder.encode(absence), address)
         self._predecessor = predecessor
-        self._is_attended = False
         self._has_left = True
 
     def arrive(self) -> None:
@@ -110,7 +108,6 @@ class StandIn:
         _keeper.end(self._duty.name)
         # Before the first request: from that request on, other replicas wait for this one.
         _keeper.attend(self._duty)
-        self._is_attended = True
         self._has_left = False
 
     def leave(self) -> None:
@@ -121,8 +118,7 @@ class StandIn:
 
     def check(self) -> None:
         """Replace the keeper of this process if it has died."""
-        if self._is_attended:
-            _keeper.check()
+        _keeper.check()
 
     def close(self) -> None:
         """Leave, and close the connection to the keeper of the earlier process."""
@@ -201,7 +197,7 @@ class AbsentReplica:
                     timeout=timedelta(seconds=min(pending_s, left_s)),
                     data={_MARK: True},
                 )
-                if num_present(quorum.participants) < absence.min_replicas:
+                if sum(not has_left(each) for each in quorum.participants) < absence.min_replicas:
                     return
         except Exception as error:
             # A timeout: the heartbeats have expired. Any other error: the Lighthouse ends or restarts. A restarted one
@@ -209,28 +205,16 @@ class AbsentReplica:
             logger.debug("replica %s: asks no more: %s", absence.replica_id, error)
 
 
-def num_present(participants: Sequence[Any]) -> int:
-    """Return the number of participants that have not left."""
-    return sum(not has_left(participant) for participant in participants)
-
-
 def _client_type() -> Any:
     """Return torchft's client of the Lighthouse, without the import of torch and the rest of torchft."""
     package = find_spec("torchft")
-    if package is None or not package.submodule_search_locations:
-        raise ImportError("expected torchft, to ask the Lighthouse")
-    for place in package.submodule_search_locations:
-        for suffix in EXTENSION_SUFFIXES:
-            path = Path(place) / f"_torchft{suffix}"
-            if path.exists():
-                name = "torchft._torchft"
-                spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
-                assert spec is not None, "the loader is given"
-                assert spec.loader is not None, "the loader is given"
-                module = module_from_spec(spec)
-                spec.loader.exec_module(module)
-                return module.LighthouseClient
-    raise ImportError("expected the extension module of torchft")
+    # `find_spec` of the extension module would import the package.
+    spec = PathFinder.find_spec("torchft._torchft", package.submodule_search_locations) if package is not None else None
+    if spec is None or spec.loader is None:
+        raise ImportError("expected torchft with its extension module, to ask the Lighthouse")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LighthouseClient
 
 
 _keeper: Final = KeeperProcess(__name__, "main")

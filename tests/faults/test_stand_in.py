@@ -156,7 +156,7 @@ def test_a_replica_that_dies_with_its_keeper_is_missed_by_its_heartbeats(tmp_pat
 
 
 def test_a_keeper_asks_no_lighthouse_that_was_restarted(tmp_path: Path) -> None:
-    """It would introduce a replica that everybody then waits for."""
+    """The request would make the new Lighthouse wait for a replica that it had forgotten."""
     with lighthouse(heartbeat_timeout_ms=HEARTBEAT_MS) as address, training(tmp_path, address) as fleet:
         dead_id, keeper = newest_id_of(fleet, "b"), keeper_of(fleet.processes["b"].pid)
         fleet.kill("b")

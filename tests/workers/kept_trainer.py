@@ -50,7 +50,7 @@ def attend(path: str, name: str, slot: str = "") -> None:
 
 
 def fork(function: Callable[[], object]) -> int:
-    """Call a function in a forked child, which then waits for its parent to die and for a while longer."""
+    """Call a function in a forked child, which then outlives its parent, but not the test by much."""
     child = os.fork()
     if not child:
         function()

@@ -43,7 +43,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Notes:
-    """What the duties of `kept_trainer` have noted in a file."""
+    """The file in which the duties of `kept_trainer` record their beginning and end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,10 +74,9 @@ class Trainer:
         )
         self._expect("ready")
 
-    def run(self, statement: str, *printed: str) -> None:
+    def run(self, statement: str) -> None:
         self.send(statement)
-        for line in (*printed, "done"):
-            self._expect(line)
+        self._expect("done")
 
     def send(self, statement: str) -> None:
         assert self.process.stdin is not None
