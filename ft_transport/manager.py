@@ -44,7 +44,7 @@ def _load() -> ModuleType:
 
 
 def _check_names(hiding: ModuleSpec) -> None:
-    """Raise an error if the other package ``manager`` and ours share a module name: only one module could load."""
+    """Raise an error if the user's package ``manager`` and ours have modules of the same name: only one can load."""
     theirs = {module.name for module in iter_modules(hiding.submodule_search_locations)}
     common = sorted(theirs & {module.name for module in iter_modules([str(_HOME)])})
     if hiding.submodule_search_locations is not None and common:

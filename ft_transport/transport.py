@@ -316,8 +316,8 @@ class HTTPTransport(Generic[T]):
             check: Called with the incoming manifest before any data arrives. If it raises, the fetch ends and ``into``
                 is unchanged.
             like: Given the path of a tensor that ``into`` lacks, returns a tensor of this rank with the same layout.
-                Optimizers that have not stepped yet need it. By default, the fetch infers the layout from tensors of
-                the same shape and layout at the sources.
+                Optimizers that have not stepped yet need it. By default, such a tensor gets the layout that this
+                rank uses for a tensor which has the same shape and layout at the sources.
             is_comparable: Whether the caller will call `Received.differences`. If so, the fetch digests every received
                 byte once more.
 

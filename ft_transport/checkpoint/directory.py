@@ -179,7 +179,7 @@ class NumberedDirectory:
         """Delete all directories, complete or not, except those that another program wrote.
 
         Raises:
-            OSError: A directory under a final name could not be deleted.
+            OSError: A complete directory could not be deleted.
         """
         for path, _, suffix in self._found():
             try:

@@ -314,7 +314,7 @@ def needs_delivery(
         newest: The newest version.
         version: The version in the answer; ``None`` if the engine serves none of this publisher's versions.
         is_reported: Whether the engine can report its version. If it cannot, ``version`` is ``None``.
-        was_resumed: Whether a delivery had left the engine paused and the engine no longer is, so it was restarted.
+        was_resumed: Whether the engine was restarted: an earlier delivery left it paused, and it is not paused now.
     """
     if is_reported and version is not None and version > newest:
         return False  # Another publisher has delivered a newer version.

@@ -218,7 +218,7 @@ class PartialState:
         return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=missing)
 
     def plan_rest(self, plan: Plan, settings: FetchSettings) -> Plan:
-        """Return the plan that follows the fetch of ``plan.ranges``: the other chunks that differ at the source."""
+        """After the fetch of ``plan.ranges``, return the plan for the other chunks that differ from the source's."""
         assert isinstance(self._known, Received), "only such data determines ranges"
         assert plan.ranges is not None, "the caller has received the ranges"
         manifest = plan.agreed.manifest_with_digests(settings)

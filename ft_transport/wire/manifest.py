@@ -269,8 +269,9 @@ def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:
 
 def _check_number_of(chunks: ChunkTable, peer: str | None) -> None:
     """Refuse a chunk table whose digests would not fit into a header, even if the digests are sent later."""
-    if chunks.num_chunks * DIGEST_HEX_DIGITS > MAX_HEADER_BYTES:
-        raise ManifestError(f"expected digests of at most {MAX_HEADER_BYTES} bytes in all, got {chunks}", peer=peer)
+    num_bytes = chunks.num_chunks * DIGEST_HEX_DIGITS
+    if num_bytes > MAX_HEADER_BYTES:
+        raise ManifestError(f"expected digests of at most {MAX_HEADER_BYTES} bytes in all, got {num_bytes}", peer=peer)
 
 
 def _decode_snapshot_id(text: str, peer: str | None) -> SnapshotId:

@@ -128,7 +128,7 @@ class Blocks:
         return self.queues[bisect_right(self._starts, chunk, hi=len(self.queues)) - 1]
 
     def deal(self, queue: BlockQueue) -> None:
-        """Assign all missing chunks of a receiver's queue to substitutes of that receiver."""
+        """Assign the queued chunks that a receiver still lacks to substitutes of that receiver."""
         missing, queue.missing, queue.num_missing = queue.missing, [], 0
         for run in missing:
             for block, chunks in self.parts(run):

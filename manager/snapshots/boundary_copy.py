@@ -83,7 +83,7 @@ class BoundaryCopy:
         optimizers: The attached optimizers.
         copies: Copies of the tensors that something besides the optimizers may change.
         values: Copied values of parameter groups, and copied results of state functions, by key of the entry.
-        references: Tensors of optimizer states that steps replace instead of changing them, by key of the entry.
+        references: By key of the entry, tensors of optimizer states. Steps replace these tensors and never change them.
         counters: The committed step and the manager's other counters.
         check: Function that raises ``StateMovedError`` if something besides an optimizer's step has changed a tensor
             that was not copied.

@@ -341,7 +341,7 @@ class BoundaryPlan:
                 return CalledPart(entry=entry)
 
     def refuse(self, reason: str) -> None:
-        """Make boundaries with this plan copy nothing, for the given reason."""
+        """Disable this plan: step boundaries that use it copy nothing. ``reason`` says why."""
         self.refusal = reason
         logger.debug("a newcomer has to wait for the next step, because this boundary cannot be copied: %s", reason)
 
