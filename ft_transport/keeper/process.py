@@ -1,4 +1,4 @@
-"""The trainer's side of the keeper: starts it, gives it duties, and replaces it if it dies."""
+"""The trainer's side of the keeper: starts it, gives it duties and files, and replaces it if it dies."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import select
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ft_transport.keeper.messages import (
+    ANSWER_S,
     Attend,
     Begin,
-    End,
+    Drop,
     Ended,
-    Inherit,
-    Inheritance,
+    Hold,
+    Listen,
     Message,
+    end_duty,
     receive,
     send,
 )
+from ft_transport.keeper.predecessor import Predecessor
 from ft_transport.runtime.children import child_command, child_environment, close_in_children, making_socket
 from ft_transport.runtime.signal_safe import SafeThread, ThreadRefusedError
-from ft_transport.runtime.unix_sockets import is_own_user
 
 logger = logging.getLogger(__name__)
 
 _DIED: Final = "the keeper of this process has died; another one starts"
-_ANSWER_S: Final = 1.0
-"""How long a trainer waits for an answer of a keeper: it is training, and the keeper answers within a millisecond."""
 
 
 class KeeperProcess:
@@ -41,52 +40,102 @@ class KeeperProcess:
 
     The keeper ends by itself: when this process has ended and its duties are over. A trainer never depends on it: if
     the keeper cannot be started or does not answer, a warning is logged, and the trainer goes on.
-
-    Args:
-        module: Name of a module of this distribution.
-        function: Name of a function of the module, which calls ``keeper.program.run``.
     """
 
-    def __init__(self, module: str, function: str) -> None:
-        self._command = child_command(module, function)
+    def __init__(self) -> None:
+        self._command = child_command("ft_transport.keeper.program", "main")
         # Reentrant, for a signal handler that shuts a manager down.
         self._mutex = threading.RLock()
         self._pid = os.getpid()
         self._connection: socket.socket | None = None
         self._left_open: int | None = None
         self._duties: dict[str, Attend] = {}
+        self._listening: dict[str, int] = {}
+        self._files: dict[tuple[str, int], tuple[bytes, int]] = {}
         self._begun: set[str] = set()
         close_in_children(self)
         atexit.register(self._leave_open)
 
     def is_mine(self, candidate: socket.socket) -> bool:
         """Return whether the socket is this object's own. Forked children close it (``runtime.children``)."""
-        return self._connection is not None and candidate.fileno() == self._connection.fileno()
+        own = self._connection.fileno() if self._connection is not None else None
+        return candidate.fileno() in {own, *self._listening.values()}
 
     def attend(self, duty: Attend) -> None:
         """Give the keeper a duty, which it begins when this process dies."""
         with self._usable_mutex():
+            self._forget(duty.name)
             self._duties[duty.name] = duty
-            self._begun.discard(duty.name)
             self._tell(duty)
 
+    def listen(self, name: str, address: str, predecessor: Predecessor | None = None) -> bool:
+        """Let a successor of this process inherit a duty.
+
+        Args:
+            name: Name of the duty.
+            address: Unix address at which the successor finds the keeper.
+            predecessor: The duty at this address that this process has inherited, if any. It ends.
+
+        Returns:
+            Whether a successor can inherit the duty. If not, another process has the address.
+        """
+        with self._usable_mutex():
+            if predecessor is None:
+                listening = _listening_at(address)
+                if listening is None:
+                    return False
+                self._listening[name] = listening
+                self._tell(Listen(name), [listening])
+                return True
+            self._listening[name] = listening = os.dup(predecessor.listening.fileno())
+            self._tell(Listen(name, predecessor.name), [listening, predecessor.connection.fileno()])
+            return True
+
+    def hold(self, name: str, number: int, about: bytes, descriptor: int) -> None:
+        """Let the keeper hold a file, from now until `drop` or the end of a duty.
+
+        Args:
+            name: Name of the duty.
+            number: Identifies the file within the duty.
+            about: Describes the file to a successor, in msgpack.
+            descriptor: Descriptor of the file. The caller keeps it open until `drop`, for a keeper that replaces one.
+        """
+        with self._usable_mutex():
+            if name in self._duties:
+                self._files[name, number] = about, descriptor
+                self._tell(Hold(name, number, about), [descriptor])
+
+    def drop(self, name: str, number: int) -> None:
+        """Let the keeper close a file, which the caller may change after this call."""
+        with self._usable_mutex():
+            if self._files.pop((name, number), None) is not None:
+                self._tell(Drop(name, number))
+
     def begin(self, name: str) -> None:
-        """Let the keeper begin a duty now."""
+        """Let the keeper begin a duty now. If that keeper dies, the next one continues, but nobody can inherit it."""
         with self._usable_mutex():
             if name in self._duties:
                 self._begun.add(name)
                 self._tell(Begin(name))
+                self._stop_listening(name)
+
+    def leave(self, name: str) -> None:
+        """Let the keeper begin a duty now, and leave the duty with its files to it: another keeper gets neither."""
+        with self._usable_mutex():
+            self.begin(name)
+            self._forget(name)
 
     def end(self, name: str) -> None:
-        """End a duty, and wait until the keeper has ended it."""
+        """End a duty, and wait until the keeper has ended it. With its last duty, the keeper ends as well."""
         with self._usable_mutex():
             if name not in self._duties:
                 return
             with self._borrowed() as connection:
-                if connection is not None and not _end(connection, name):
-                    logger.warning("the keeper of this process did not answer within %g s", _ANSWER_S)
-            self._duties.pop(name, None)
-            self._begun.discard(name)
+                if connection is not None and not end_duty(connection, name):
+                    logger.warning("the keeper of this process did not answer within %g s", ANSWER_S)
+            self._forget(name)
+            if not self._duties:
+                self._disconnect()
 
     def check(self) -> None:
         """Replace the keeper if it has died. Call this now and then."""
@@ -100,15 +149,29 @@ class KeeperProcess:
             self._pid = os.getpid()
             self._connection = self._left_open = None
             self._duties = {}
+            self._listening = {}
+            self._files = {}
             self._begun = set()
         return self._mutex
 
-    def _tell(self, message: Message) -> None:
+    def _forget(self, name: str) -> None:
+        """Forget a duty, its address and its files."""
+        self._duties.pop(name, None)
+        self._stop_listening(name)
+        self._begun.discard(name)
+        self._files = {key: held for key, held in self._files.items() if key[0] != name}
+
+    def _stop_listening(self, name: str) -> None:
+        listening = self._listening.pop(name, None)
+        if listening is not None:
+            os.close(listening)
+
+    def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         self._forget_over()
         with self._borrowed() as connection:
             if connection is not None:
                 try:
-                    send(connection, message)
+                    send(connection, message, descriptors)
                     return
                 except OSError:
                     logger.warning(_DIED)
@@ -121,8 +184,7 @@ class KeeperProcess:
             message = receive(connection)
             if isinstance(message, Ended):
                 if message.name in self._begun:
-                    self._begun.discard(message.name)
-                    self._duties.pop(message.name, None)
+                    self._forget(message.name)
             elif message is None:
                 logger.warning(_DIED)
                 self._restart()
@@ -136,13 +198,13 @@ class KeeperProcess:
             return
         connection = socket.socket(fileno=self._left_open)
         try:
-            connection.settimeout(_ANSWER_S)
+            connection.settimeout(ANSWER_S)
             yield connection
         finally:
             connection.detach()
 
     def _restart(self) -> None:
-        """Start a keeper, and give it all duties."""
+        """Start a keeper, and give it all duties and files."""
         if self._left_open is not None:
             return  # This process ends; a second keeper would do the duties of the first once more.
         self._disconnect()
@@ -150,13 +212,17 @@ class KeeperProcess:
             connection = self._start()
             for duty in self._duties.values():
                 send(connection, duty)
+            for name, listening in self._listening.items():
+                send(connection, Listen(name), [listening])
+            for (name, number), (about, descriptor) in self._files.items():
+                send(connection, Hold(name, number, about), [descriptor])
             for name in self._begun:
                 send(connection, Begin(name))
         except (OSError, ThreadRefusedError) as error:
             self._disconnect()
             logger.warning(
-                "the keeper of this process could not be started: %s; if this process dies, other replicas wait until "
-                "its heartbeats expire",
+                "the keeper of this process could not be started: %s; if this process dies, its kept state is lost, "
+                "and other replicas wait until its heartbeats expire",
                 error,
             )
 
@@ -179,7 +245,7 @@ class KeeperProcess:
         with making_socket:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._connection = ours
-            ours.settimeout(_ANSWER_S)
+            ours.settimeout(ANSWER_S)
             with theirs:
                 started = subprocess.Popen(
                     [*self._command, str(theirs.fileno()), str(os.getpid())],
@@ -195,79 +261,21 @@ class KeeperProcess:
         return ours
 
 
-class Predecessor:
-    """A duty of a dead trainer's keeper, which this process may end to take the trainer's place.
-
-    Until `end`, or if this process dies before it, the keeper carries on.
-
-    Args:
-        connection: The connection to the keeper.
-        inheritance: The keeper's answer.
-
-    Attributes:
-        argument: Argument of the duty, in msgpack.
-    """
-
-    def __init__(self, connection: socket.socket, inheritance: Inheritance) -> None:
-        self._connection = connection
-        self._name = inheritance.name
-        self.argument = inheritance.argument
-        close_in_children(self)
-
-    def is_mine(self, candidate: socket.socket) -> bool:
-        """Return whether the socket is this object's own. Forked children close it (``runtime.children``)."""
-        return candidate.fileno() == self._connection.fileno()
-
-    def end(self) -> None:
-        """End the duty, and wait until the keeper has ended it. Idempotent."""
-        if self._connection.fileno() < 0:
-            return
-        if not _end(self._connection, self._name):
-            logger.warning("the keeper of the replica's earlier process did not answer within %g s", _ANSWER_S)
-        # Only now: if a signal handler has raised above, the next call ends the duty.
-        self._connection.close()
-
-    def close(self) -> None:
-        """Leave the duty to the keeper. Idempotent."""
-        self._connection.close()
-
-
-def find_predecessor(address: str) -> Predecessor | None:
-    """Return the duty at a Unix address if its trainer has died; ``None`` if there is none."""
-    try:
-        with making_socket:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError:  # This process has no free descriptor.
-        return None
-    try:
-        connection.settimeout(_ANSWER_S)
-        connection.connect(address)
-        if is_own_user(connection):
-            send(connection, Inherit())
-            answer = receive(connection)
-            if isinstance(answer, Inheritance):
-                return Predecessor(connection, answer)
-    except OSError:  # There is no keeper, or it does not answer.
-        pass
-    connection.close()
-    return None
-
-
-def _end(connection: socket.socket, name: str) -> bool:
-    """End a duty. Return whether it has ended: the keeper answered, or it has exited."""
-    deadline_s = time.monotonic() + _ANSWER_S
-    try:
-        send(connection, End(name))
-        while time.monotonic() < deadline_s:
-            answer = receive(connection)
-            # Skip the late answer to an earlier request.
-            if answer is None or answer == Ended(name):
-                return True
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
-    return False
+def _listening_at(address: str) -> int | None:
+    """Return a socket that listens at a Unix address; ``None`` if another process has the address."""
+    with making_socket:
+        try:
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:  # This process has no free descriptor.
+            return None
+        try:
+            listening.bind(address)
+            listening.listen()
+        except OSError:
+            listening.close()
+            return None
+        # An open socket object would cause a `ResourceWarning` at the end of the process.
+        return listening.detach()
 
 
 def _is_readable(connection: socket.socket) -> bool:
@@ -275,3 +283,7 @@ def _is_readable(connection: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
+
+
+keeper: Final = KeeperProcess()
+"""The keeper of this process."""

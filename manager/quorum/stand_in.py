@@ -33,15 +33,17 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from ft_transport.keeper import process, program
+from ft_transport.keeper import predecessor as keepers
 from ft_transport.keeper.messages import Attend
-from ft_transport.keeper.process import KeeperProcess, Predecessor
+from ft_transport.keeper.predecessor import Predecessor
+from ft_transport.keeper.process import keeper
 from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 from ft_transport.runtime.unix_sockets import shared_address
 
 logger = logging.getLogger(__name__)
 
-_KIND: Final = "stand_in"
+_KIND: Final = f"{__name__}:AbsentReplica"
+_PURPOSE: Final = "stand_in"
 _MARK: Final = "has_left"
 _LONGEST_S: Final = 600.0
 _LEAST_PENDING_S: Final = 5.0
@@ -93,8 +95,8 @@ class StandIn:
     """
 
     def __init__(self, absence: Absence, name: str, predecessor: AbsentPredecessor | None) -> None:
-        address = shared_address(_KIND, absence.lighthouse, name) if name else ""
-        self._duty = Attend(absence.replica_id, _KIND, _encoder.encode(absence), address)
+        self._address = shared_address(_PURPOSE, absence.lighthouse, name) if name else ""
+        self._duty = Attend(absence.replica_id, _KIND, _encoder.encode(absence))
         self._predecessor = predecessor
         self._has_left = True
 
@@ -105,20 +107,22 @@ class StandIn:
         if self._predecessor is not None:
             self._predecessor.duty.end()
             self._predecessor = None
-        _keeper.end(self._duty.name)
+        keeper.end(self._duty.name)
         # Before the first request: from that request on, other replicas wait for this one.
-        _keeper.attend(self._duty)
+        keeper.attend(self._duty)
+        if self._address:
+            keeper.listen(self._duty.name, self._address)
         self._has_left = False
 
     def leave(self) -> None:
         """Let the keeper ask in this replica's place from now on, if this replica has ever asked."""
         if not self._has_left:
             self._has_left = True
-            _keeper.begin(self._duty.name)
+            keeper.begin(self._duty.name)
 
     def check(self) -> None:
         """Replace the keeper of this process if it has died."""
-        _keeper.check()
+        keeper.check()
 
     def close(self) -> None:
         """Leave, and close the connection to the keeper of the earlier process."""
@@ -148,7 +152,7 @@ def find_predecessor(lighthouse: str, name: str) -> AbsentPredecessor | None:
         lighthouse: Address of the Lighthouse.
         name: Configured name of the replica; empty without one.
     """
-    duty = process.find_predecessor(shared_address(_KIND, lighthouse, name)) if name else None
+    duty = keepers.find_predecessor(shared_address(_PURPOSE, lighthouse, name)) if name else None
     if duty is None:
         return None
     try:
@@ -215,11 +219,3 @@ def _client_type() -> Any:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.LighthouseClient
-
-
-_keeper: Final = KeeperProcess(__name__, "main")
-
-
-def main() -> None:
-    """Run a keeper."""
-    program.run({_KIND: AbsentReplica})

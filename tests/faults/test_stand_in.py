@@ -63,7 +63,7 @@ def keeper_of(trainer: int) -> int | None:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             command = path.read_bytes()
-            if b"manager.quorum.stand_in" in command and command.endswith(f"\0{trainer}\0".encode()):
+            if b"ft_transport.keeper.program" in command and command.endswith(f"\0{trainer}\0".encode()):
                 return int(path.parent.name)
     return None
 

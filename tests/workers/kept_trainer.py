@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ft_transport.keeper import program
 from ft_transport.keeper.messages import Attend
+from ft_transport.keeper.predecessor import find_predecessor
 from ft_transport.keeper.process import KeeperProcess
 from ft_transport.runtime.unix_sockets import shared_address
 
@@ -37,16 +37,29 @@ class NotingDuty:
             self._note_over()
 
 
-def main() -> None:
-    program.run({"note": NotingDuty})
+keeper = KeeperProcess()
 
 
-keeper = KeeperProcess("kept_trainer", "main")
+def attend(path: str, name: str, slot: str = "", secret: bytes = b"") -> None:
+    keeper.attend(Attend(name, "kept_trainer:NotingDuty", f"{path}|{name}".encode(), secret))
+    if slot:
+        keeper.listen(name, shared_address(slot))
 
 
-def attend(path: str, name: str, slot: str = "") -> None:
-    address = shared_address(slot) if slot else ""
-    keeper.attend(Attend(name, "note", f"{path}|{name}".encode(), address))
+def take_over(path: str, name: str, slot: str) -> None:
+    """Give the keeper a duty in place of the dead process's."""
+    predecessor = find_predecessor(shared_address(slot))
+    assert predecessor is not None
+    attend(path, name)
+    assert keeper.listen(name, shared_address(slot), predecessor)
+    predecessor.close()
+
+
+def hold(name: str, number: int, content: bytes) -> None:
+    """Let the keeper hold a memory file with a content."""
+    descriptor = os.memfd_create("held")
+    os.write(descriptor, content)
+    keeper.hold(name, number, b"about " + content, descriptor)
 
 
 def fork(function: Callable[[], object]) -> int:

@@ -8,120 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from uuid import uuid4
 
 import kept_trainer
 import pytest
+from keepers import LONG_S, Notes, Trainer, is_alive, wait_until
 from other_users import acting_as, as_root
 
 from ft_transport.keeper.messages import End, Inherit, receive, send
-from ft_transport.keeper.process import KeeperProcess, Predecessor, find_predecessor
+from ft_transport.keeper.predecessor import Predecessor, find_predecessor
+from ft_transport.keeper.process import KeeperProcess
 from ft_transport.runtime.unix_sockets import shared_address
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the keeper needs Linux")
-
-LONG_S = 20.0
-
-
-def wait_until(condition: Callable[[], bool], message: Callable[[], str] = lambda: "") -> None:
-    deadline_s = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline_s, message()
-        time.sleep(0.005)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs. Whoever inherits a dead one may collect it later."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-class Notes:
-    """The file in which the duties of `kept_trainer` record their beginning and end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def lines(self) -> list[list[str]]:
-        return [line.split() for line in self.path.read_text().splitlines()] if self.path.exists() else []
-
-    def wait_for(self, *wanted: str) -> int:
-        """Wait until the notes are these, and return the process id of the keeper that wrote the last one."""
-
-        def noted() -> list[str]:
-            return [f"{what} {name}" for what, name, _ in self.lines()]
-
-        wait_until(lambda: noted() == list(wanted), lambda: f"expected {list(wanted)}, got {noted()}")
-        return int(self.lines()[-1][2])
-
-
-class Trainer:
-    """A process of `kept_trainer`, which runs what it is sent."""
-
-    def __init__(self, notes: Notes, name: str, *slots: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, kept_trainer.__file__, str(notes.path), name, *slots],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._expect("ready")
-
-    def run(self, statement: str) -> None:
-        self.send(statement)
-        self._expect("done")
-
-    def send(self, statement: str) -> None:
-        assert self.process.stdin is not None
-        print(statement, file=self.process.stdin, flush=True)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.close()
-
-    def close(self) -> None:
-        self.process.wait(LONG_S)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _expect(self, line: str) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == f"{line}\n"
-
-
-@pytest.fixture
-def notes(tmp_path: Path) -> Iterator[Notes]:
-    """The keepers that are still there in the end are killed."""
-    found = Notes(tmp_path / "notes")
-    yield found
-    keepers = {int(pid) for _, _, pid in found.lines()}
-    for pid in keepers:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, keepers)))
-
-
-@pytest.fixture
-def start(notes: Notes) -> Iterator[Callable[..., Trainer]]:
-    trainers: list[Trainer] = []
-
-    def start(name: str, *slots: str) -> Trainer:
-        trainers.append(Trainer(notes, name, *slots))
-        return trainers[-1]
-
-    yield start
-    for trainer in trainers:
-        trainer.kill()
 
 
 @pytest.mark.parametrize(
@@ -237,7 +138,7 @@ def test_a_trainer_that_uses_its_keeper_while_it_exits_starts_no_second_one(note
 
 def test_a_trainer_goes_on_without_a_keeper(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    keeper = KeeperProcess("kept_trainer", "main")
+    keeper = KeeperProcess()
     monkeypatch.setattr(kept_trainer, "keeper", keeper)
     with caplog.at_level(logging.WARNING):
         kept_trainer.attend("unused", "a")
@@ -288,19 +189,15 @@ def test_a_forked_child_has_a_keeper_of_its_own(notes: Notes, start: Callable[..
     notes.wait_for("attended a", "attended b", "begun b")
 
 
-@pytest.fixture
-def slot() -> str:
-    """Names a duty that a successor can inherit."""
-    return uuid4().hex
-
-
 def find(slot: str) -> Predecessor:
     predecessor = find_predecessor(shared_address(slot))
     assert predecessor is not None
     return predecessor
 
 
-def test_a_successor_ends_the_duty_of_a_dead_trainer(notes: Notes, start: Callable[..., Trainer], slot: str) -> None:
+def test_a_successor_ends_the_duty_of_a_dead_trainer(
+    notes: Notes, start: Callable[..., Trainer], slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = start("a", slot)
     keeper = notes.wait_for("attended a")
     assert find_predecessor(shared_address(slot)) is None, "the trainer lives"
@@ -310,7 +207,9 @@ def test_a_successor_ends_the_duty_of_a_dead_trainer(notes: Notes, start: Callab
         predecessor = find(slot)
         closing.callback(predecessor.close)
         assert predecessor.argument == f"{notes.path}|a".encode()
-        assert find_predecessor(shared_address(slot)) is None, "there is a successor already"
+        with monkeypatch.context() as context:
+            context.setattr("ft_transport.keeper.predecessor._START_S", 0.1)
+            assert find_predecessor(shared_address(slot)) is None, "there is a successor already"
         predecessor.end()
         notes.wait_for("attended a", "begun a", "ended a")
         predecessor.end()
@@ -348,7 +247,7 @@ def test_a_successor_that_is_interrupted_can_end_the_duty_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("ft_transport.keeper.process.send", interrupt)
+        context.setattr("ft_transport.keeper.messages.send", interrupt)
         with pytest.raises(KeyboardInterrupt):
             predecessor.end()
     predecessor.end()
