@@ -155,6 +155,11 @@ class ArenaPool:
                     ) from error
                 raise
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the background thread is making arenas."""
+        return self._preparing is not None
+
     def num_taken(self) -> int:
         """Return the number of arenas in use, including those that `take` is making."""
         return self._places.num_taken()

@@ -30,7 +30,8 @@ import torch
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.signal_safe import SafeCondition
 from ft_transport.state.arena import Arena, ArenaPool
-from ft_transport.state.copying import DeviceCopier, HostCopier, HostCopies
+from ft_transport.state.copying import DeviceCopier
+from ft_transport.state.host_copying import HostCopier, HostCopies
 from ft_transport.state.tensors import Column, bytes_at
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import ChunkTable, Digester

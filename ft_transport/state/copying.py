@@ -1,4 +1,4 @@
-"""Copies host memory as fast as memory allows, and copies between devices and the host, bit for bit.
+"""Copies between devices and the host, bit for bit.
 
 `DeviceCopier` copies into a page-locked arena on a side stream. The side stream first waits for an event on the
 training thread's stream. Without that event, it would read parameters while the optimizer's kernels still write them:
@@ -12,126 +12,20 @@ ms.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, Final, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 
 from ft_transport.errors import SnapshotError
-from ft_transport.runtime.signal_safe import ThreadRefusedError
-from ft_transport.runtime.threads import ExecutorClosedError, SafeExecutor
-from ft_transport.state.tensors import Column, as_bytes, carrier_of
-from ft_transport.wire.chunks import PLAIN, ChunkTable, Digester
+from ft_transport.state.tensors import as_bytes, carrier_of
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
-
-_MIN_SHARE_BYTES: Final = 1 << 20
-"""Smallest share of a copy for one thread. For less, starting the thread takes longer than the copy."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostCopies:
-    """Copies of ``num_bytes[i]`` bytes from address ``sources[i]`` to ``targets[i]``.
-
-    The caller keeps the memory of sources and targets alive. Arrays rather than objects: a state may have tens of
-    thousands of tensors, and the caller holds the lock.
-    """
-
-    targets: Column
-    sources: Column
-    num_bytes: Column
-
-
-class HostCopier:
-    """A pool of threads that copy and digest memory. Thread-safe.
-
-    The threads copy with ``ctypes.memmove``, which releases the GIL. torch's own copy would start intra-op threads,
-    which compete with those of the training thread.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._pool = SafeExecutor(num_threads, "ft-transport-copy")
-
-    def copy(self, copies: HostCopies) -> None:
-        """Copy everything, with the same number of bytes on each thread. Return when all copies are complete."""
-        total = int(copies.num_bytes.sum())
-        if total < 2 * _MIN_SHARE_BYTES or self._num_threads == 1:
-            _copy_all(copies)
-            return
-        shares = _divide(copies, max(total // self._num_threads + 1, _MIN_SHARE_BYTES))
-        futures: list[Future[None]] = []
-        try:
-            futures.extend(self._submit(_copy_all, share) for share in shares)
-            for future in futures:
-                future.result()
-        finally:
-            # Wait even if a signal handler raises: the caller may free the memory after this call.
-            for future in futures:
-                future.exception()
-
-    def digests(self, data: memoryview, chunks: ChunkTable, digester: Digester = PLAIN) -> list[int]:
-        """Return the digest of each chunk of ``data``, computed on all threads."""
-
-        def digest_of(index: int) -> int:
-            start, end = chunks.range_of(index, index + 1)
-            return digester.digest(data[start:end])
-
-        return [future.result() for future in [self._submit(digest_of, index) for index in range(chunks.num_chunks)]]
-
-    def _submit(self, function: Callable[[T], R], argument: T) -> Future[R]:
-        try:
-            return self._pool.submit(function, argument)
-        except ExecutorClosedError as error:
-            raise SnapshotError("expected an open transport, got one that was shut down") from error
-        except ThreadRefusedError as error:
-            raise SnapshotError(f"expected to start another thread ({self._pool.name}): {error}") from error
-
-    def close(self) -> None:
-        """Finish running copies, and end the threads."""
-        self._pool.shutdown(wait=True)
-
-
-def _copy_all(copies: HostCopies) -> None:
-    memmove = ctypes.memmove
-    for target, source, num_bytes in zip(
-        copies.targets.tolist(), copies.sources.tolist(), copies.num_bytes.tolist(), strict=True
-    ):
-        memmove(target, source, num_bytes)
-
-
-def _divide(copies: HostCopies, share_bytes: int) -> list[HostCopies]:
-    """Divide the copies into shares of ``share_bytes`` bytes. A large copy may be cut into several shares."""
-    ends = np.cumsum(copies.num_bytes)
-    total = int(ends[-1]) if len(ends) else 0
-    shares = []
-    for start in range(0, total, share_bytes):
-        end = min(start + share_bytes, total)
-        first = int(np.searchsorted(ends, start, side="right"))
-        last = int(np.searchsorted(ends, end, side="left"))
-        part = slice(first, last + 1)
-        targets, sources, num_bytes = (
-            copies.targets[part].copy(),
-            copies.sources[part].copy(),
-            copies.num_bytes[part].copy(),
-        )
-        skipped = start - int(ends[first] - copies.num_bytes[first])
-        targets[0] += skipped
-        sources[0] += skipped
-        num_bytes[0] -= skipped
-        num_bytes[-1] -= int(ends[last]) - end
-        shares.append(HostCopies(targets, sources, num_bytes))
-    return shares
-
 
 _CUDA_HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of the process
 

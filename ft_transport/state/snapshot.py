@@ -23,7 +23,8 @@ from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import Arena
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.copy_on_write import ChunkKey, CopyOnWriteMemory, SnapshotResources
-from ft_transport.state.copying import HostCopies, Marks
+from ft_transport.state.copying import Marks
+from ft_transport.state.host_copying import HostCopies
 from ft_transport.state.tensors import Column, carrier_of
 from ft_transport.wire.chunks import ChunkTable, Digester, chunk_bytes_for
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header

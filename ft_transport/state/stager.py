@@ -10,8 +10,9 @@ from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import ArenaPool
 from ft_transport.state.blocks import cast_floating
 from ft_transport.state.copy_on_write import SnapshotResources
-from ft_transport.state.copying import Accelerator, DeviceCopier, HostCopier, pinning
+from ft_transport.state.copying import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
+from ft_transport.state.host_copying import HostCopier
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking, data_bytes_of
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.wire.chunks import PLAIN, Digester
@@ -25,6 +26,7 @@ class Stager:
         num_threads: Number of threads that copy and digest.
         chunk_bytes: Maximum number of bytes in a chunk, the unit of digest and fetch. Small states have smaller chunks.
         is_digested: Whether snapshots have digests. A checkpoint store needs none, because it digests its files.
+        is_patient: Whether nobody waits for the snapshots, so that digests may yield to training (`HostCopier`).
         accelerator: Makes streams and events; torch's own by default. Tests pass a fake.
     """
 
@@ -35,12 +37,13 @@ class Stager:
         num_threads: int,
         chunk_bytes: int,
         is_digested: bool = True,
+        is_patient: bool = False,
         accelerator: Accelerator | None = None,
     ) -> None:
         self._pool = ArenaPool(max_snapshots, pin=pinning())
         self._resources = SnapshotResources(
             pool=self._pool,
-            copier=HostCopier(num_threads),
+            copier=HostCopier(num_threads, is_patient=is_patient),
             device_copier=DeviceCopier(accelerator if accelerator is not None else Accelerator()),
             chunk_bytes=chunk_bytes,
             is_digested=is_digested,
@@ -62,6 +65,11 @@ class Stager:
         with collector_paused():
             flat = flatten(state)
         self._pool.prefault(data_bytes_of(flat))
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether `prefault` is making memory resident."""
+        return self._pool.is_preparing
 
     def begin(self, wanted: Taking | HeldState, *, share: bool = False, digester: Digester = PLAIN) -> PendingSnapshot:
         """Begin a snapshot.

@@ -11,7 +11,7 @@ from state_tools import CHUNK_BYTES, file_of, open_stager
 
 from ft_transport.errors import SnapshotError
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.copying import HostCopies
+from ft_transport.state.host_copying import HostCopies
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_digests, decode_header

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from state_tools import CHUNK_BYTES, open_stager
 
-from ft_transport.state import copying
+from ft_transport.state import host_copying
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.copying import HostCopier, HostCopies
+from ft_transport.state.host_copying import HostCopier, HostCopies
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import PLAIN, Digester
@@ -57,7 +57,7 @@ def test_after_an_error_no_thread_writes_any_more(copier: HostCopier, monkeypatc
         time.sleep(0.2)  # a copy that takes longer
         has_ended.set()
 
-    monkeypatch.setattr(copying, "_copy_all", copy_all)
+    monkeypatch.setattr(host_copying, "_copy_all", copy_all)
     with pytest.raises(MemoryError):
         copier.copy(HostCopies(np.array([0, 1 << 40]), np.array([0, 0]), np.array([4 << 20, 4 << 20])))
     assert has_ended.is_set()
