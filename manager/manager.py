@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OTHER_KEYWORDS: Final = ("pg", "load_state_dict", "state_dict", "config", "checkpoint_store", "save_every")
+_OTHER_KEYWORDS: Final = (
+    "pg",
+    "load_state_dict",
+    "state_dict",
+    "config",
+    "checkpoint_store",
+    "save_every",
+    "keep_every",
+)
 """Keywords that are neither torchft's nor fields of `ManagerConfig`."""
 _STALL_SHARE: Final = 0.5
 """Fraction of ``timeout`` after which a wait is logged."""
@@ -74,6 +82,7 @@ class Manager(StateManager):
         prefault: bool = False,
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
+        keep_every: int | None = None,
         **keywords: Unpack[TorchftKeywords],
     ) -> None:
         """Create a manager. The manager joins the job at once if a setting of the quorum is given.
@@ -91,6 +100,7 @@ class Manager(StateManager):
             prefault: As for `StateManager`.
             checkpoint_store: As for `StateManager`.
             save_every: As for `StateManager`.
+            keep_every: As for `StateManager`.
             **keywords: Fields of `ManagerConfig`, instead of ``config``. If no keyword, no ``config`` and no ``pg`` is
                 given, the manager joins the job in the first `start_quorum`, provided that ``TORCHFT_LIGHTHOUSE`` is
                 set. Otherwise it has no quorum.
@@ -126,11 +136,12 @@ class Manager(StateManager):
             prefault=prefault,
             checkpoint_store=checkpoint_store,
             save_every=save_every,
+            keep_every=keep_every,
         )
-        if self._replica.checkpoints is not None:
-            # Without an address, this process starts a Lighthouse, which no other replica uses.
-            has_peers = bool(config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
-            self._replica.checkpoints.replica_name = config.replica_id or ("" if has_peers else None)
+        # Without an address, this process starts a Lighthouse, which no other replica uses.
+        has_peers = bool(config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
+        self._replica.local.replica_name = config.replica_id or ("" if has_peers else None)
+        self._replica.local.rank = config.rank
         self._config = config
         self._process_group = pg
         # torchft's DiLoCo reads this private name.
@@ -142,7 +153,7 @@ class Manager(StateManager):
             try:
                 self._join()
             except BaseException:
-                self._shut_down(wait=True)
+                self._shut_down(wait=True, is_over=False)
                 raise
 
     # ------------------------------------------------------------------------------------------------- one step
@@ -325,10 +336,7 @@ class Manager(StateManager):
         return decision.participating_rank if decision is not None else None
 
     def is_participating(self) -> bool:
-        """Return whether this replica contributes to this step, without waiting. As in torchft.
-
-        Until the quorum has formed, the result is that of the previous step.
-        """
+        """Return whether this replica contributes, as of the last quorum, without waiting. As in torchft."""
         return self._loop.is_participating() if self._loop is not None else False
 
     def replica_id(self) -> str:
@@ -372,10 +380,10 @@ class Manager(StateManager):
                 "which counts the steps; a manager made without min_replica_size and config has no quorum"
             )
 
-    def _shut_down(self, wait: bool) -> None:
+    def _shut_down(self, wait: bool, is_over: bool) -> None:
         """Leave the job, and release the resources of the `StateManager`."""
         with ExitStack() as closing:
-            closing.callback(super()._shut_down, wait)
+            closing.callback(super()._shut_down, wait, is_over)
             closing.callback(self._stall_watch.close)
             if self._loop is not None:
                 closing.callback(self._loop.close, wait=wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,6 +60,7 @@ class StateManager:
         prefault: bool = False,
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
+        keep_every: int | None = None,
     ) -> None:
         """Create a manager.
 
@@ -72,10 +74,12 @@ class StateManager:
                 `start_step` or `save` that copies the state takes longer. In a quorum, receivers need no copy.
             checkpoint_store: Stores the durable checkpoints of all ranks of this replica. The manager closes it.
             save_every: Interval of checkpoints, in steps.
+            keep_every: Interval, in steps, of snapshots that outlive this process. The last two stay in host memory,
+                and `resume` loads them after a restart on this host.
 
         Raises:
             ValueError: Only one of ``load_state_dict`` and ``state_dict`` was given.
-            ConfigurationError: ``save_every`` was given without a store.
+            ConfigurationError: ``save_every`` was given without a store, or ``keep_every`` without a transport.
             TypeError: The transport is not an ``HTTPTransport`` of ``ft_transport``.
             TransportError: The transport belongs to another manager.
         """
@@ -83,7 +87,12 @@ class StateManager:
             given = "load_state_dict" if state_dict is None else "state_dict"
             raise ValueError(f"expected both load_state_dict and state_dict, or neither; got only {given}")
         self._replica = Replica(
-            timeout, checkpoint_transport, checkpoint_store, prefault=prefault, save_every=save_every
+            timeout,
+            checkpoint_transport,
+            checkpoint_store,
+            prefault=prefault,
+            save_every=save_every,
+            keep_every=keep_every,
         )
         self._state = self._replica.state
         if load_state_dict is not None and state_dict is not None:
@@ -352,29 +361,35 @@ class StateManager:
         return self._replica.required_checkpoints().save(wait=wait, overwrite=overwrite)
 
     def resume(self, *, keys: ResumeKeys = "same") -> Recovery | None:
-        """Load the newest intact durable checkpoint. All ranks must call this before the first step.
+        """Load the newest kept state or durable checkpoint. All ranks must call this before the first step.
+
+        With ``keep_every``, all ranks load the newest step that every rank has kept, unless a durable checkpoint is
+        newer. A rank finds its kept states if it runs the same command in the same job and directory on the same host,
+        with the same ``replica_id`` and rank. Instead of a damaged state, an older one is loaded, with a warning.
 
         State with ``scope="local"`` is loaded only if the checkpoint has the same ``replica_id`` and number of ranks.
         Otherwise the present local state is unchanged, and a warning is logged. The newest ``step-N`` may be a
         checkpoint that ``torch.distributed.checkpoint`` wrote for another program, such as torchtitan.
 
         Args:
-            keys: ``same`` requires a checkpoint with exactly the registered keys. ``shared`` loads the keys that are
+            keys: For checkpoints: ``same`` requires exactly the registered keys. ``shared`` loads the keys that are
                 both registered and saved, and logs a warning that lists all other keys. State under other registered
                 keys is unchanged; in a quorum, all replicas then load that state from one of them.
 
         Returns:
-            The step and source of the checkpoint; ``None`` if the store has no checkpoint.
+            The step and source of the state; ``None`` if there is neither a kept state nor a checkpoint.
 
         Raises:
-            ManagerError: The manager has no store; or the checkpoint lacks registered keys, and the replicas have no
-                ``replica_id``.
+            ConfigurationError: Ranks with ``keep_every`` have not initialised ``torch.distributed``.
+            ManagerError: The manager has neither a store nor ``keep_every``; or the checkpoint lacks registered keys,
+                and the replicas have no ``replica_id``.
             RegistryError: The checkpoint does not fit the registered objects, or a load function failed.
-            StateTornError: The loaded state differs from the saved state.
+            StateTornError: The loaded state differs from the saved one; or all kept states are damaged, and there is no
+                checkpoint.
             TransportError: All checkpoints are damaged, or loading failed on a rank; raised on all ranks.
         """
         self._usability.require()
-        return self._replica.required_checkpoints().resume(keys)
+        return self._replica.resume(keys)
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, and end the manager's threads and transport. Idempotent; a signal handler may call this.
@@ -382,19 +397,23 @@ class StateManager:
         On the training thread, this also ends the worker processes of `batches`. In a signal handler that interrupted
         another call of this package, ``shutdown`` returns at once and takes effect after the handler. In a forked child
         it does nothing. With ``wait``, it returns only when the transport's server has ended.
+
+        The states of ``keep_every`` are dropped, unless an exception is propagating or being handled (``finally``,
+        ``except``): then a restarted process can resume.
         """
         if self._usability.is_of_parent():
             return
         self._usability.is_shut_down = True
         is_interrupting = interrupts_own_call()
-        self._end(lambda: self._shut_down(wait), wait=wait and not is_interrupting)
+        is_over = sys.exc_info()[0] is None
+        self._end(lambda: self._shut_down(wait, is_over), wait=wait and not is_interrupting)
         # If another thread ended the workers, the training thread could wait for a batch for ever.
         if self._state.training_thread == threading.get_ident() and not is_interrupting:
             self._state.registry.loaders.end_workers()
 
-    def _shut_down(self, wait: bool) -> None:
+    def _shut_down(self, wait: bool, is_over: bool) -> None:
         self._unclosed.forget()
-        self._replica.close(wait=wait)
+        self._replica.close(wait=wait, is_over=is_over)
 
     def _refuse_start_step(self) -> None:
         """Raise if steps must begin with another method; `Manager` overrides this."""

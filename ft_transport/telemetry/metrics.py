@@ -79,6 +79,12 @@ _TABLE: Final[Mapping[str, tuple[Metric, ...]]] = {
         Metric("state_is_partial", "1 while the state is a mix of several steps, else 0."),
     ),
     "peers": (Metric("recoveries_total", "States received from peers and loaded, including those of a warm join."),),
+    "keeping": (
+        Metric("kept_step", "Step of the newest snapshot that the keeper holds; 0 without one."),
+        Metric("kept_snapshots_total", "Snapshots that the keeper received."),
+        Metric("kept_snapshots_failed_total", "Snapshots that failed before the keeper received them.", "cause"),
+        Metric("kept_resumes_total", "States loaded from the keeper of an earlier process."),
+    ),
     "checkpoints": (Metric("resumes_total", "States loaded from checkpoints."),),
     "membership": (
         Metric("member_info", "Always 1; the labels name the replica and the rank in it.", "replica group_rank"),

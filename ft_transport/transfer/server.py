@@ -21,7 +21,7 @@ from ft_transport.state.stager import Stager
 from ft_transport.telemetry.metrics import Reading, weakly
 from ft_transport.telemetry.process_status import ProcessStatus
 from ft_transport.wire.chunks import PLAIN, Digester
-from ft_transport.wire.snapshot import MemoryFile
+from ft_transport.wire.snapshot import MemoryFile, Snapshot
 
 _MAX_FAILURE_CHARACTERS: Final = 1000
 
@@ -256,6 +256,20 @@ class StateServer:
             num_bytes=reading.snapshot.total_bytes,
             release=release,
         )
+
+    @contextlib.contextmanager
+    def serving(self, snapshot: Snapshot) -> Iterator[None]:
+        """Return a context in which receivers can fetch a snapshot that this object has not taken.
+
+        Raises:
+            SnapshotError: Receivers still read the maximum number of snapshots.
+        """
+        self._cache.put(snapshot, self._cache.reserve())
+        try:
+            with self._cache.read(snapshot.step, snapshot_id=snapshot.snapshot_id) or contextlib.nullcontext():
+                yield
+        finally:
+            self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
 
     def newest_sequence(self) -> int:
         """Return the number of snapshots that were published so far."""

@@ -15,6 +15,7 @@ from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.telemetry.metrics import MetricValues
 from manager.errors import ManagerError, RegistryError
 from manager.quorum.decision import next_lineage
+from manager.recovery.local_state import LocalState
 from manager.recovery.peers import Recovery
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.compatibility import check_fit
@@ -38,12 +39,6 @@ _OTHER_KEYS: Final = (
     "to load the keys that both have, call resume(keys='shared') on all replicas (docs/changing-a-job.md)"
 )
 
-LOCAL_KEY: Final = "local"
-"""The key of a checkpoint for state that is registered with ``scope="local"``. Each rank saves its own values.
-
-In a quorum, a colon and the name of the replica follow, so that a replica of another name does not load the values.
-"""
-
 
 class Checkpoints:
     """Saves a replica's state to a store of checkpoints, and loads the state from the store.
@@ -55,12 +50,11 @@ class Checkpoints:
         store: The store of checkpoints.
         save_every: Interval of automatic saves, in steps.
         snapshots: Takes the snapshots that are saved and that peers receive; ``None`` without a transport.
+        local: Saves and loads the replica's local state.
 
     Attributes:
         store: The store of checkpoints.
         counts: Metrics: the number of loaded checkpoints.
-        replica_name: The configured ``replica_id``; an empty str in a quorum if none is configured, ``None`` without a
-            quorum. Local state is loaded only if it was saved under the same name, with the same number of ranks.
     """
 
     def __init__(
@@ -70,15 +64,16 @@ class Checkpoints:
         *,
         save_every: int | None,
         snapshots: SnapshotScheduler | None,
+        local: LocalState,
     ) -> None:
         self._state = state
+        self._local = local
         self.store = store
         self._save_every = save_every
         self._snapshots = snapshots
         self._saved_step: int | None = None
         self._resumed_step: int | None = None
         self.counts = MetricValues("checkpoints")
-        self.replica_name: str | None = None
 
     def boundary(self) -> None:
         """Log writer processes that have died, and save the state if a save is due at this step boundary."""
@@ -101,7 +96,7 @@ class Checkpoints:
 
             def local() -> dict[str, object]:
                 self._refuse_to_save()
-                return self._local_part()
+                return self._local.part()
 
             def replicated() -> dict[str, object]:
                 held.enter_context(state.lock.read(f"copying step {step} for a checkpoint"))
@@ -210,8 +205,8 @@ class Checkpoints:
         def collect_own_state() -> None:
             state.note_configured()
             into.update(state.content())
-            if self._is_known:
-                into.update(self._local_part())
+            if self._local.is_known:
+                into.update(self._local.part())
 
         def check(incoming: Incoming) -> None:
             try:
@@ -226,7 +221,7 @@ class Checkpoints:
             note = f"it is the checkpoint of step {incoming.step} in {store.root}"
             check_fit(incoming, state.registry, into, note=note, keys_note=_OTHER_KEYS, only_shared=only_shared)
             kept = [key for key in state.registry.registered_keys() if key not in (incoming.keys(USER_KEY) or ())]
-            if kept and not self._is_known:
+            if kept and not self._local.is_known:
                 raise ManagerError(
                     f"expected a replica_id, to find this replica's local state: the checkpoint lacks the keys {kept}"
                 )
@@ -269,36 +264,6 @@ class Checkpoints:
         )
         return Recovery(step=step, source=f"{checkpoint.path} of torch.distributed.checkpoint")
 
-    @property
-    def _is_known(self) -> bool:
-        """Whether this replica can find its local state in a checkpoint; false in a quorum without ``replica_id``."""
-        return self.replica_name != ""
-
-    def _local_part(self) -> dict[str, object]:
-        local = self._state.registry.state_dict("local")
-        return {_local_key(self.replica_name): local} if local else {}
-
-    def _load_local(self, state: Mapping[str, Any], step: int, only_shared: bool) -> None:
-        """Load the local state that this replica saved. If it saved none, log that its local state stays unchanged."""
-        registry = self._state.registry
-        keys = [entry.key for entry in registry.entries("local")]
-        if self._is_known and _local_key(self.replica_name) in state:
-            registry.load_state_dict(state[_local_key(self.replica_name)], "local", only_shared=only_shared)
-        elif keys:
-            saved = [key for key in state if key.partition(":")[0] == LOCAL_KEY]
-            reason = (
-                f"has local states of {_saver(saved[0])}, and this replica {_owner(self.replica_name)}"
-                if saved
-                else "has no local states for the number of ranks of this replica"
-            )
-            logger.warning(
-                "step %d from %s: the local states %s are unchanged, because the checkpoint %s",
-                step,
-                self.store.root,
-                keys,
-                reason,
-            )
-
     def _refuse_to_save(self) -> None:
         self._state.refuse_partial()
         if self._state.is_past_step:
@@ -314,7 +279,7 @@ class Checkpoints:
             state.load(loaded.state, only_shared=only_shared)
             state.mark_partial(loaded.step, "the comparison after loading was interrupted")
             differences = loaded.differences(state.content_like(loaded.state))
-            self._load_local(loaded.state, loaded.step, only_shared)
+            self._local.load(loaded.state, loaded.step, str(self.store.root), only_shared=only_shared)
         except RegistryError as error:
             state.mark_partial(loaded.step, str(error))
             raise
@@ -336,14 +301,14 @@ class Checkpoints:
         state, registry = self._state, self._state.registry
         saved, own = dict(loaded.state[USER_KEY]), registry.registered_keys()
         is_new = any(key not in saved for key in own)
-        if self._is_known and (local := loaded.state.get(_local_key(self.replica_name))) is not None:
+        if (local := self._local.saved(loaded.state)) is not None:
             saved, own = {**saved, **local}, [*own, *registry.registered_keys("local")]
         kept, left_out = [key for key in own if key not in saved], [key for key in saved if key not in own]
         if not kept and not left_out:
             return
-        if is_new and self.replica_name is not None:
+        if is_new and self._local.replica_name is not None:
             # Replicas have different values under these keys, so that their states need different lineages.
-            state.lineage = next_lineage(state.lineage, f"{kept} of {self.replica_name}", state.step)
+            state.lineage = next_lineage(state.lineage, f"{kept} of {self._local.replica_name}", state.step)
         stay = f"{kept} are unchanged, because the checkpoint lacks these keys" if kept else ""
         out = f"{left_out} are not loaded, because no state is registered under these keys" if left_out else ""
         logger.warning("step %d from %s: %s", loaded.step, self.store.root, "; ".join(filter(None, (stay, out))))
@@ -356,34 +321,29 @@ def check_store(store: CheckpointStore | None, save_every: int | None) -> None:
         ConfigurationError: ``save_every`` was given without a store, or is not a positive whole number.
         TypeError: The store is not a ``CheckpointStore`` of ``ft_transport``.
     """
-    if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int)):
-        raise ConfigurationError(
-            f"expected a whole number as save_every, got {type(save_every).__name__} {save_every!r}"
-        )
-    if save_every is not None and (save_every < 1 or store is None):
-        raise ConfigurationError(
-            f"expected a positive save_every and a checkpoint_store, got save_every={save_every} and "
-            f"checkpoint_store={store}"
-        )
+    check_interval("save_every", save_every, needs="checkpoint_store", given=store)
     if store is not None and not isinstance(store, ft_transport.CheckpointStore):
         raise TypeError(f"expected a CheckpointStore of ft_transport, got {type(store).__name__}")
 
 
-def _local_key(replica_name: str | None) -> str:
-    return LOCAL_KEY if replica_name is None else f"{LOCAL_KEY}:{replica_name}"
+def check_interval(name: str, interval: int | None, *, needs: str, given: object) -> None:
+    """Check an interval of a manager, in steps.
 
+    Args:
+        name: Name of the argument.
+        interval: Its value.
+        needs: Name of the argument without which the interval has no effect.
+        given: The value of that argument.
 
-def _saver(local_key: str) -> str:
-    _, is_of_quorum, name = local_key.partition(":")
-    if not is_of_quorum:
-        return "a replica without a quorum, or of an older version"
-    return f"replica {name!r}" if name else "a replica without a replica_id"
-
-
-def _owner(replica_name: str | None) -> str:
-    if replica_name is None:
-        return "has no quorum"
-    return f"is {replica_name!r}" if replica_name else "has no replica_id"
+    Raises:
+        ConfigurationError: The interval is not a positive whole number, or ``given`` is ``None``.
+    """
+    if interval is None:
+        return
+    if isinstance(interval, bool) or not isinstance(interval, int):
+        raise ConfigurationError(f"expected a whole number as {name}, got {type(interval).__name__} {interval!r}")
+    if interval < 1 or given is None:
+        raise ConfigurationError(f"expected a positive {name} and a {needs}, got {name}={interval} and {needs}={given}")
 
 
 def _raise(error: Exception) -> Mapping[str, object]:

@@ -10,21 +10,19 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-import msgspec
-
 import ft_transport
 from ft_transport import TransportError
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.coordination.votes import Failure, describe, rebuild
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.state.placements import spans_ranks
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
+from manager.recovery.rank_agreement import agree_on_step, recover_on_all_ranks
 from manager.state.compatibility import check_fit
-from manager.state.optimizer_states import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
-from manager.state.parameter_order import TAKEN_OVER, OrderTakenOverError, incoming_names
+from manager.state.optimizer_states import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers, tensors_in
+from manager.state.parameter_order import TAKEN_OVER, USER_KEY, OrderTakenOverError, incoming_names
 from manager.state.registry import listed
 from manager.state.replica_state import ReplicaState, checked_step
 
@@ -39,10 +37,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LAYOUT_ADVICE: Final = "to recover from a replica of another layout, pass the addresses of all its ranks"
-_MAX_SHOWN_CHARACTERS: Final = 500
-
-_addresses_decoder: Final = msgspec.msgpack.Decoder(list[str])
-_step_decoder: Final = msgspec.msgpack.Decoder(tuple[int, Failure | None])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +66,8 @@ class PeerOptions:
         verify: Whether the loaded state is compared with the peer's.
         max_bytes_per_s: Maximum rate of a recovery before the quorum, in bytes per second; ``None`` for other
             recoveries. After a recovery with this limit, the recovery in the quorum receives only later changes.
+        is_kept: Whether the state is a kept one (`Keeping`). If steps change less than half of it, the recovery in the
+            quorum receives only later changes.
         others: Addresses of further peers with the same state; the receiver reads from all of them.
         relays: Addresses of all replicas that receive this state now, including this one.
     """
@@ -82,6 +78,7 @@ class PeerOptions:
     in_quorum: bool = False
     verify: bool = True
     max_bytes_per_s: float | None = None
+    is_kept: bool = False
     others: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
 
@@ -157,6 +154,30 @@ class PeerRecovery:
             recording.describe(step=recovery.step)
             return recovery
 
+    def recover_kept(
+        self,
+        address: str,
+        step: int,
+        options: PeerOptions,
+        source: str,
+        load_local: Callable[[Mapping[str, Any]], None],
+    ) -> Recovery:
+        """Recover a step that this process itself serves, like `recover`.
+
+        Args:
+            address: The address of this process's own transport.
+            step: The step.
+            options: The options.
+            source: Names the origin of the state in logs and errors.
+            load_local: Loads the local state from the received state.
+        """
+        with self._transport.recorder.begin("heal", phase="rendezvous") as recording:
+            recording.note(tier=source)
+            deadline = Deadline.after(options.timeout)
+            recovery = self._recover(address, step, options, deadline, named=source, load_local=load_local)
+            recording.describe(step=recovery.step)
+            return recovery
+
     def _recover_alone(
         self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions, deadline: Deadline
     ) -> Recovery:
@@ -177,10 +198,13 @@ class PeerRecovery:
         options: PeerOptions,
         deadline: Deadline,
         group_rank: int = 0,
+        *,
+        named: str = "",
+        load_local: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> Recovery:
         state = self._state
         start_s = time.monotonic()
-        named = source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
+        named = named or (source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more")
         phase("lock")
         with state.lock.write(f"receiving step {step} from {named}", deadline.cap(options.timeout)):
             state.note_configured()
@@ -215,6 +239,8 @@ class PeerRecovery:
             phase("load")
             try:
                 state.load(received.state)
+                if load_local is not None:
+                    load_local(received.state)
             except RegistryError as error:
                 # Tensors have been overwritten in place even if no load function ran.
                 state.mark_partial(received.step, str(error))
@@ -225,7 +251,8 @@ class PeerRecovery:
                 state.mark_partial(received.step, "the comparison after loading was interrupted")
                 self._refuse_differences(received, named)
                 state.partial = None
-        if options.max_bytes_per_s is not None and options.verify:
+        is_early = options.max_bytes_per_s is not None or (options.is_kept and self._is_mostly_lasting(received.state))
+        if is_early and options.verify:
             self._before = received
         recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()
         self.counts.add("recoveries_total")
@@ -239,6 +266,13 @@ class PeerRecovery:
             extra={"recovery": asdict(recovery), "seconds": end_s - start_s},
         )
         return recovery
+
+    def _is_mostly_lasting(self, content: Mapping[str, Any]) -> bool:
+        """Return whether optimizers change less than half of the bytes of a state."""
+        stepped = memory_of_optimizers(self._state.optimizers())
+        memories = {memory for each in tensors_in(content[USER_KEY]) if (memory := memory_at(each)) is not None}
+        num_bytes = [num for _, _, num in memories]
+        return 2 * sum(num for _, _, num in memories & stepped) < sum(num_bytes)
 
     def _receive(
         self,
@@ -300,7 +334,8 @@ class PeerRecovery:
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
         """Check that the loaded state equals the received state; if not, mark the state as partial and raise."""
-        differences = received.differences(self._state.content_like(received.state))
+        # A kept state has the local state, too, which is compared with itself.
+        differences = received.differences({**received.state, **self._state.content_like(received.state)})
         if differences:
             self._state.mark_partial(
                 received.step,
@@ -318,71 +353,3 @@ def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
     if own.rstrip("/") in (address.rstrip("/") for address in addresses):
         raise ManagerError(f"expected the address of another replica to recover from, got this replica's own {own}")
     return list(addresses)
-
-
-def agree_on_step(
-    ranks: Agreement, transport: HTTPTransport[Any], addresses: Sequence[str], *, timeout: timedelta
-) -> int:
-    """Request snapshots of one common step from the sources of all ranks, and return the step on every rank.
-
-    Args:
-        ranks: All ranks of this replica, which make the same call.
-        transport: The transport with which the first rank requests the snapshots.
-        addresses: The addresses from which this rank will recover. They may differ between ranks.
-        timeout: Deadline of the requests.
-
-    Raises:
-        TransportError: A request failed, with the same error on all ranks; or a rank exited.
-    """
-    named = ranks.values_of_all("name the sources", lambda: list(addresses), _addresses_decoder)
-
-    def ask() -> tuple[int, Failure | None]:
-        everywhere = [address for each in named for address in each]
-        try:
-            return transport.common_step(list(dict.fromkeys(everywhere)), timeout=timeout), None
-        except TransportError as error:
-            return 0, describe(error)
-
-    step, failure = ranks.value_of_first("agree on a step", ask, _step_decoder)
-    if failure is not None:
-        raise rebuild(failure)
-    return step
-
-
-def recover_on_all_ranks(ranks: Agreement, recover: Callable[[], T], *, timeout: timedelta) -> tuple[T, list[str]]:
-    """Run ``recover`` on every rank. Return its result on this rank, and messages about errors of other ranks.
-
-    Args:
-        ranks: All ranks of this replica, which make the same call.
-        recover: This rank's recovery.
-        timeout: While ``recover`` runs, other ranks wait for at most twice this time.
-
-    Raises:
-        Exception: The error of ``recover`` on this rank; the other ranks receive its message.
-        RankGoneError: The store does not respond, and ``recover`` did not run.
-    """
-    outcome: list[T] = []
-    own_errors: list[Exception] = []
-
-    def act() -> bytes | None:
-        try:
-            outcome.append(ranks.showing_life(recover, 2 * timeout.total_seconds()))
-        except Exception as error:
-            own_errors.append(error)
-            return f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS].encode()
-        return None
-
-    try:
-        messages = ranks.run_on_all_ranks("recover", act)
-        failures = [
-            f"rank {rank}: {each.decode(errors='replace')}"
-            for rank, each in enumerate(messages)
-            if each and rank != ranks.rank
-        ]
-    except TransportError as error:
-        if not outcome and not own_errors:
-            raise
-        failures = [str(error)]
-    if own_errors:
-        raise own_errors[0]
-    return outcome[0], failures

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft_transport import PeerError, TransportError
 from ft_transport.telemetry.metrics import weakly
 from manager.errors import ManagerError, RecoveryFailedError
-from manager.recovery.checkpoints import Checkpoints, check_store
+from manager.recovery.checkpoints import Checkpoints, ResumeKeys, check_interval, check_store
+from manager.recovery.local_state import LocalState
 from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.registration_check import EncodingCheck
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ft_transport import CheckpointStore, HTTPTransport
+    from manager.recovery.keeping import Keeping
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +38,21 @@ class Replica:
         store: The store of durable checkpoints. `close` closes it.
         prefault: As for `StateManager`.
         save_every: As for `StateManager`.
+        keep_every: As for `StateManager`.
 
     Attributes:
         state: The registered state, with its lock.
         transport: The given transport; ``None`` without one.
         snapshots: Takes the snapshots that the transport serves; ``None`` without a transport.
         peers: Recovers from live peers; ``None`` without a transport.
+        local: Saves and loads local state.
+        keeping: Keeps states beyond the death of this process; ``None`` without ``keep_every``.
         checkpoints: Saves and loads durable checkpoints; ``None`` without a store.
         encodings: Checks that the state can be served and saved.
 
     Raises:
-        ConfigurationError: ``save_every`` was given without a store, or is not a positive whole number.
+        ConfigurationError: ``save_every`` was given without a store, or ``keep_every`` without a transport; or one of
+            them is not a positive whole number.
         TypeError: The transport or the store is not one of ``ft_transport``.
         TransportError: The transport belongs to another replica.
     """
@@ -58,16 +65,22 @@ class Replica:
         *,
         prefault: bool = False,
         save_every: int | None = None,
+        keep_every: int | None = None,
     ) -> None:
         if transport is not None and not hasattr(transport, "serve_fresh"):
             raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(transport).__name__}")
         check_store(store, save_every)
+        check_interval("keep_every", keep_every, needs="checkpoint_transport", given=transport)
         self.state = state = ReplicaState(timeout)
         self.transport = transport
         self.snapshots: SnapshotScheduler | None = None
         self.peers: PeerRecovery | None = None
+        self.local = LocalState(state.registry)
+        self.keeping: Keeping | None = None
         self.checkpoints: Checkpoints | None = None
         scopes: list[Scope] = [] if transport is None and store is None else ["replicated"]
+        if store is not None or keep_every is not None:
+            scopes.append("local")
         if transport is not None:
             self.snapshots = SnapshotScheduler(state, transport, prefault=prefault)
             self.peers = PeerRecovery(state, transport)
@@ -76,9 +89,16 @@ class Replica:
             status.metrics.collect(state.lock.costs.readings)
             status.metrics.collect(weakly(state.readings))
             status.metrics.collect(self.peers.counts.readings)
+            if keep_every is not None:
+                from manager.recovery.keeping import Keeping  # noqa: PLC0415 - it imports the server
+
+                copier = self.snapshots.copier
+                self.keeping = Keeping(state, transport, self.peers, copier, self.local, every=keep_every)
+                status.metrics.collect(self.keeping.counts.readings)
         if store is not None:
-            scopes.append("local")
-            self.checkpoints = Checkpoints(state, store, save_every=save_every, snapshots=self.snapshots)
+            self.checkpoints = Checkpoints(
+                state, store, save_every=save_every, snapshots=self.snapshots, local=self.local
+            )
             if transport is not None:
                 status = transport.process_status
                 status.set_recorders([transport.recorder, store.recorder])
@@ -104,14 +124,16 @@ class Replica:
             )
         self.check_loaders()
         self.state.begin_step(number)
-        is_kept = self.snapshots.boundary(hold=hold) if self.snapshots is not None else False
+        is_served = self.snapshots.boundary(hold=hold) if self.snapshots is not None else False
+        if self.keeping is not None:
+            self.keeping.boundary()
         if self.checkpoints is not None:
             self.checkpoints.boundary()
-        return is_kept
+        return is_served
 
     def check_loaders(self) -> None:
         """Raise ``LoaderOrderError`` if the loop drew a batch too early, or from an outdated iterator."""
-        self.state.registry.loaders.check(is_saved=self.checkpoints is not None)
+        self.state.registry.loaders.check(is_saved=self.checkpoints is not None or self.keeping is not None)
 
     def recover(
         self,
@@ -158,6 +180,27 @@ class Replica:
             raise
         return recoveries[0]
 
+    def resume(self, keys: ResumeKeys) -> Recovery | None:
+        """Load the newest kept state or durable checkpoint; see `StateManager.resume`."""
+        keeping, checkpoints = self.keeping, self.checkpoints
+        if keeping is None:
+            return self.required_checkpoints().resume(keys)
+        ranks = keeping.agreement()
+        newest = checkpoints.store.latest() if checkpoints is not None else None
+        resumed = keeping.resume(ranks, newer_than=newest if newest is not None else -1)
+        if resumed is None and checkpoints is not None:
+            try:
+                resumed = checkpoints.resume(keys)
+            except TransportError as error:
+                logger.warning("no checkpoint could be loaded; looking for an older kept state: %s", error)
+                resumed = keeping.resume(ranks, newer_than=-1)
+                if resumed is None:
+                    raise
+        if resumed is None:
+            # A load that failed halfway has changed the state.
+            self.state.refuse_partial()
+        return resumed
+
     def required_checkpoints(self) -> Checkpoints:
         """Return `checkpoints`, or raise ``ManagerError`` if this replica has no store."""
         if self.checkpoints is None:
@@ -169,13 +212,20 @@ class Replica:
         closers: list[Callable[[], object]] = []
         if self.transport is not None:
             closers.append(self.transport.shutdown)
+        if self.keeping is not None:
+            closers.append(partial(self.keeping.kept.close, is_over=False))
         if self.checkpoints is not None:
             # The store may still be saving a snapshot of the transport, and closes first.
             closers.append(self.checkpoints.store.close)
         return closers
 
-    def close(self, *, wait: bool) -> None:
-        """Close the snapshots, the store and the transport, in this order."""
+    def close(self, *, wait: bool, is_over: bool = True) -> None:
+        """Close the snapshots, the store and the transport, in this order.
+
+        Args:
+            wait: Whether to wait until the transport's server has ended.
+            is_over: Whether the training has ended, so that no restarted process needs the kept states.
+        """
         with ExitStack() as closing:
             if self.transport is not None:
                 closing.callback(self.transport.shutdown, wait=wait)
@@ -183,6 +233,8 @@ class Replica:
             if self.checkpoints is not None:
                 # The store may still be saving a snapshot of the transport, and closes first.
                 closing.callback(self.checkpoints.store.close)
+            if self.keeping is not None:
+                closing.callback(self.keeping.close, is_over=is_over)
             if self.snapshots is not None:
                 closing.callback(self.snapshots.close)
 

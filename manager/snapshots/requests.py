@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 # Before Python 3.11 this is not the builtin one.
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ft_transport import CollectiveRefusedError, UnsupportedLeafError
 from ft_transport.runtime.signal_safe import SafeFuture
@@ -22,7 +23,7 @@ from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
     from ft_transport.state.snapshot import HeldState
-    from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
+    from ft_transport.transfer.server import SnapshotLease, StateServer
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,59 @@ class HeldBoundary:
     section: Section
 
 
-def copy_and_publish(unfinished: list[SnapshotInProgress], section: Section | None) -> None:
+class CopyInProgress(Protocol):
+    """A snapshot whose tensors are not all copied yet: a ``SnapshotInProgress``, or one for the keeper."""
+
+    def copy_deferred(self) -> None:
+        """Copies the rest. The caller holds the read lock."""
+
+    def publish(self) -> None:
+        """Completes the snapshot. Needs no lock."""
+
+    def abandon(self) -> None:
+        """Frees the memory of the snapshot."""
+
+
+_Copy = TypeVar("_Copy", bound=CopyInProgress)
+
+
+def begin_copy(
+    lock: StateLock,
+    what: str,
+    timeout: timedelta,
+    take: Callable[[bool], _Copy],
+    submit: Callable[[list[_Copy], Section | None], object],
+) -> None:
+    """Begin a snapshot on the training thread, and pass it to another thread, which calls `copy_and_publish`.
+
+    Args:
+        lock: The state's lock.
+        what: Names the snapshot in errors of the lock.
+        timeout: Longest wait for the read section.
+        take: Takes the snapshot. Its argument says whether tensors may be copied later.
+        submit: Passes the snapshot and its read section to the other thread.
+
+    Raises:
+        LockTimeoutError: Another thread held the write lock until the deadline.
+        TransportError: The state cannot be captured.
+    """
+    section: Section | None = None
+    unfinished: list[_Copy] = []
+    try:
+        # Inside the caller's own write section, everything is copied now: no read section could protect it later.
+        if not lock.write_owned():
+            section = lock.acquire_read(what, timeout, detached=True)
+        unfinished.append(take(section is not None))
+        submit(unfinished, section)
+    except BaseException:
+        with suppress(IndexError):
+            unfinished.pop().abandon()
+        if section is not None and section.is_open:
+            section.release()
+        raise
+
+
+def copy_and_publish(unfinished: list[_Copy], section: Section | None) -> None:
     """Copy the rest of a snapshot's tensors, release the read section, and publish the snapshot.
 
     Do not call this on the main thread, where a signal handler may interrupt it.

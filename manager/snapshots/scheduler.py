@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ from manager.snapshots.requests import (
     HeldBoundary,
     OpenRequests,
     SnapshotJob,
+    begin_copy,
     copy_and_publish,
     is_final,
     weak_request,
@@ -356,20 +358,13 @@ class SnapshotScheduler(StateObserver):
                 self._job = None
 
     def _begin(self, job: SnapshotJob, timeout: timedelta, *, may_share: bool = True) -> None:
-        section: Section | None = None
-        unfinished: list[SnapshotInProgress] = []
+        def take(may_defer: bool) -> SnapshotInProgress:
+            return self._server.take(self.copier.capture(may_defer=may_defer, may_share=may_share))
+
         try:
-            # Inside the caller's own write section, everything is copied now: no read section could protect it later.
-            if not self._lock.write_owned():
-                section = self._lock.acquire_read(f"snapshot of step {job.step}", timeout, detached=True)
-            capture = self.copier.capture(may_defer=section is not None, may_share=may_share)
-            unfinished.append(self._server.take(capture))
-            self._pool.submit(self._complete, job, unfinished, section)
+            what = f"snapshot of step {job.step}"
+            begin_copy(self._lock, what, timeout, take, partial(self._pool.submit, self._complete, job))
         except BaseException:
-            with suppress(IndexError):
-                unfinished.pop().abandon()
-            if section is not None and section.is_open:
-                section.release()
             self._end(job)
             raise
 

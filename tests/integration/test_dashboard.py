@@ -65,6 +65,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, quorum_ready: None) -> dict[s
             "told",
             checkpoint_transport=transport,
             checkpoint_store=CheckpointStore(tmp_path_factory.mktemp("checkpoints")),
+            keep_every=10,
         )
         try:
             manager.register("model", model)

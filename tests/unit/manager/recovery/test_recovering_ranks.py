@@ -13,7 +13,7 @@ from ranks_on_threads import groups_of, run_ranks
 from ft_transport import FetchFailedError, PeerUnreachableError
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.errors import RankGoneError
-from manager.recovery.peers import agree_on_step, recover_on_all_ranks
+from manager.recovery.rank_agreement import agree_on_step, recover_on_all_ranks
 
 T = TypeVar("T")
 

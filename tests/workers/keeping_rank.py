@@ -1,0 +1,89 @@
+"""One rank that keeps its state and resumes: ``keeping_rank.py DIRECTORY NUM_STEPS KEEP_EVERY``.
+
+It appends ``resumed STEP SECONDS`` and, at each step boundary, ``STEP DIGEST`` of its whole state to ``RANK.txt``. What
+is trained in a step follows from the step and the rank, so all lives of a job have the same state at the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ft_transport import HTTPTransport
+from manager import Manager
+
+WIDTH = int(os.environ.get("KEEPING_WIDTH", "64"))
+
+
+class Counter:
+    """Local state: it is not the same on two ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.value = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "noise": torch.full((3,), float(self.value))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer, counter: Counter) -> str:
+    digest = hashlib.blake2b(str(counter.value).encode(), digest_size=8)
+    for parameter in model.parameters():
+        for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            digest.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    directory, num_steps, keep_every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    if world_size > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        mesh = init_device_mesh("cpu", (world_size,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    counter = Counter(rank)
+    manager = Manager(checkpoint_transport=HTTPTransport(), keep_every=keep_every)
+    manager.register("model", model)
+    manager.register("optimizer", optimizer)
+    manager.register("counter", counter, scope="local")
+    manager.attach(optimizer)
+    began_s = time.monotonic()
+    manager.resume()
+    step = manager.current_step()
+    with (directory / f"{rank}.txt").open("a", buffering=1) as notes:
+        notes.write(f"resumed {step} {time.monotonic() - began_s:.3f}\n")
+        while step < num_steps:
+            manager.start_step(step)
+            notes.write(f"{step} {digest_of(model, optimizer, counter)}\n")
+            torch.manual_seed(step * world_size + rank)
+            model(torch.randn(8, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counter.value += 7
+            step += 1
+        notes.write(f"{step} {digest_of(model, optimizer, counter)}\n")
+        notes.write("done\n")
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()
