@@ -24,6 +24,7 @@ from benchmarks import (
     gpu,
     heal,
     join,
+    keep,
     loop,
     publishing,
     reading,
@@ -62,10 +63,18 @@ BENCHMARKS = {
         fleet,
         fleet_simulation,
         goodput,
+        keep,
         gpu,
     )
 }
-ON_DISK = (checkpoint.BENCHMARK, goodput.BENCHMARK, gpu.BENCHMARK, reading.BENCHMARK, reading_commands.BENCHMARK)
+ON_DISK = (
+    checkpoint.BENCHMARK,
+    goodput.BENCHMARK,
+    gpu.BENCHMARK,
+    keep.BENCHMARK,
+    reading.BENCHMARK,
+    reading_commands.BENCHMARK,
+)
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ _PRELOADED: Final = (
     "benchmarks.fleet_runs",
     "benchmarks.goodput",
     "benchmarks.heal",
+    "benchmarks.keep",
     "benchmarks.loop",
     "benchmarks.reading",
     "benchmarks.reshard",
