@@ -13,6 +13,7 @@ import msgspec
 
 from benchmarks.fetch import VERIFIED
 from benchmarks.goodput import GOODPUT, NEXT
+from benchmarks.keep import BACK, PAUSE
 from benchmarks.options import Benchmark
 from benchmarks.report import Direction, Figure, Group, Role, Verdict
 
@@ -38,6 +39,8 @@ _ROWS: Final = (
     ("recovery of a replica, 1 GB, all weights trained", "heal", "adamw", "quorum to first commit", ""),
     ("SIGKILL of one of 3 replicas: the others commit again after", "goodput", "three", NEXT.name, ""),
     ("a SIGKILL every 15 s, 3 replicas: work left", "goodput", "three", GOODPUT.name, ""),
+    ("1 GB kept every 10 steps: such a step is longer by", "keep", "tensors300", PAUSE.name, ""),
+    ("a killed process has 1 GB again, on the same host, after", "keep", "tensors300", BACK.name, ""),
     ("pause for a durable checkpoint, 2 GB", "checkpoint", "big", "pause", ""),
     ("save to disk, 2 GB", "checkpoint", "big", "durable", ""),
 )

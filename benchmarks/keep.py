@@ -317,4 +317,8 @@ BENCHMARK: Final = Benchmark(
     run=run,
     states=tuple(_NUM_TENSORS),
     default=Size(scale=0.25, num_samples=1),
+    misses={
+        "beyond the pause": "The copy in the background takes cores and memory that this step uses fully; single "
+        "rounds reach from -0.02 to 0.08. On an H100, a step takes 1.00 times as long.",
+    },
 )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import keeping_trainer
 import kill_ranks
 import pytest
 from keepers import Trainer, is_alive, wait_until
@@ -17,6 +16,7 @@ from programs import Program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the keeper needs Linux")
 
+KEEPING_TRAINER = Path(__file__).parents[1] / "workers" / "keeping_trainer.py"
 HERE = "the keeper of this host"
 
 
@@ -42,7 +42,7 @@ class Kept:
 
     def start(self, *arguments: object, **environment: str) -> Trainer:
         variables = {**os.environ, "KEEPING_DIRECTORY": str(self.directory), **environment}
-        trainer = Trainer(keeping_trainer.__file__, *map(str, arguments), launch=Program, env=variables)
+        trainer = Trainer(str(KEEPING_TRAINER), *map(str, arguments), launch=Program, env=variables)
         self.trainers.append(trainer)
         return trainer
 

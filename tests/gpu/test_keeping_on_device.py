@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import keeping_trainer
 import pytest
 import torch
 from keepers import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+KEEPING_TRAINER = Path(__file__).parents[1] / "workers" / "keeping_trainer.py"
+
 
 def start(directory: Path) -> Trainer:
     variables = {**os.environ, "KEEPING_DEVICE": "cuda", "KEEPING_DIRECTORY": str(directory)}
-    return Trainer(keeping_trainer.__file__, "2000", env=variables)
+    return Trainer(str(KEEPING_TRAINER), "2000", env=variables)
 
 
 def test_a_restarted_process_has_the_state_of_the_dead_one(tmp_path: Path) -> None:
