@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from manager.quorum.decision import WorldSizeMode as WorldSizeMode
     from manager.quorum.lighthouse import embedded_lighthouse as embedded_lighthouse
     from manager.recovery.peers import Recovery as Recovery
+    from manager.recovery.preemption import PreemptedExit as PreemptedExit
     from manager.state.data_order import RandomState as RandomState
     from manager.state.optimizer_guard import OptimizerAttachment as OptimizerAttachment
     from manager.state_manager import StateManager as StateManager

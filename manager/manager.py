@@ -181,9 +181,9 @@ class Manager(StateManager):
             LoaderOrderError: A batch of a registered loader was drawn too early, or from an outdated iterator.
         """
         deadline = Deadline.after(timeout)
-        self._joined().start(
-            may_heal=allow_heal, shrink_only=shrink_only, deadline=deadline, is_async=self._use_async_quorum
-        )
+        loop = self._joined()
+        self._replica.end_if_preempted(self.current_step(), loop.membership.stop_heartbeats)
+        loop.start(may_heal=allow_heal, shrink_only=shrink_only, deadline=deadline, is_async=self._use_async_quorum)
 
     @spanned("wait_quorum")
     def wait_quorum(self) -> None:

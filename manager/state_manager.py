@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -281,9 +282,37 @@ class StateManager:
             TransportError: More saves in a row failed than the store allows.
         """
         self._refuse_start_step()
+        self._replica.end_if_preempted(step, lambda: None)
         self._state.steps.boundary(self._state.step, step)
         self._replica.encodings.check(self._state.optimizers())
         return self._replica.begin_step(step)
+
+    def on_preemption(
+        self,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        is_announced: Callable[[], bool] | None = None,
+        grace: timedelta = timedelta(seconds=25),
+    ) -> None:
+        """End this process in an orderly way when a preemption is announced to any rank of this replica.
+
+        All ranks stop at the same step boundary: their ``start_step`` or ``start_quorum`` keeps the state
+        (``keep_every``), saves it (``checkpoint_store``), and raises ``PreemptedExit``, a ``SystemExit`` with exit code
+        75. Other replicas do not wait. A second signal, or the end of ``grace``, ends the process at once with exit
+        code 75; what was kept and saved before is whole. All ranks must call this, on the main thread.
+
+        Args:
+            signals: The signals that announce a preemption, such as those of Kubernetes and of ``sbatch --signal``.
+                Their handlers are replaced.
+            is_announced: Function that returns whether a preemption is announced, for notices that have to be polled.
+                A thread calls it ten times per second.
+            grace: Time from the announcement until the process is ended.
+
+        Raises:
+            ConfigurationError: This replica has several ranks, and ``torch.distributed`` is not initialised.
+            ManagerError: This is not the main thread, or the method was called before.
+        """
+        self._usability.require()
+        self._unclosed.add(self._replica.expect_preemption(signals, is_announced, grace).close)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot. Call it between two steps. The returned future completes when peers can fetch the snapshot.

@@ -285,6 +285,11 @@ class CheckpointStore:
         self._await_saves()
         return self._inventory.newer_of_dcp()
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the store only loads."""
+        return self._is_read_only
+
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all complete checkpoints, ascending."""
         self._await_saves()

@@ -21,9 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
-import torch.distributed as dist
 
-from ft_transport import ConfigurationError, TransportError
+from ft_transport import TransportError
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.coordination.store import DirectStore, StoreChannel
@@ -35,7 +34,7 @@ from ft_transport.transfer.kept import KeptInProgress, KeptSnapshots
 from manager.errors import ManagerError
 from manager.recovery.local_state import LocalState
 from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
-from manager.recovery.rank_agreement import recover_on_all_ranks
+from manager.recovery.rank_agreement import recover_on_all_ranks, replica_ranks
 from manager.snapshots.boundary_copy import BoundaryCopier
 from manager.snapshots.requests import BOUNDARY_TIMEOUT, FailureLog, begin_copy, copy_and_publish
 from manager.state.lock import Section
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PURPOSE: Final = "kept state"
-_JOB_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+_JOB_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "TORCHFT_LIGHTHOUSE")
 _SOURCE: Final = "the keeper of this host"
 _FIRST_POLL_S: Final = 0.01
 _LONGEST_POLL_S: Final = 1.0
@@ -131,6 +130,26 @@ class Keeping(StateObserver):
             self._failures.taken()
             self._newest = step
 
+    def keep_now(self) -> None:
+        """Keep the state of the present boundary, and wait until the keeper has it.
+
+        Raises:
+            LockTimeoutError: Another thread held the write lock until the deadline.
+            TransportError: The state cannot be captured.
+        """
+        self._opened()
+        self._stop_reporting.set()
+        if self._job is not None:
+            self._job.exception()
+        if self._state.step == self._newest:
+            return
+        self._num_due += 1
+        what = f"kept snapshot of step {self._state.step}"
+        begin_copy(self._state.lock, what, self._state.timeout, self._take, self._submit)
+        self._newest = self._state.step
+        assert self._job is not None, "it was submitted"
+        self._job.result()
+
     def resume(self, ranks: Agreement, *, newer_than: int) -> Recovery | None:
         """Load the newest step that all ranks have kept. If it cannot be loaded, load the one before it.
 
@@ -177,14 +196,7 @@ class Keeping(StateObserver):
         Raises:
             ConfigurationError: This replica has several ranks, and ``torch.distributed`` is not initialised.
         """
-        group = self._opened()
-        num_ranks = os.environ.get("WORLD_SIZE", "1")
-        if num_ranks != "1" and not dist.is_initialized():
-            raise ConfigurationError(
-                f"expected torch.distributed to be initialised before resume: WORLD_SIZE is {num_ranks}, and all ranks "
-                "must resume the same step"
-            )
-        return Agreement(group, "resume", self._state.timeout)
+        return Agreement(self._opened(), "resume", self._state.timeout)
 
     def replaced(self) -> None:
         """Record that the state is about to be replaced, so that the present step is not kept."""
@@ -202,7 +214,7 @@ class Keeping(StateObserver):
 
     def _opened(self) -> RankGroup:
         if self._group is None:
-            self._group = group = RankGroup.of(None, keys=self._keys)
+            self._group = group = replica_ranks(self._keys)
             rank = str(group.rank) if group.size > 1 else os.environ.get("RANK", "0")
             if self._local.rank is not None:
                 rank = str(self._local.rank)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
+import torch.distributed as dist
 
-from ft_transport import TransportError
+from ft_transport import ConfigurationError, TransportError
 from ft_transport.coordination.agreement import Agreement
+from ft_transport.coordination.ranks import RankGroup
 from ft_transport.coordination.votes import Failure, describe, rebuild
 
 if TYPE_CHECKING:
     from ft_transport import HTTPTransport
+    from ft_transport.credentials import Keys
 
 T = TypeVar("T")
 
@@ -21,6 +25,21 @@ _MAX_SHOWN_CHARACTERS: Final = 500
 
 _addresses_decoder: Final = msgspec.msgpack.Decoder(list[str])
 _step_decoder: Final = msgspec.msgpack.Decoder(tuple[int, Failure | None])
+
+
+def replica_ranks(keys: Keys | None) -> RankGroup:
+    """Return all ranks of this replica: those of ``torch.distributed``. All ranks must call this equally often.
+
+    Raises:
+        ConfigurationError: The launcher started several ranks, and ``torch.distributed`` is not initialised.
+    """
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if num_ranks != "1" and not dist.is_initialized():
+        raise ConfigurationError(
+            f"expected torch.distributed to be initialised: WORLD_SIZE is {num_ranks}, and all ranks of the replica "
+            "must agree on a step"
+        )
+    return RankGroup.of(None, keys=keys)
 
 
 def agree_on_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -10,17 +11,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft_transport import PeerError, TransportError
+from ft_transport.settings import check_duration
 from ft_transport.telemetry.metrics import weakly
 from manager.errors import ManagerError, RecoveryFailedError
 from manager.recovery.checkpoints import Checkpoints, ResumeKeys, check_interval, check_store
 from manager.recovery.local_state import LocalState
 from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
+from manager.recovery.preemption import Preemption
+from manager.recovery.rank_agreement import replica_ranks
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.registration_check import EncodingCheck
 from manager.state.registry import Scope
 from manager.state.replica_state import ReplicaState, checked_step, status_report
 
 if TYPE_CHECKING:
+    import signal
+
     import torch.distributed as dist
 
     from ft_transport import CheckpointStore, HTTPTransport
@@ -47,6 +53,7 @@ class Replica:
         peers: Recovers from live peers; ``None`` without a transport.
         local: Saves and loads local state.
         keeping: Keeps states beyond the death of this process; ``None`` without ``keep_every``.
+        preemption: Learns of preemptions; ``None`` if none are expected.
         checkpoints: Saves and loads durable checkpoints; ``None`` without a store.
         encodings: Checks that the state can be served and saved.
 
@@ -77,6 +84,7 @@ class Replica:
         self.peers: PeerRecovery | None = None
         self.local = LocalState(state.registry)
         self.keeping: Keeping | None = None
+        self.preemption: Preemption | None = None
         self.checkpoints: Checkpoints | None = None
         scopes: list[Scope] = [] if transport is None and store is None else ["replicated"]
         if store is not None or keep_every is not None:
@@ -130,6 +138,46 @@ class Replica:
         if self.checkpoints is not None:
             self.checkpoints.boundary()
         return is_served
+
+    def expect_preemption(
+        self, signals: Sequence[signal.Signals], is_announced: Callable[[], bool] | None, grace: timedelta
+    ) -> Preemption:
+        """Begin to watch for preemptions; see `StateManager.on_preemption`."""
+        check_duration("grace", grace, at_least=timedelta(0))
+        if threading.current_thread() is not threading.main_thread():
+            raise ManagerError(
+                "expected the main thread to call on_preemption: Python lets no other set signal handlers"
+            )
+        if self.preemption is not None:
+            raise ManagerError("expected one call of on_preemption, got a second one")
+        keys = self.transport.keys if self.transport is not None else None
+        self.preemption = Preemption(replica_ranks(keys), signals, is_announced, grace, self.state.timeout)
+        return self.preemption
+
+    def end_if_preempted(self, step: int, leave: Callable[[], None]) -> None:
+        """If a preemption is announced, and all ranks stop at this boundary, keep and save the state, and end.
+
+        Args:
+            step: The committed step of the state.
+            leave: Called first, so that other replicas do not wait for this one.
+
+        Raises:
+            PreemptedExit: This process has to end.
+        """
+        preemption = self.preemption
+        if preemption is None or not preemption.stops_at(step):
+            return
+        leave()
+        try:
+            self.state.begin_step(checked_step(step))
+            if self.keeping is not None:
+                self.keeping.keep_now()
+            if self.checkpoints is not None and not self.checkpoints.store.is_read_only:
+                self.checkpoints.save(wait=True, overwrite=True)
+        except (ManagerError, TransportError) as error:
+            logger.error("step %d: the state could not be saved before the preemption: %s", step, error)
+        logger.warning("step %d: this process ends, because it is preempted", step)
+        preemption.exit(step)
 
     def check_loaders(self) -> None:
         """Raise ``LoaderOrderError`` if the loop drew a batch too early, or from an outdated iterator."""
@@ -235,6 +283,8 @@ class Replica:
                 closing.callback(self.checkpoints.store.close)
             if self.keeping is not None:
                 closing.callback(self.keeping.close, is_over=is_over)
+            if self.preemption is not None:
+                closing.callback(self.preemption.close)
             if self.snapshots is not None:
                 closing.callback(self.snapshots.close)
 

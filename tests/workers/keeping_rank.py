@@ -66,6 +66,10 @@ def main() -> None:
     manager.register("optimizer", optimizer)
     manager.register("counter", counter, scope="local")
     manager.attach(optimizer)
+    if grace_s := os.environ.get("KEEPING_GRACE_S"):
+        announcement = directory / f"{rank}.announced"
+        manager.on_preemption(is_announced=announcement.exists, grace=timedelta(seconds=float(grace_s)))
+    stuck = directory / f"{rank}.stuck"
     began_s = time.monotonic()
     manager.resume()
     step = manager.current_step()
@@ -76,6 +80,8 @@ def main() -> None:
             notes.write(f"{step} {digest_of(model, optimizer, counter)}\n")
             torch.manual_seed(step * world_size + rank)
             model(torch.randn(8, WIDTH)).square().mean().backward()
+            while stuck.exists():
+                time.sleep(0.01)
             optimizer.step()
             optimizer.zero_grad()
             counter.value += 7

@@ -45,7 +45,7 @@ class Job:
     def resumed(self, rank: int) -> list[int]:
         return [int(words[1]) for words in self.notes(rank) if words[0] == "resumed"]
 
-    def start(self, port: int) -> None:
+    def start(self, port: int, **variables: str) -> None:
         self.num_notes = [len(self.notes(rank)) for rank in range(self.num_ranks)]
         environment = {
             **os.environ,
@@ -54,6 +54,7 @@ class Job:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(self.num_ranks),
             "OMP_NUM_THREADS": "1",
+            **variables,
         }
         arguments = [str(self.directory), str(self.num_steps), str(self.keep_every)]
         for rank in range(self.num_ranks):

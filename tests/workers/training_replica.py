@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--receive-bytes-per-s", type=float)
+    parser.add_argument("--keep-every", type=int, help="also resumes, and expects preemptions")
     parser.add_argument("--leave-children", action="store_true", help="once there are two replicas")
     arguments = parser.parse_args()
     faulthandler.enable()
@@ -117,12 +118,16 @@ def main() -> None:
     settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", on_progress=receiver)
     transport = ReportingTransport(config.timeout, settings=settings)
     transport.receiver = receiver
-    manager = Manager(config=config, checkpoint_transport=transport)
+    manager = Manager(config=config, checkpoint_transport=transport, keep_every=arguments.keep_every)
     manager.register("model", model)
     manager.register("optimizer", optimizer)
     manager.register("scheduler", scheduler)
     manager.register_state_dict_fn("data", local.update, lambda: dict(local), scope="local")
     manager.attach(optimizer)
+    if arguments.keep_every:
+        manager.on_preemption()
+        recovery = manager.resume()
+        report("resumed", step=recovery.step if recovery is not None else 0)
     report("ready", replica=manager.replica_id(), address=manager.metadata())
     children: object = None
     while True:  # until it is killed

@@ -1,0 +1,188 @@
+"""Ends a replica that is about to be preempted: all its ranks stop at the same step, whose state is kept and saved.
+
+A scheduler announces a preemption to one rank or to several, at different moments, by a signal or by a notice that has
+to be polled. The ranks agree through the group's key-value store, without a collective in each step:
+
+1. The rank that hears of the preemption sets a key. A thread of every rank looks for that key a few times per second.
+2. Each rank posts the first step boundary that it has not passed yet, and does not pass it. That may be the present
+   boundary or, in the middle of a step, the next one.
+3. The ranks stop at the latest of the posted boundaries. Ranks that are a step behind make that step first; a rank that
+   waits at its boundary has already taken part in it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Final, NoReturn
+
+from ft_transport.coordination.ranks import RankGroup
+from ft_transport.coordination.store import DirectStore, StoreChannel
+from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
+
+logger = logging.getLogger(__name__)
+
+PREEMPTED_EXIT_CODE: Final = 75
+"""Exit code of a preempted process: ``EX_TEMPFAIL`` of ``sysexits.h``, "try again later"."""
+_POLL_S: Final = 0.1
+_EXIT_S: Final = 2.0
+"""How much longer than the grace period the exit of the interpreter may take."""
+_PURPOSE: Final = "preemption"
+_ASKED: Final = "asked"
+
+
+class PreemptedExit(SystemExit):
+    """Ends a process at the step at which all ranks of a preempted replica stop.
+
+    As a ``SystemExit`` it runs ``finally`` blocks and exit handlers, and passes through ``except Exception``.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(PREEMPTED_EXIT_CODE)
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"preempted at step {self.step}"
+
+
+class Preemption:
+    """Learns of a preemption, and agrees with the other ranks on the step at which to stop.
+
+    Args:
+        group: The ranks of the replica.
+        signals: The signals that announce a preemption. Their handlers are replaced.
+        is_announced: Returns whether a preemption is announced; called repeatedly on a thread. ``None`` for signals
+            only.
+        grace: Time from the announcement until this process ends, even if the state is not saved yet.
+        timeout: Deadline of each call of the key-value store.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        signals: Sequence[signal.Signals],
+        is_announced: Callable[[], bool] | None,
+        grace: timedelta,
+        timeout: timedelta,
+    ) -> None:
+        self._group = group
+        self._is_announced = is_announced
+        self._grace_s = grace.total_seconds()
+        self._timeout = timeout
+        self._channel = StoreChannel(DirectStore(group.store(_PURPOSE))) if group.size > 1 else None
+        self._mutex = threading.Lock()
+        self._num_signals = 0
+        self._begun_step = -1
+        self._is_asked = False
+        self._stop_at: int | None = None
+        self._ended = SafeEvent()
+        self._is_exiting = False
+        self._pid = os.getpid()
+        self._handlers = {int(number): signal.signal(number, self._handle) for number in signals}
+        self._thread = SafeThread(target=self._watch, name="ft-transport-preemption", daemon=True)
+        self._thread.start()
+
+    @property
+    def left(self) -> timedelta:
+        """The time that is left before the process is ended."""
+        return timedelta(seconds=max(0.0, self._deadline_s - time.monotonic()))
+
+    def stops_at(self, step: int) -> bool:
+        """Return whether this rank stops at the boundary of ``step``. Waits for the other ranks after an announcement.
+
+        The training thread calls this at each boundary. If the result is false, it begins the step.
+        """
+        with self._mutex:
+            if not self._is_asked:
+                self._begun_step = step
+                return False
+            if self._stop_at is None:
+                self._post(step)
+        target = self._target()
+        if target is not None and step < target:
+            with self._mutex:
+                self._begun_step = step
+            return False
+        return True
+
+    def exit(self, step: int) -> NoReturn:
+        """End this process, which has kept and saved what it could, with exit handlers and ``finally`` blocks.
+
+        Raises:
+            PreemptedExit: Always.
+        """
+        self._is_exiting = True
+        self._ended.set()
+        raise PreemptedExit(step)
+
+    def close(self) -> None:
+        """Expect no preemption any more, unless this process is exiting because of one. Idempotent."""
+        if not self._is_exiting and not self._ended.is_set():
+            self._ended.set()
+            if self._is_asked:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        # Nothing that needs a lock: the interrupted code may hold it.
+        if os.getpid() != self._pid or (self._ended.is_set() and not self._is_exiting):
+            # A forked child, such as a worker of a data loader, or after `close`, which any thread may call.
+            signal.signal(number, self._handlers[number])
+            os.kill(os.getpid(), number)
+            return
+        self._num_signals += 1
+        if self._num_signals > 1:
+            os._exit(PREEMPTED_EXIT_CODE)
+
+    def _watch(self) -> None:
+        """Look for an announcement here and on other ranks; then end the process after the grace period."""
+        while not self._ended.wait(_POLL_S):
+            try:
+                if self._hears():
+                    break
+            except Exception as error:
+                logger.warning("cannot find out whether a preemption is announced: %s", error)
+        else:
+            return
+        if not self._ended.wait(self.left.total_seconds()):
+            logger.error(
+                "the grace period of %g s is over before the state was saved; this process ends", self._grace_s
+            )
+            os._exit(PREEMPTED_EXIT_CODE)
+
+    def _hears(self) -> bool:
+        is_own = self._num_signals > 0 or (self._is_announced is not None and self._is_announced())
+        if is_own and self._channel is not None:
+            self._channel.set(_ASKED, "1", self._timeout)
+        if not is_own and (self._channel is None or self._channel.missing([_ASKED], self._timeout)):
+            return False
+        with self._mutex:
+            self._deadline_s = time.monotonic() + self._grace_s
+            self._is_asked = True
+            if self._begun_step >= 0:
+                self._post(self._begun_step + 1)
+        logger.warning("a preemption is announced %s", "to this rank" if is_own else "to another rank")
+        if sys.__stderr__ is not None:
+            # Needs no GIL, which the exit of an interpreter may hold for ever. No other timer ends the process there.
+            faulthandler.dump_traceback_later(self._grace_s + _EXIT_S, exit=True, file=sys.__stderr__)
+        return True
+
+    def _post(self, step: int) -> None:
+        self._stop_at = step
+        if self._channel is not None:
+            self._channel.set(str(self._group.rank), str(step), self._timeout)
+
+    def _target(self) -> int | None:
+        """Return the step at which all ranks stop; ``None`` if not all ranks have answered in the grace period."""
+        if self._channel is None:
+            return self._stop_at
+        keys = [str(rank) for rank in range(self._group.size)]
+        found = self._channel.get(keys, self.left, answer_timeout=self._timeout)
+        return max(int(each) for each in found) if found is not None else None
