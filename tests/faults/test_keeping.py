@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Any
 import kill_ranks
 import pytest
 from keepers import Trainer, is_alive, wait_until
-from programs import Program
+from programs import Program, run
+
+from ft_transport.cli.keepers import find_keepers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the keeper needs Linux")
 
@@ -22,14 +26,7 @@ HERE = "the keeper of this host"
 
 def keeper_of(trainer: int) -> int | None:
     """The process id of a process's keeper."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes()
-        except OSError:
-            continue
-        if b"ft_transport.keeper.program" in command and command.endswith(f"\0{trainer}\0".encode()):
-            return int(path.parent.name)
-    return None
+    return next((each.pid for each in find_keepers() if each.trainer_pid == trainer), None)
 
 
 class Kept:
@@ -252,3 +249,27 @@ def test_a_rollback_drops_the_later_states(kept: Kept) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_that_are_killed_at_random_resume_the_same_step_exactly(num_ranks: int) -> None:
     kill_ranks.run(num_ranks, num_kills=5, keep_every=2, seed=num_ranks)
+
+
+def test_the_command_lists_keepers_and_drops_the_states_of_dead_trainers(kept: Kept) -> None:
+    living, dead = kept.start(100), kept.start(101)
+    digest = living.ask("train(2)")
+    dead.ask("train(2)")
+    keeper = kept.keeper(dead)
+    dead.kill()
+    shown = {each["trainer_pid"]: each for each in keepers()["keepers"]}
+    assert shown[living.process.pid]["is_trainer_alive"]
+    assert not shown[dead.process.pid]["is_trainer_alive"]
+    assert shown[dead.process.pid]["num_snapshots"] == 2
+    assert shown[dead.process.pid]["held_bytes"] >= 2 * 3 * 4 * 101 * 101
+    # Not the living trainer's, although it is named as well. Other tests have keepers on this host, too.
+    assert keepers("--end", str(keeper), str(kept.keeper(living)))["ended"] == [keeper]
+    wait_until(lambda: not is_alive(keeper))
+    assert kept.start(101).ask("resume()") is None
+    living.kill()
+    assert kept.start(100).ask("resume()") == (2, 2, HERE, digest)
+
+
+def keepers(*arguments: str) -> Any:
+    command = [sys.executable, "-m", "ft_transport.cli", "keepers", "--json", *arguments]
+    return json.loads(run(command, stdout=subprocess.PIPE, timeout=20, check=True).stdout)

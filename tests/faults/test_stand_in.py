@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 from quorum_threads import Gate, lighthouse, make_manager, run_replicas
 from replica_fleet import ReplicaFleet
 
+from ft_transport.cli.keepers import find_keepers
 from manager import Manager
 from manager.errors import QuorumTimeoutError
 from manager.quorum.members import read_status
@@ -60,12 +61,7 @@ def fleet(tmp_path: Path, address: str) -> Iterator[ReplicaFleet]:
 
 def keeper_of(trainer: int) -> int | None:
     """The process id of a process's keeper."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            command = path.read_bytes()
-            if b"ft_transport.keeper.program" in command and command.endswith(f"\0{trainer}\0".encode()):
-                return int(path.parent.name)
-    return None
+    return next((each.pid for each in find_keepers() if each.trainer_pid == trainer), None)
 
 
 def all_pass(fleet: ReplicaFleet, step: int, names: str, timeout_s: float = LONG_S) -> None:
