@@ -53,9 +53,15 @@ class Listen(Struct, frozen=True, tag=True):
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """From the trainer: begin a duty now, although the trainer lives."""
+    """From the trainer: begin a duty now, although the trainer lives.
+
+    Attributes:
+        name: Name of the duty.
+        is_left: Whether a successor can inherit the duty now. If not, it can after the trainer's death.
+    """
 
     name: str
+    is_left: bool = False
 
 
 class End(Struct, frozen=True, tag=True):

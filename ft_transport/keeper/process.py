@@ -122,11 +122,12 @@ class KeeperProcess:
     def leave(self, name: str) -> None:
         """Let the keeper begin a duty now, and leave the duty with its files to it: another keeper gets neither."""
         with self._usable_mutex():
-            self.begin(name)
-            self._forget(name)
+            if name in self._duties:
+                self._tell(Begin(name, is_left=True))
+                self._forget(name)
 
     def end(self, name: str) -> None:
-        """End a duty, and wait until the keeper has ended it. With its last duty, the keeper ends as well."""
+        """End a duty, and wait until the keeper has ended it."""
         with self._usable_mutex():
             if name not in self._duties:
                 return
@@ -134,6 +135,10 @@ class KeeperProcess:
                 if connection is not None and not end_duty(connection, name):
                     logger.warning("the keeper of this process did not answer within %g s", ANSWER_S)
             self._forget(name)
+
+    def end_if_idle(self) -> None:
+        """End the keeper if it has no duties."""
+        with self._usable_mutex():
             if not self._duties:
                 self._disconnect()
 

@@ -106,6 +106,7 @@ class _Kept:
         self.attend = attend
         self.duty = duty
         self.has_begun = False
+        self.is_left = False
         self.files: dict[int, tuple[bytes, int]] = {}
         self.listening: socket.socket | None = None
         self.successor: socket.socket | None = None
@@ -211,6 +212,8 @@ class Keeper:
                 self._attend(message)
             case Begin():
                 self._begin(message.name)
+                if message.is_left and message.name in self._kept:
+                    self._kept[message.name].is_left = True
             case End():
                 self._end(message.name)
                 with contextlib.suppress(OSError):
@@ -309,8 +312,8 @@ class Keeper:
             self._read_trainer()
             if self._trainer is not None and self._is_trainer_dying():
                 self._note_death()
-            # Before the duty begins, there is nothing to inherit.
-            if not kept.has_begun or not is_own_user(connection):
+            # Before the trainer has died or left the duty, there is nothing to inherit.
+            if (self._trainer is not None and not kept.is_left) or not is_own_user(connection):
                 connection.close()
                 return
             # Others wait: this successor's keeper may be about to accept connections instead of this one.

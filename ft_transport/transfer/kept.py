@@ -216,6 +216,7 @@ class KeptSnapshots:
         if self._is_attended:
             if is_over:
                 keeper.end(self._name)
+                keeper.end_if_idle()
             else:
                 keeper.leave(self._name)
         for kept in self._kept:
