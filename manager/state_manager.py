@@ -297,8 +297,8 @@ class StateManager:
 
         All ranks stop at the same step boundary: their ``start_step`` or ``start_quorum`` keeps the state
         (``keep_every``), saves it (``checkpoint_store``), and raises ``PreemptedExit``, a ``SystemExit`` with exit code
-        75. Other replicas do not wait. A second signal, or the end of ``grace``, ends the process at once with exit
-        code 75; what was kept and saved before is whole. All ranks must call this, on the main thread.
+        75. Other replicas do not wait. A further signal after two seconds, or the end of ``grace``, ends the process at
+        once; what was kept and saved before is whole. All ranks must call this, on the main thread.
 
         Args:
             signals: The signals that announce a preemption, such as those of Kubernetes and of ``sbatch --signal``.

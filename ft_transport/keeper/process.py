@@ -61,6 +61,11 @@ class KeeperProcess:
         own = self._connection.fileno() if self._connection is not None else None
         return candidate.fileno() in {own, *self._listening.values()}
 
+    def attends(self, name: str) -> bool:
+        """Return whether the keeper has a duty of this name."""
+        with self._usable_mutex():
+            return name in self._duties
+
     def attend(self, duty: Attend) -> None:
         """Give the keeper a duty, which it begins when this process dies."""
         with self._usable_mutex():

@@ -104,6 +104,7 @@ class KeptSnapshots:
         self._kept: list[_Kept] = []
         self._num_kept = 0
         self._is_attended = False
+        self._is_refused = False
 
     def open(self, address: str) -> None:
         """Take over the snapshots that the keeper of this process's predecessor holds, if there is one.
@@ -149,10 +150,13 @@ class KeptSnapshots:
 
     def attend(self) -> None:
         """Start the keeper, so that it runs before the first snapshot. Idempotent."""
-        if self._is_attended:
+        if self._is_attended or self._is_refused:
             return
-        self._attend()
-        if not keeper.listen(self._name, self._address):
+        self._is_refused = keeper.attends(self._name)  # another manager of this process has the name
+        if not self._is_refused:
+            self._attend()
+            self._is_refused = not keeper.listen(self._name, self._address)
+        if self._is_refused:
             logger.warning(
                 "another process with the same command, directory, replica_id and rank keeps its state on this host, "
                 "or an earlier one had another job token; if this process dies, no restarted process finds its state"
@@ -165,15 +169,12 @@ class KeptSnapshots:
 
         Args:
             taking: The state.
-            retained: Step of the snapshot to keep until a later call; by default that of the newest one.
+            retained: Step of the snapshot to keep until a later call; ``None`` to keep none.
 
         Raises:
             SnapshotError: The state cannot be captured, or there is not enough memory.
         """
-        earlier = [kept for kept in self._kept if kept.about.step < taking.step]
-        steps = [kept.about.step for kept in earlier]
-        retained = retained if retained in steps else max(steps, default=None)
-        self._drop([kept for kept in self._kept if kept not in earlier or kept.about.step != retained])
+        self._drop([kept for kept in self._kept if kept.about.step != retained])
         digester = Digester.of(self._keys.current()[0]) if self._keys is not None else PLAIN
         return KeptInProgress(self, self._stager.begin(taking, digester=digester))
 
@@ -201,6 +202,12 @@ class KeptSnapshots:
         assert isinstance(memory, MemoryFile), "a kept snapshot shares no tensor with the trainer"
         about = _About(step=snapshot.step, start=memory.start, num_bytes=snapshot.total_bytes)
         self._hold(about, memory.descriptor, snapshot.close)
+
+    def drop_from(self, step: int) -> tuple[int, ...]:
+        """Drop all snapshots of this step and of later steps, and return their steps."""
+        dropped = [kept for kept in self._kept if kept.about.step >= step]
+        self._drop(dropped)
+        return tuple(kept.about.step for kept in dropped)
 
     def retain_only(self, step: int) -> None:
         """Drop all snapshots except that of one step."""
@@ -254,13 +261,15 @@ class KeptSnapshots:
     def _hold(self, about: _About, descriptor: int, close: Callable[[], None]) -> None:
         self.attend()
         self._num_kept += 1
-        keeper.hold(self._name, self._num_kept, _encoder.encode(about), descriptor)
+        if self._is_attended:
+            keeper.hold(self._name, self._num_kept, _encoder.encode(about), descriptor)
         self._kept.append(_Kept(self._num_kept, about, descriptor, close))
 
     def _drop(self, dropped: Sequence[_Kept]) -> None:
         for kept in dropped:
             # In this order: the keeper must not offer memory that is used again.
-            keeper.drop(self._name, kept.number)
+            if self._is_attended:
+                keeper.drop(self._name, kept.number)
             self._kept.remove(kept)
             kept.close()
 

@@ -99,6 +99,7 @@ class StandIn:
         self._duty = Attend(absence.replica_id, _KIND, _encoder.encode(absence))
         self._predecessor = predecessor
         self._has_left = True
+        self._is_closed = False
 
     def arrive(self) -> None:
         """End all requests in this replica's place. Call this before each request of the replica itself."""
@@ -113,6 +114,9 @@ class StandIn:
         if self._address:
             keeper.listen(self._duty.name, self._address)
         self._has_left = False
+        if self._is_closed:
+            # A signal handler has closed this object meanwhile.
+            self.leave()
 
     def leave(self) -> None:
         """Let the keeper ask in this replica's place from now on, if this replica has ever asked."""
@@ -126,6 +130,7 @@ class StandIn:
 
     def close(self) -> None:
         """Leave, and close the connection to the keeper of the earlier process."""
+        self._is_closed = True
         self.leave()
         predecessor, self._predecessor = self._predecessor, None
         if predecessor is not None:

@@ -3,9 +3,13 @@
 Every ``keep_every`` steps, `Keeping` takes a snapshot of the rank's whole state, its local state included. The keeper
 of this process holds the snapshot (``ft_transport.transfer.kept``), and gives it to the restarted process.
 
-The ranks of a replica must resume at the same step. Each rank keeps two snapshots: the newest step that all ranks have
-kept, and a newer one. A rank reports each complete snapshot in the group's key-value store, and drops an older step
-only when all ranks have reported a newer one. So there is always a step that all ranks have, whenever they die.
+The ranks of a replica must resume at the same step. So each rank retains the newest step that all ranks have kept (the
+agreed step) and at most one newer snapshot. For each complete snapshot, a rank sets a key of its own in the group's
+key-value store. A step is agreed when the keys of all ranks are set. If a rank has to give a newer snapshot up, because
+another rank has failed to keep that step, it first removes its key, and then looks at the keys of the others: if all of
+them are set, another rank may have seen the step as agreed, and the snapshot stays. So there is always a step that all
+ranks have, whenever they die. All of this runs on a thread; if it is not finished at a step to be kept, that step is
+not kept.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -25,16 +30,16 @@ import msgspec
 from ft_transport import TransportError
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.coordination.store import DirectStore, StoreChannel
+from ft_transport.coordination.store import AT_ONCE, DirectStore, StoreChannel
 from ft_transport.runtime.signal_safe import SafeEvent
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.runtime.unix_sockets import shared_address
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.transfer.kept import KeptInProgress, KeptSnapshots
-from manager.errors import ManagerError
+from manager.errors import ManagerError, StateMismatchError
 from manager.recovery.local_state import LocalState
 from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
-from manager.recovery.rank_agreement import recover_on_all_ranks, replica_ranks
+from manager.recovery.rank_agreement import replica_ranks
 from manager.snapshots.boundary_copy import BoundaryCopier
 from manager.snapshots.requests import BOUNDARY_TIMEOUT, FailureLog, begin_copy, copy_and_publish
 from manager.state.lock import Section
@@ -52,6 +57,11 @@ _SOURCE: Final = "the keeper of this host"
 _FIRST_POLL_S: Final = 0.01
 _LONGEST_POLL_S: Final = 1.0
 
+_MISFIT: Final = "misfit"
+"""Outcome of a rank whose kept state does not fit the registered objects. Nothing was loaded."""
+_MAX_SHOWN: Final = 500
+
+_outcome_decoder: Final = msgspec.msgpack.Decoder(str)
 _steps_decoder: Final = msgspec.msgpack.Decoder(tuple[int, list[int]])
 
 
@@ -96,17 +106,22 @@ class Keeping(StateObserver):
         self._failures = FailureLog()
         self._pool = SafeExecutor(1, "ft-transport-keep")
         self._job: Future[None] | None = None
+        self._reporting: Future[None] | None = None
         self._stop_reporting = SafeEvent()
         self._is_prefaulted = False
-        self._num_due = 0
         self._newest: int | None = None
         self._agreed: int | None = None
+        self._unagreed: int | None = None
+        self._is_replaced = False
+        self._has_failed = False
         state.add_observer(self)
 
     def boundary(self) -> None:
         """Begin a snapshot if one is due at this step boundary. A failure is logged, and training continues."""
         self._opened()
         step = self._state.step
+        if self._is_replaced:
+            self._drop_other_history(step)
         if step == 0:
             return  # Most optimizers have no states yet.
         if not self._is_prefaulted:
@@ -114,12 +129,13 @@ class Keeping(StateObserver):
             self._prefault()
         if step % self._every or step == self._newest:
             return
-        self._num_due += 1
-        # It may still report the last snapshot; at the latest now, it has to stop.
+        # It may still wait for the reports of other ranks; at the latest now, it has to stop.
         self._stop_reporting.set()
-        if self.kept.is_preparing or (self._job is not None and not self._job.done()):
-            # Training does not wait for memory, or for the last snapshot.
+        if self.kept.is_preparing or not self._is_idle() or self._unagreed is not None:
+            # Training does not wait for memory, for the last snapshot, or for other ranks.
             self.counts.add("kept_snapshots_failed_total", "Unfinished")
+            if self._is_idle() and self._unagreed is not None:
+                self._job = self._pool.submit(self._give_up, self._unagreed)
             return
         try:
             begin_copy(self._state.lock, f"kept snapshot of step {step}", BOUNDARY_TIMEOUT, self._take, self._submit)
@@ -139,11 +155,11 @@ class Keeping(StateObserver):
         """
         self._opened()
         self._stop_reporting.set()
-        if self._job is not None:
-            self._job.exception()
+        self._wait_until_idle()
         if self._state.step == self._newest:
             return
-        self._num_due += 1
+        if self._unagreed is not None:
+            self._give_up(self._unagreed)
         what = f"kept snapshot of step {self._state.step}"
         begin_copy(self._state.lock, what, self._state.timeout, self._take, self._submit)
         self._newest = self._state.step
@@ -169,26 +185,29 @@ class Keeping(StateObserver):
         for step in sorted(common, reverse=True):
             if step <= newer_than:
                 break
-            try:
-                load = partial(self._load, step)
-                recovery, failures = recover_on_all_ranks(ranks, load, timeout=self._state.timeout)
-            except (ManagerError, TransportError) as error:
-                logger.warning("step %d from %s cannot be loaded: %s", step, _SOURCE, error)
-                continue
-            if failures:
-                self._state.mark_partial(step, f"other ranks could not load their kept states: {failures}")
-                logger.warning("step %d from %s is not used: %s", step, _SOURCE, failures)
-                continue
-            self.kept.retain_only(step)
-            self._newest = self._agreed = step
-            self.counts.add("kept_resumes_total")
-            logger.info(
-                "resumed step %d from %s; the ranks had kept the steps %s", step, _SOURCE, [k for _, k in named]
+            recovered: list[Recovery] = []
+            outcomes = ranks.values_of_all(
+                "load a kept state", partial(self._outcome, ranks, step, recovered), _outcome_decoder
             )
-            return recovery
+            if not any(outcomes):
+                self.kept.retain_only(step)
+                self._newest = self._agreed = step
+                self._is_replaced = False
+                self.counts.add("kept_resumes_total")
+                logger.info("resumed step %d from %s; the ranks had kept %s", step, _SOURCE, [k for _, k in named])
+                return recovered[0]
+            self._has_failed = self._has_failed or any(each not in {"", _MISFIT} for each in outcomes)
+            if recovered:
+                self._state.mark_partial(step, f"other ranks could not load their kept states: {outcomes}")
+                logger.warning("step %d from %s is not used: %s", step, _SOURCE, outcomes)
         if any(steps for _, steps in named):
             logger.info("no kept state is loaded: the ranks had kept the steps %s", [steps for _, steps in named])
         return None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a kept state was found damaged, on any rank; the same on all ranks."""
+        return self._has_failed
 
     def agreement(self) -> Agreement:
         """Return an agreement of all ranks of this replica, after taking over what an earlier process kept.
@@ -199,8 +218,9 @@ class Keeping(StateObserver):
         return Agreement(self._opened(), "resume", self._state.timeout)
 
     def replaced(self) -> None:
-        """Record that the state is about to be replaced, so that the present step is not kept."""
+        """Record that the state is about to be replaced, so that later kept states do not belong to it."""
         self._newest = None
+        self._is_replaced = True
 
     def close(self, *, is_over: bool) -> None:
         """Complete the last snapshot, and free the memory of this process.
@@ -241,44 +261,104 @@ class Keeping(StateObserver):
 
     def _submit(self, unfinished: list[KeptInProgress], section: Section | None) -> None:
         self._stop_reporting = stop = SafeEvent()
-        number, step = self._num_due, self._state.step
+        step = self._unagreed = self._state.step
         self._job = self._pool.submit(self._complete, step, unfinished, section)
-        self._pool.submit(self._report, self._job, number, step, stop)
+        self._reporting = self._pool.submit(self._report, self._job, step, stop)
+
+    def _is_idle(self) -> bool:
+        jobs = (self._job, self._reporting)
+        return all(job is None or job.done() for job in jobs)
+
+    def _wait_until_idle(self) -> None:
+        for job in (self._job, self._reporting):
+            if job is not None:
+                job.exception()
+
+    def _drop_other_history(self, step: int) -> None:
+        """After the state was replaced: drop the kept states of this step and of later ones, on all ranks alike."""
+        self._is_replaced = False
+        if step == self._newest:
+            return
+        self._stop_reporting.set()
+        self._wait_until_idle()
+        for dropped in self.kept.drop_from(step):
+            self._withdraw(dropped)
+        self._unagreed = None
+        if self._agreed is not None and self._agreed >= step:
+            self._agreed = None
 
     def _complete(self, step: int, unfinished: list[KeptInProgress], section: Section | None) -> None:
         """Complete a snapshot, on the pool's thread."""
         try:
             copy_and_publish(unfinished, section)
         except Exception as error:
+            self._unagreed = None
             self.counts.add("kept_snapshots_failed_total", type(error).__name__)
             logger.warning("step %d: the snapshot for the keeper failed: %s", step, error)
             raise
         self.counts.add("kept_snapshots_total")
         self.counts.set("kept_step", to=step)
 
-    def _report(self, job: Future[None], number: int, step: int, stop: SafeEvent) -> None:
+    def _report(self, job: Future[None], step: int, stop: SafeEvent) -> None:
         """Report a complete snapshot to the other ranks, and wait for their reports, on the pool's thread."""
-        group = self._group
-        assert group is not None, "a snapshot was taken"
         if job.exception() is not None:
             return
-        if group.size == 1:
-            self._agreed = step
+        channel, timeout, pause_s = self._channel(), self._state.timeout, _FIRST_POLL_S
+        if channel is None:
+            self._agreed, self._unagreed = step, None
             return
-        channel, timeout = StoreChannel(DirectStore(group.store(_PURPOSE))), self._state.timeout
-        pause_s = _FIRST_POLL_S
         try:
-            num_reports = channel.add(str(number), 1, timeout)
-            while num_reports < group.size:
+            channel.set(self._key(step), "1", timeout)
+            while channel.get(self._keys_of_all(step), AT_ONCE, answer_timeout=timeout) is None:
                 if stop.wait(pause_s):
                     return
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-                num_reports = channel.add(str(number), 0, timeout)
-            self._agreed = step
-            if group.rank == 0:
-                channel.remove(str(number - 1), timeout)
+            earlier, self._agreed, self._unagreed = self._agreed, step, None
+            if earlier is not None:
+                self._withdraw(earlier)
         except TransportError as error:
             logger.debug("step %d: cannot report the kept snapshot to the other ranks: %s", step, error)
+
+    def _give_up(self, step: int) -> None:
+        """Give up a snapshot that other ranks lack, unless a rank may have seen it as agreed."""
+        channel, timeout = self._channel(), self._state.timeout
+        assert channel is not None, "alone, this rank agrees at once"
+        try:
+            channel.remove(self._key(step), timeout)
+            others = [key for key in self._keys_of_all(step) if key != self._key(step)]
+            if channel.get(others, AT_ONCE, answer_timeout=timeout) is None:
+                self._unagreed = None
+                return
+            channel.set(self._key(step), "1", timeout)
+            self._agreed, self._unagreed = step, None
+        except TransportError as error:
+            logger.debug("step %d: cannot ask the other ranks about the kept snapshot: %s", step, error)
+
+    def _withdraw(self, step: int) -> None:
+        channel = self._channel()
+        if channel is not None:
+            with suppress(TransportError):
+                channel.remove(self._key(step), self._state.timeout)
+
+    def _channel(self) -> StoreChannel | None:
+        group = self._opened()
+        return StoreChannel(DirectStore(group.store(_PURPOSE))) if group.size > 1 else None
+
+    def _key(self, step: int) -> str:
+        return f"{step}/{self._opened().rank}"
+
+    def _keys_of_all(self, step: int) -> list[str]:
+        return [f"{step}/{rank}" for rank in range(self._opened().size)]
+
+    def _outcome(self, ranks: Agreement, step: int, recovered: list[Recovery]) -> str:
+        """Load a kept state on this rank. Return why it could not be loaded; empty if it was."""
+        try:
+            load = partial(self._load, step)
+            recovered.append(ranks.showing_life(load, 2 * self._state.timeout.total_seconds()))
+        except (ManagerError, TransportError) as error:
+            logger.warning("step %d from %s cannot be loaded: %s", step, _SOURCE, error)
+            return _MISFIT if isinstance(error, StateMismatchError) else f"{type(error).__name__}: {error}"[:_MAX_SHOWN]
+        return ""
 
     def _load(self, step: int) -> Recovery:
         options = PeerOptions(timeout=self._state.timeout, is_kept=True)

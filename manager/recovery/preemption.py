@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
 from typing import Final, NoReturn
 
+from ft_transport import TransportError
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.coordination.store import DirectStore, StoreChannel
 from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
@@ -37,6 +41,25 @@ _EXIT_S: Final = 2.0
 """How much longer than the grace period the exit of the interpreter may take."""
 _PURPOSE: Final = "preemption"
 _ASKED: Final = "asked"
+_DONE: Final = "done"
+_REPEATED_S: Final = 2.0
+"""A further signal within this time repeats the first one."""
+
+
+_expecting: weakref.WeakSet[Preemption] = weakref.WeakSet()
+
+
+def _leave_process_group() -> None:
+    """In a forked child, such as a worker of a data loader: leave the parent's process group.
+
+    torchrun and Slurm signal whole groups. The worker would die at once, and the training loop fail without a worker.
+    """
+    if _expecting:
+        with suppress(OSError):
+            os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_process_group)
 
 
 class PreemptedExit(SystemExit):
@@ -80,6 +103,8 @@ class Preemption:
         self._channel = StoreChannel(DirectStore(group.store(_PURPOSE))) if group.size > 1 else None
         self._mutex = threading.Lock()
         self._num_signals = 0
+        self._signalled_s = 0.0
+        self._deadline_s: float | None = None
         self._begun_step = -1
         self._is_asked = False
         self._stop_at: int | None = None
@@ -87,13 +112,15 @@ class Preemption:
         self._is_exiting = False
         self._pid = os.getpid()
         self._handlers = {int(number): signal.signal(number, self._handle) for number in signals}
+        _expecting.add(self)
         self._thread = SafeThread(target=self._watch, name="ft-transport-preemption", daemon=True)
         self._thread.start()
 
     @property
     def left(self) -> timedelta:
         """The time that is left before the process is ended."""
-        return timedelta(seconds=max(0.0, self._deadline_s - time.monotonic()))
+        deadline_s = self._deadline_s if self._deadline_s is not None else math.inf
+        return timedelta(seconds=max(0.0, min(deadline_s - time.monotonic(), self._grace_s)))
 
     def stops_at(self, step: int) -> bool:
         """Return whether this rank stops at the boundary of ``step``. Waits for the other ranks after an announcement.
@@ -104,9 +131,14 @@ class Preemption:
             if not self._is_asked:
                 self._begun_step = step
                 return False
+        try:
             if self._stop_at is None:
                 self._post(step)
-        target = self._target()
+            target = self._target()
+        except TransportError as error:
+            # Another rank, with the store, has ended already.
+            logger.warning("stops at step %d without the answers of all ranks: %s", step, error)
+            return True
         if target is not None and step < target:
             with self._mutex:
                 self._begun_step = step
@@ -119,6 +151,12 @@ class Preemption:
         Raises:
             PreemptedExit: Always.
         """
+        if self._channel is not None:
+            # The first rank to exit may take the key-value store along, or make a launcher end the others.
+            with suppress(TransportError):
+                self._channel.set(f"{_DONE}/{self._group.rank}", "1", self._timeout)
+                keys = [f"{_DONE}/{rank}" for rank in range(self._group.size)]
+                self._channel.get(keys, self.left, answer_timeout=self._timeout)
         self._is_exiting = True
         self._ended.set()
         raise PreemptedExit(step)
@@ -127,7 +165,8 @@ class Preemption:
         """Expect no preemption any more, unless this process is exiting because of one. Idempotent."""
         if not self._is_exiting and not self._ended.is_set():
             self._ended.set()
-            if self._is_asked:
+            _expecting.discard(self)
+            if self._deadline_s is not None:
                 faulthandler.cancel_dump_traceback_later()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -137,9 +176,12 @@ class Preemption:
             signal.signal(number, self._handlers[number])
             os.kill(os.getpid(), number)
             return
-        self._num_signals += 1
-        if self._num_signals > 1:
+        now_s = time.monotonic()
+        # Schedulers and launchers may both pass the same announcement on.
+        if self._num_signals and now_s > self._signalled_s + _REPEATED_S:
             os._exit(PREEMPTED_EXIT_CODE)
+        self._num_signals += 1
+        self._signalled_s = self._signalled_s or now_s
 
     def _watch(self) -> None:
         """Look for an announcement here and on other ranks; then end the process after the grace period."""
@@ -148,6 +190,8 @@ class Preemption:
                 if self._hears():
                     break
             except Exception as error:
+                if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+                    break
                 logger.warning("cannot find out whether a preemption is announced: %s", error)
         else:
             return
@@ -159,20 +203,28 @@ class Preemption:
 
     def _hears(self) -> bool:
         is_own = self._num_signals > 0 or (self._is_announced is not None and self._is_announced())
+        if is_own:
+            # Before any call of the store, which may not answer.
+            self._arm()
         if is_own and self._channel is not None:
             self._channel.set(_ASKED, "1", self._timeout)
         if not is_own and (self._channel is None or self._channel.missing([_ASKED], self._timeout)):
             return False
+        self._arm()
         with self._mutex:
-            self._deadline_s = time.monotonic() + self._grace_s
             self._is_asked = True
-            if self._begun_step >= 0:
+            if self._begun_step >= 0 and self._stop_at is None:
                 self._post(self._begun_step + 1)
         logger.warning("a preemption is announced %s", "to this rank" if is_own else "to another rank")
-        if sys.__stderr__ is not None:
-            # Needs no GIL, which the exit of an interpreter may hold for ever. No other timer ends the process there.
-            faulthandler.dump_traceback_later(self._grace_s + _EXIT_S, exit=True, file=sys.__stderr__)
         return True
+
+    def _arm(self) -> None:
+        """Start the grace period, unless it has begun."""
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._grace_s
+            if sys.__stderr__ is not None:
+                # Needs no GIL, which the exit of an interpreter may hold for ever, and no answer of a store.
+                faulthandler.dump_traceback_later(self._grace_s + _EXIT_S, exit=True, file=sys.__stderr__)
 
     def _post(self, step: int) -> None:
         self._stop_at = step

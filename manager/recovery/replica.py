@@ -244,8 +244,9 @@ class Replica:
                 resumed = keeping.resume(ranks, newer_than=-1)
                 if resumed is None:
                     raise
-        if resumed is None:
-            # A load that failed halfway has changed the state.
+        if resumed is None and keeping.has_failed:
+            # On all ranks, although some have changed no tensor: a start at step 0 would lose the state unnoticed.
+            self.state.mark_partial("latest", "the kept states are damaged, and no checkpoint exists")
             self.state.refuse_partial()
         return resumed
 

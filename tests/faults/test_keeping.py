@@ -273,3 +273,32 @@ def test_the_command_lists_keepers_and_drops_the_states_of_dead_trainers(kept: K
 def keepers(*arguments: str) -> Any:
     command = [sys.executable, "-m", "ft_transport.cli", "keepers", "--json", *arguments]
     return json.loads(run(command, stdout=subprocess.PIPE, timeout=20, check=True).stdout)
+
+
+def test_a_rollback_drops_the_later_states_before_the_first_step(kept: Kept) -> None:
+    trainer = kept.start()
+    trainer.run("import copy; saved = copy.deepcopy(manager.replica_state())")
+    trainer.ask("train(3)")
+    trainer.run("manager.load(saved); counter.value = 0; manager.start_step(0)")
+    trainer.kill()
+    assert kept.start().ask("resume()") is None
+
+
+def test_a_kept_state_that_cannot_be_read_is_not_taken_for_none(kept: Kept) -> None:
+    trainer = kept.start()
+    trainer.ask("train(2)")
+    trainer.run("[each.close.args[0].write_header(bytes(64)) for each in keeping().kept._kept]")
+    trainer.kill()
+    assert kept.start().ask("error_of(resume)") == "StateTornError"
+
+
+def test_a_second_manager_of_one_process_leaves_the_first_ones_states(kept: Kept) -> None:
+    trainer = kept.start()
+    digest = trainer.ask("train(2)")
+    trainer.run("first, counter, before = manager, Counter(), model")
+    trainer.run("model = nn.Linear(WIDTH, WIDTH); optimizer = torch.optim.AdamW(model.parameters())")
+    trainer.run("manager = Manager(checkpoint_transport=HTTPTransport(), keep_every=EVERY); register()")
+    trainer.ask("train(3)")
+    assert "keeps its state on this host" in trainer.ask("log.getvalue()")
+    trainer.kill()
+    assert kept.start().ask("resume()") == (2, 2, HERE, digest)

@@ -131,6 +131,7 @@ def test_two_die_at_once_and_one_comes_back_twice(fleet: ReplicaFleet) -> None:
 
 def test_a_killed_keeper_is_replaced(fleet: ReplicaFleet) -> None:
     trainer = fleet.processes["b"].pid
+    fleet.wait_for("a keeper", lambda: keeper_of(trainer) is not None, LONG_S)
     keeper = keeper_of(trainer)
     assert keeper is not None
     os.kill(keeper, signal.SIGKILL)
@@ -143,6 +144,7 @@ def test_a_killed_keeper_is_replaced(fleet: ReplicaFleet) -> None:
 
 def test_a_replica_that_dies_with_its_keeper_is_missed_by_its_heartbeats(tmp_path: Path) -> None:
     with lighthouse(heartbeat_timeout_ms=1000) as address, training(tmp_path, address) as fleet:
+        fleet.wait_for("a keeper", lambda: keeper_of(fleet.processes["b"].pid) is not None, LONG_S)
         keeper = keeper_of(fleet.processes["b"].pid)
         assert keeper is not None
         os.kill(keeper, signal.SIGKILL)
@@ -154,6 +156,7 @@ def test_a_replica_that_dies_with_its_keeper_is_missed_by_its_heartbeats(tmp_pat
 def test_a_keeper_asks_no_lighthouse_that_was_restarted(tmp_path: Path) -> None:
     """The request would make the new Lighthouse wait for a replica that it had forgotten."""
     with lighthouse(heartbeat_timeout_ms=HEARTBEAT_MS) as address, training(tmp_path, address) as fleet:
+        fleet.wait_for("a keeper", lambda: keeper_of(fleet.processes["b"].pid) is not None, LONG_S)
         dead_id, keeper = newest_id_of(fleet, "b"), keeper_of(fleet.processes["b"].pid)
         fleet.kill("b")
         all_pass(fleet, fleet.newest_step() + 3, "ac", SOON_S)

@@ -86,7 +86,7 @@ def keep(step: int) -> None:
         time.sleep(0.001)
     keeping()._job.result(20)
     manager.start_step(step)
-    keeping()._job.result(20)
+    keeping()._wait_until_idle()
 
 
 def keeping() -> Any:
