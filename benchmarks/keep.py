@@ -94,7 +94,7 @@ class Ours:
 
 
 class Dcp:
-    """What torch brings along, to a directory."""
+    """DCP's asynchronous save, to a directory."""
 
     def __init__(self, training: Training, directory: Path) -> None:
         import torch.distributed as dist
@@ -157,7 +157,7 @@ _SIDES: Final[dict[Named, Callable[[Training, Path], Ours | Dcp]]] = {OURS: Ours
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """What a life of a trainer measured, in seconds."""
+    """The measurements of a trainer until it is killed; durations in seconds."""
 
     pauses: list[float]
     step_s: float

@@ -203,11 +203,9 @@ class KeptSnapshots:
         about = _About(step=snapshot.step, start=memory.start, num_bytes=snapshot.total_bytes)
         self._hold(about, memory.descriptor, snapshot.close)
 
-    def drop_from(self, step: int) -> tuple[int, ...]:
-        """Drop all snapshots of this step and of later steps, and return their steps."""
-        dropped = [kept for kept in self._kept if kept.about.step >= step]
-        self._drop(dropped)
-        return tuple(kept.about.step for kept in dropped)
+    def drop_from(self, step: int) -> None:
+        """Drop all snapshots of this step and of later steps."""
+        self._drop([kept for kept in self._kept if kept.about.step >= step])
 
     def retain_only(self, step: int) -> None:
         """Drop all snapshots except that of one step."""

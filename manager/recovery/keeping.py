@@ -4,12 +4,9 @@ Every ``keep_every`` steps, `Keeping` takes a snapshot of the rank's whole state
 of this process holds the snapshot (``ft_transport.transfer.kept``), and gives it to the restarted process.
 
 The ranks of a replica must resume at the same step. So each rank retains the newest step that all ranks have kept (the
-agreed step) and at most one newer snapshot. For each complete snapshot, a rank sets a key of its own in the group's
-key-value store. A step is agreed when the keys of all ranks are set. If a rank has to give a newer snapshot up, because
-another rank has failed to keep that step, it first removes its key, and then looks at the keys of the others: if all of
-them are set, another rank may have seen the step as agreed, and the snapshot stays. So there is always a step that all
-ranks have, whenever they die. All of this runs on a thread; if it is not finished at a step to be kept, that step is
-not kept.
+agreed step) and at most one newer snapshot, about which the ranks decide together (``kept_steps``). It drops a snapshot
+only after that decision. So there is always a step that all ranks have, whenever they die. All of this runs on a
+thread; if it is not finished at a step to be kept, that step is not kept.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -30,13 +26,13 @@ import msgspec
 from ft_transport import TransportError
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.coordination.store import AT_ONCE, DirectStore, StoreChannel
 from ft_transport.runtime.signal_safe import SafeEvent
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.runtime.unix_sockets import shared_address
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.transfer.kept import KeptInProgress, KeptSnapshots
 from manager.errors import ManagerError, StateMismatchError
+from manager.recovery.kept_steps import KeptSteps
 from manager.recovery.local_state import LocalState
 from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
 from manager.recovery.rank_agreement import replica_ranks
@@ -54,8 +50,6 @@ logger = logging.getLogger(__name__)
 _PURPOSE: Final = "kept state"
 _JOB_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "TORCHFT_LIGHTHOUSE")
 _SOURCE: Final = "the keeper of this host"
-_FIRST_POLL_S: Final = 0.01
-_LONGEST_POLL_S: Final = 1.0
 
 _MISFIT: Final = "misfit"
 """Outcome of a rank whose kept state does not fit the registered objects. Nothing was loaded."""
@@ -103,6 +97,7 @@ class Keeping(StateObserver):
         self.kept = KeptSnapshots(transport.server, transport.keys)
         self.counts = MetricValues("keeping", threading.RLock())
         self._group: RankGroup | None = None
+        self._kept_steps: KeptSteps | None = None
         self._failures = FailureLog()
         self._pool = SafeExecutor(1, "ft-transport-keep")
         self._job: Future[None] | None = None
@@ -281,8 +276,8 @@ class Keeping(StateObserver):
             return
         self._stop_reporting.set()
         self._wait_until_idle()
-        for dropped in self.kept.drop_from(step):
-            self._withdraw(dropped)
+        self.kept.drop_from(step)
+        self._steps().begin_history()
         self._unagreed = None
         if self._agreed is not None and self._agreed >= step:
             self._agreed = None
@@ -303,52 +298,27 @@ class Keeping(StateObserver):
         """Report a complete snapshot to the other ranks, and wait for their reports, on the pool's thread."""
         if job.exception() is not None:
             return
-        channel, timeout, pause_s = self._channel(), self._state.timeout, _FIRST_POLL_S
-        if channel is None:
-            self._agreed, self._unagreed = step, None
-            return
         try:
-            channel.set(self._key(step), "1", timeout)
-            while channel.get(self._keys_of_all(step), AT_ONCE, answer_timeout=timeout) is None:
-                if stop.wait(pause_s):
-                    return
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            earlier, self._agreed, self._unagreed = self._agreed, step, None
-            if earlier is not None:
-                self._withdraw(earlier)
+            self._note_decision(step, self._steps().report(step, stop))
         except TransportError as error:
             logger.debug("step %d: cannot report the kept snapshot to the other ranks: %s", step, error)
 
     def _give_up(self, step: int) -> None:
-        """Give up a snapshot that other ranks lack, unless a rank may have seen it as agreed."""
-        channel, timeout = self._channel(), self._state.timeout
-        assert channel is not None, "alone, this rank agrees at once"
+        """Stop waiting for ranks that have not kept a step."""
         try:
-            channel.remove(self._key(step), timeout)
-            others = [key for key in self._keys_of_all(step) if key != self._key(step)]
-            if channel.get(others, AT_ONCE, answer_timeout=timeout) is None:
-                self._unagreed = None
-                return
-            channel.set(self._key(step), "1", timeout)
-            self._agreed, self._unagreed = step, None
+            self._note_decision(step, self._steps().give_up(step))
         except TransportError as error:
             logger.debug("step %d: cannot ask the other ranks about the kept snapshot: %s", step, error)
 
-    def _withdraw(self, step: int) -> None:
-        channel = self._channel()
-        if channel is not None:
-            with suppress(TransportError):
-                channel.remove(self._key(step), self._state.timeout)
+    def _note_decision(self, step: int, is_agreed: bool | None) -> None:
+        if is_agreed is not None:
+            self._unagreed = None
+            self._agreed = step if is_agreed else self._agreed
 
-    def _channel(self) -> StoreChannel | None:
-        group = self._opened()
-        return StoreChannel(DirectStore(group.store(_PURPOSE))) if group.size > 1 else None
-
-    def _key(self, step: int) -> str:
-        return f"{step}/{self._opened().rank}"
-
-    def _keys_of_all(self, step: int) -> list[str]:
-        return [f"{step}/{rank}" for rank in range(self._opened().size)]
+    def _steps(self) -> KeptSteps:
+        if self._kept_steps is None:
+            self._kept_steps = KeptSteps(self._opened(), self._state.timeout)
+        return self._kept_steps
 
     def _outcome(self, ranks: Agreement, step: int, recovered: list[Recovery]) -> str:
         """Load a kept state on this rank. Return why it could not be loaded; empty if it was."""

@@ -156,7 +156,6 @@ child = os.fork()
 if not child:
     time.sleep(30)
     os._exit(0)
-time.sleep(0.1)
 os.kill(child, signal.SIGTERM)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 manager.shutdown()
