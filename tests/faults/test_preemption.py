@@ -152,10 +152,13 @@ try:
     manager.on_preemption()
 except ManagerError:
     print("one call")
+begun, begins = os.pipe()
 child = os.fork()
 if not child:
+    os.write(begins, b"1")
     time.sleep(30)
     os._exit(0)
+os.read(begun, 1)  # Python drops a signal that reaches the child during the fork
 os.kill(child, signal.SIGTERM)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 manager.shutdown()
