@@ -43,7 +43,8 @@ class GlooExchange:
 
     def __init__(self, group: RankGroup, channel: str, timeout: timedelta) -> None:
         self.rank, self.size = group.rank, group.size
-        self._store = group.store(f"{channel}/gloo")
+        self._ranks = group
+        self._channel = f"{channel}/gloo"
         self._timeout = timeout
         self._generation = 0
         self._group: Any = None
@@ -177,7 +178,7 @@ class GlooExchange:
     def _connected(self) -> Any:
         """Return the gloo group. Connect it first if necessary."""
         if self._group is None:
-            store = PrefixStore(str(self._generation), self._store)
+            store = PrefixStore(str(self._generation), self._ranks.store(self._channel, self._timeout))
             try:
                 self._group = ProcessGroupGloo(store, self.rank, self.size, self._timeout)
             except RuntimeError as error:

@@ -16,12 +16,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported, undeclared
 
+from ft_transport.coordination.runs import RunStore
 from ft_transport.coordination.store import AT_ONCE, DirectStore, StoreChannel, nobody_listens
 from ft_transport.credentials import TOKEN_VARIABLE, Keys
 from ft_transport.errors import (
@@ -44,6 +46,7 @@ _PROBE_AFTER: Final = timedelta(milliseconds=200)
 _PROBE_TIMEOUT: Final = timedelta(seconds=1)
 
 _num_groups: dict[str, int] = {}
+_runs: dict[str, tuple[Any, RunStore]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,8 @@ class RankGroup:
         rank: This rank within the group.
         size: Number of ranks.
         global_ranks: The ranks of the members in ``torch.distributed``, by rank in the group.
-        shared: The part of the key-value store; ``None`` for a single rank.
+        shared: The part of the key-value store, or a function that returns it within a timeout; ``None`` without
+            ``torch.distributed``.
         keys: Keys of the job token, which sign all messages; ``None`` without a token.
     """
 
@@ -91,13 +95,27 @@ class RankGroup:
         # torch has no public access to a group's store; other libraries use this function for the default group's.
         default: Any = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, global_ranks)) if size <= 64 else name
-        shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
         keys = keys if keys is not None else Keys.from_environment()
+        shared: Any = PrefixStore(f"ft_transport/{name}/{ranks}", default)
+        if size > 1:
+            known = _runs.get(name)
+            if known is None or known[0] is not default:
+                known = _runs[name] = default, RunStore(shared, rank, size)
+            shared = partial(known[1].store, str(number))
         return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=keys)
 
-    def store(self, prefix: str) -> Any:
-        """Return the part of the key-value store with this prefix; ``None`` for a single rank."""
-        return PrefixStore(prefix, self.shared) if self.shared is not None else None
+    def store(self, prefix: str, timeout: timedelta) -> Any:
+        """Return the part of the key-value store with this prefix; ``None`` for a single rank.
+
+        Raises:
+            RankGoneError: Rank 0 has not called `of` in time, or the store does not answer.
+        """
+        shared = self.shared(timeout) if callable(self.shared) else self.shared
+        return PrefixStore(prefix, shared) if shared is not None else None
+
+    def channel(self, prefix: str, timeout: timedelta) -> StoreChannel:
+        """Return access to the part of the key-value store with this prefix. Its calls raise the errors of `store`."""
+        return StoreChannel(DirectStore.opened_by(partial(self.store, prefix, timeout)))
 
     def messages(self, purpose: str, timeout: timedelta) -> RankMessages | None:
         """Return an object that sends messages between these ranks; ``None`` for a single rank.
@@ -108,7 +126,7 @@ class RankGroup:
         """
         if self.size == 1:
             return None
-        channel = StoreChannel(DirectStore(self.store(purpose)))
+        channel = self.channel(purpose, timeout)
         return RankMessages(channel, self.keys, purpose, *map(str, self.global_ranks), rank=self.rank, timeout=timeout)
 
 

@@ -47,13 +47,20 @@ class DirectStore:
     """
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self._open: Callable[[], Any] = lambda: store
+
+    @classmethod
+    def opened_by(cls, open_store: Callable[[], Any]) -> DirectStore:
+        """Return an object that gets its store from a function, at each call."""
+        direct = cls(None)
+        direct._open = open_store
+        return direct
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
         """Call a function with the store; see `StoreChannel.call`."""
         del timeout, may_repeat
         try:
-            return function(self._store)
+            return function(self._open())
         except RuntimeError as error:  # the base class of torch's DistError
             raise RankGoneError(f"expected the key-value store of torch.distributed to answer: {error}") from error
 

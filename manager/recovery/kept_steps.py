@@ -7,22 +7,54 @@ that key once. So no rank can forget a decision that another rank has acted on.
 
 from __future__ import annotations
 
+import secrets
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from ft_transport import TransportError
+from ft_transport import ConfigurationError, TransportError
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.coordination.store import AT_ONCE, DirectStore, StoreChannel
+from ft_transport.coordination.store import AT_ONCE
 from ft_transport.runtime.signal_safe import SafeEvent
+from ft_transport.settings import check_number
 
 _PURPOSE: Final = "kept steps"
 _FIRST_POLL_S: Final = 0.01
 _LONGEST_POLL_S: Final = 1.0
+_NONCE_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSettings:
+    """How often a state is kept beyond the death of its process, and where.
+
+    Attributes:
+        every: Interval of the snapshots, in steps; ``None`` for no snapshots.
+        copies: Number of failure domains that hold the state of each rank.
+        domain: Failure domain of this process; ``None`` for the name of its host.
+    """
+
+    every: int | None = None
+    copies: int = 1
+    domain: str | None = None
+
+    def __post_init__(self) -> None:
+        check_number("copies", self.copies, at_least=1)
+        domain: object = self.domain
+        if not isinstance(domain, (str, type(None))) or domain == "":
+            raise ConfigurationError(f"expected a name as failure_domain, got {domain!r}")
+        if self.every is None and (self.copies > 1 or self.domain is not None):
+            raise ConfigurationError("expected keep_every with copies and failure_domain, got none")
+
+
+NOT_KEPT: Final = KeepSettings()
 
 
 class KeptSteps:
-    """The reports and decisions about kept steps. One thread at a time calls the methods.
+    """The reports and decisions about kept steps. Unless stated otherwise, one thread at a time calls the methods.
 
     All methods raise ``TransportError`` if the store does not answer.
 
@@ -33,14 +65,39 @@ class KeptSteps:
 
     def __init__(self, group: RankGroup, timeout: timedelta) -> None:
         self._rank, self._size = group.rank, group.size
-        self._channel = StoreChannel(DirectStore(group.store(_PURPOSE))) if group.size > 1 else None
+        self._channel = group.channel(_PURPOSE, timeout) if group.size > 1 else None
         self._timeout = timeout
         self._history = 0
         self._decided: list[str] = []
+        self._declined: deque[int] = deque()
 
     def begin_history(self) -> None:
         """Forget all steps: the state was replaced, and the same numbers may follow. All ranks call this alike."""
         self._history += 1
+        self._declined.clear()
+
+    def history_name(self) -> str:
+        """Return a random name of the present history, the same on all ranks and different from all others."""
+        name = secrets.token_hex(_NONCE_BYTES)
+        if self._channel is None:
+            return name
+        return self._channel.set_once(f"{self._history}/name", name, self._timeout).decode(errors="replace")
+
+    def decline(self, step: int) -> None:
+        """Note that this rank does not keep a step, so that no rank waits for it. Any thread may call this.
+
+        The next call of another method posts it, and so does a call that is waiting now.
+        """
+        if self._channel is not None:
+            self._declined.append(step)
+
+    def post_declined(self) -> None:
+        """Post the steps that this rank has declined."""
+        with suppress(IndexError):
+            while True:
+                step = self._declined[0]
+                self._decide(step, "no")
+                self._declined.popleft()
 
     def report(self, step: int, stop: SafeEvent) -> bool | None:
         """Report that this rank has kept a step, and wait for the decision.
@@ -57,7 +114,29 @@ class KeptSteps:
                 # If there is a decision, it stands, whatever is proposed.
                 if self._channel.get(keys, AT_ONCE, answer_timeout=self._timeout) is not None:
                     return self._decide(step, proposal)
+            self.post_declined()
             if stop.wait(pause_s):
+                return None
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    def exchange(self, step: int, value: bytes, ranks: Sequence[int], stop: SafeEvent) -> list[bytes] | None:
+        """Post a value about a step, and return those of some ranks, in their order.
+
+        Returns:
+            The values; ``None`` if ``stop`` was set, or if there is a decision: then a rank has given the step up.
+        """
+        channel = self._channel
+        if channel is None:
+            return None
+        channel.set(self._value_key(step, self._rank), value, self._timeout)
+        keys, pause_s = [self._value_key(step, rank) for rank in ranks], _FIRST_POLL_S
+        while True:
+            found = channel.get(keys, AT_ONCE, answer_timeout=self._timeout)
+            if found is not None:
+                return found
+            is_decided = channel.get([self._decision_key(step)], AT_ONCE, answer_timeout=self._timeout) is not None
+            self.post_declined()
+            if is_decided or stop.wait(pause_s):
                 return None
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
@@ -75,7 +154,8 @@ class KeptSteps:
             earlier, self._decided = [old for old in self._decided if old != key], []
             with suppress(TransportError):
                 for old in earlier:
-                    channel.remove(f"{old}/{self._rank}", self._timeout)
+                    for own in (f"{old}/{self._rank}", f"{old}/value/{self._rank}"):
+                        channel.remove(own, self._timeout)
                     if self._rank == 0:
                         channel.remove(old, self._timeout)
         self._decided.append(key)
@@ -86,3 +166,6 @@ class KeptSteps:
 
     def _report_key(self, step: int, rank: int) -> str:
         return f"{self._decision_key(step)}/{rank}"
+
+    def _value_key(self, step: int, rank: int) -> str:
+        return f"{self._decision_key(step)}/value/{rank}"

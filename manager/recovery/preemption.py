@@ -29,7 +29,6 @@ from typing import Final, NoReturn
 
 from ft_transport import TransportError
 from ft_transport.coordination.ranks import RankGroup
-from ft_transport.coordination.store import DirectStore, StoreChannel
 from ft_transport.runtime.signal_safe import SafeEvent, SafeThread
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Preemption:
         self._is_announced = is_announced
         self._grace_s = grace.total_seconds()
         self._timeout = timeout
-        self._channel = StoreChannel(DirectStore(group.store(_PURPOSE))) if group.size > 1 else None
+        self._channel = group.channel(_PURPOSE, timeout) if group.size > 1 else None
         self._mutex = threading.Lock()
         self._num_signals = 0
         self._signalled_s = 0.0
