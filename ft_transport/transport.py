@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Final, Generic, TypeVar
 
 from ft_transport.credentials import Keys
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.client.fetch_settings import FetchTimeout, rate_limited
+from ft_transport.http.client.fetch_settings import FetchSettings, FetchTimeout, rate_limited
 from ft_transport.http.client.peer_status import ask_state, connecting
 from ft_transport.http.peer_address import peer_addresses
 from ft_transport.http.server.snapshot_requests import FreshSnapshot
@@ -30,6 +31,7 @@ from ft_transport.transfer.sources import FetchPeers, common_step
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _DEFAULT_NUM_CONNECTIONS: Final = 4
+_MAX_SNAPSHOTS_OF_FURTHER_SERVERS: Final = 4
 
 T = TypeVar("T")
 
@@ -86,18 +88,14 @@ class HTTPTransport(Generic[T]):
         settings = settings if settings is not None else TransportSettings()
         keys = settings.keys()
         self._keys = keys
+        self._settings, self._timeout = settings, timeout
         self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
         self.process_status = ProcessStatus(self.recorder)
         self.process_status.metrics.collect(partial(build_readings, settings.replica))
         certificates = settings.certificates()
         self._connect = connecting(keys, certificates)
-        self.server = StateServer(
-            settings,
-            keys=self._keys,
-            certificates=certificates,
-            max_wait_s=timeout.total_seconds(),
-            process_status=self.process_status,
-        )
+        self._certificates = certificates
+        self.server = self._make_server(settings, self.process_status)
         self._client = StateClient[T](
             settings,
             timeout=timeout,
@@ -108,9 +106,21 @@ class HTTPTransport(Generic[T]):
             recorder=self.recorder,
         )
 
+    def new_server(self) -> StateServer:
+        """Return a further server with the settings of this transport, on any free port. The caller closes it."""
+        limits = replace(self._settings.limits, max_snapshots=_MAX_SNAPSHOTS_OF_FURTHER_SERVERS)
+        settings = replace(self._settings, port=0, limits=limits)
+        return self._make_server(settings, ProcessStatus(self.recorder))
+
+    def fetch_settings(
+        self, timeout: timedelta | FetchTimeout | None, max_bytes_per_s: float | None = None
+    ) -> FetchSettings:
+        """Return the settings of a fetch that begins now; the arguments are those of `fetch`."""
+        return rate_limited(self._client.fetch_settings(timeout), max_bytes_per_s)
+
     def metadata(self) -> str:
         """Return the URL at which receivers reach this transport: ``http(s)://host:port/checkpoint/``."""
-        return f"{self.server.http.address}/checkpoint/"
+        return self.server.metadata()
 
     def check_address(self, timeout: timedelta) -> None:
         """Check that the advertised address leads to this transport, by a request to that address.
@@ -266,7 +276,7 @@ class HTTPTransport(Generic[T]):
             FetchRequest(
                 peers=peers,
                 step=_checked_step(step),
-                settings=rate_limited(self._client.fetch_settings(timeout), max_bytes_per_s),
+                settings=self.fetch_settings(timeout, max_bytes_per_s),
                 into=into,
                 check=check,
                 is_comparable=is_comparable,
@@ -394,6 +404,15 @@ class HTTPTransport(Generic[T]):
             wait: Whether to return only after the server's thread has ended.
         """
         self.server.close(wait=wait)
+
+    def _make_server(self, settings: TransportSettings, process_status: ProcessStatus) -> StateServer:
+        return StateServer(
+            settings,
+            keys=self._keys,
+            certificates=self._certificates,
+            max_wait_s=self._timeout.total_seconds(),
+            process_status=process_status,
+        )
 
 
 def _checked_step(step: StepSelector) -> StepSelector:

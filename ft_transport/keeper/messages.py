@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 _MAX_MESSAGE_BYTES: Final = 64 * 1024
-_MAX_DESCRIPTORS: Final = 16
+_MAX_DESCRIPTORS: Final = 253  # SCM_MAX_FD of include/net/scm.h
 ANSWER_S: Final = 1.0
 """How long a process waits for an answer of a keeper that runs, which answers within a millisecond."""
 

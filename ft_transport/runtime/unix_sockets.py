@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import Final
 
 _DIGEST_BYTES: Final = 16
@@ -25,6 +26,18 @@ def shared_address(*parts: str) -> str:
         encoded = part.encode(errors="surrogateescape")
         digest.update(len(encoded).to_bytes(8, "big") + encoded)
     return f"\0ft-transport/{os.geteuid()}/{digest.hexdigest()}"
+
+
+def listening_addresses(prefix: str) -> list[str]:
+    """Return the abstract Unix addresses on this host that begin with a prefix. Needs the proc file system of Linux."""
+    # The kernel shows the zero byte of an abstract address as "@".
+    shown = prefix.replace("\0", "@")
+    try:
+        lines = Path("/proc/net/unix").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
+    names = {line.rpartition(" ")[2] for line in lines}
+    return sorted(prefix + name[len(shown) :] for name in names if name.startswith(shown))
 
 
 def is_own_user(connected: socket.socket) -> bool:

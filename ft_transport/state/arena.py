@@ -51,6 +51,7 @@ class Arena:
         is_wanted: Called repeatedly while the memory becomes resident (about a second for one or two gigabytes). If it
             returns ``False``, the construction fails.
         rest: Called repeatedly meanwhile, with the seconds of work since its previous call. It may sleep.
+        is_resident: Whether all memory is made resident; otherwise only what is written uses memory.
 
     Attributes:
         capacity_bytes: Largest number of data bytes.
@@ -68,6 +69,7 @@ class Arena:
         pin: Callable[[torch.Tensor], Callable[[], None]] | None,
         is_wanted: Callable[[], bool],
         rest: Callable[[float], None] | None = None,
+        is_resident: bool = True,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.place: Place | None = None
@@ -87,7 +89,8 @@ class Arena:
             self._header_room = mmap.mmap(self.descriptor, HEADER_ROOM_BYTES)
             _seal(self.descriptor)
             self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
-            make_resident(self.data.data_ptr(), capacity_bytes, is_wanted=is_wanted, rest=rest)
+            if is_resident:
+                make_resident(self.data.data_ptr(), capacity_bytes, is_wanted=is_wanted, rest=rest)
             self.view = memoryview(self._mapping).cast("B")
             if pin is not None:
                 self._unpin.append(pin(self.data))
@@ -117,11 +120,19 @@ class ArenaPool:
     Args:
         max_arenas: Maximum number of arenas.
         pin: Page-locks an arena for device copies and returns a function that unlocks it; ``None`` without a device.
+        are_resident: As for `Arena`. If not, `take` does not check how much memory is free.
     """
 
-    def __init__(self, max_arenas: int, *, pin: Callable[[torch.Tensor], Callable[[], None]] | None = None) -> None:
+    def __init__(
+        self,
+        max_arenas: int,
+        *,
+        pin: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+        are_resident: bool = True,
+    ) -> None:
         self._max_arenas = max_arenas
         self._pin = pin
+        self._are_resident = are_resident
         self._changed = SafeCondition()
         self._free: list[Arena] = []
         self._places = Places()
@@ -205,7 +216,8 @@ class ArenaPool:
             arena.close()
         try:
             # Fail rather than risk an out-of-memory kill: a receiver can wait, a killed replica is lost.
-            _refuse_beyond_available(data_bytes)
+            if self._are_resident:
+                refuse_beyond_available(data_bytes)
             arena = self._make(data_bytes, is_wanted=lambda: not self._closed)
             arena.place = place
             return arena
@@ -215,14 +227,19 @@ class ArenaPool:
                 raise SnapshotError(f"expected {data_bytes} bytes of host memory for a snapshot: {error}") from error
             raise
 
-    def give_back(self, arena: Arena) -> None:
-        """Return an arena to the pool when nobody reads it any more. A second call does nothing."""
+    def give_back(self, arena: Arena, *, is_reused: bool = True) -> None:
+        """Return an arena to the pool when nobody reads it any more. A second call does nothing.
+
+        Args:
+            arena: The arena.
+            is_reused: Whether the pool may keep its memory for another snapshot.
+        """
         with self._changed:
             if arena.place is None:
                 return
             arena.place.give_back()
             arena.place = None
-            keep = not self._closed
+            keep = is_reused and not self._closed
             if keep:
                 self._free.append(arena)
                 self._changed.notify_all()
@@ -250,7 +267,7 @@ class ArenaPool:
                     outgrown = self._drop_outgrown(data_bytes)
                 for arena in outgrown:
                     arena.close()
-                _refuse_beyond_available(2 * data_bytes)
+                refuse_beyond_available(2 * data_bytes)
                 arena = self._make(data_bytes, is_wanted=lambda: self._is_prepared_for(data_bytes), rest=self._rest)
                 with self._changed:
                     keep = self._is_prepared_for(data_bytes) and self._is_one_missing(data_bytes)
@@ -271,7 +288,8 @@ class ArenaPool:
         self, data_bytes: int, *, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None = None
     ) -> Arena:
         page = mmap.PAGESIZE
-        return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=is_wanted, rest=rest)
+        capacity_bytes = max(-(-data_bytes // page) * page, page)
+        return Arena(capacity_bytes, pin=self._pin, is_wanted=is_wanted, rest=rest, is_resident=self._are_resident)
 
     def _rest(self, worked_s: float) -> None:
         """Pause so that training is not slowed down, unless a caller waits for the memory."""
@@ -293,7 +311,8 @@ class ArenaPool:
         return outgrown
 
 
-def _refuse_beyond_available(num_bytes: int) -> None:
+def refuse_beyond_available(num_bytes: int) -> None:
+    """Raise a `SnapshotError` if less than ``num_bytes`` of host memory is free: a killed process would be worse."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise SnapshotError(f"expected {num_bytes} bytes of free host memory for a snapshot, but {available} are left")

@@ -84,6 +84,9 @@ _TABLE: Final[Mapping[str, tuple[Metric, ...]]] = {
         Metric("kept_snapshots_total", "Snapshots that the keeper received."),
         Metric("kept_snapshots_failed_total", "Snapshots that failed before the keeper received them.", "cause"),
         Metric("kept_resumes_total", "States loaded from the keeper of an earlier process."),
+        Metric("kept_copied_step", "Step of the newest copy of another rank's state here; 0 without one."),
+        Metric("kept_copies_total", "Copies of other ranks' states that the keeper received."),
+        Metric("kept_copies_failed_total", "Copies of other ranks' states that failed.", "cause"),
     ),
     "checkpoints": (Metric("resumes_total", "States loaded from checkpoints."),),
     "membership": (

@@ -5,6 +5,8 @@ descriptor of that file, so keeping copies no bytes. After the death of this pro
 successor) receives the descriptors from the keeper, and its own server serves the snapshots to it. So a kept snapshot
 is verified, checked and loaded like that of a peer.
 
+A rank may also hold copies of the kept snapshots of ranks on other hosts (``kept_copies``), with its own.
+
 The trainer writes a new snapshot into the memory of an old one. It tells the keeper first, and the keeper reads that
 message even if the trainer dies at once. So the keeper never offers a snapshot that is partly overwritten.
 """
@@ -13,30 +15,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-from msgspec import Struct
-
 from ft_transport.credentials import Keys
-from ft_transport.errors import ManifestError, SnapshotError
-from ft_transport.http.shared_memory import is_sealed
+from ft_transport.errors import SnapshotError, TransportError
+from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.keeper.messages import Attend
 from ft_transport.keeper.predecessor import Predecessor, find_predecessor
 from ft_transport.keeper.process import keeper
 from ft_transport.keeper.program import HOLDING
+from ft_transport.runtime.unix_sockets import listening_addresses
 from ft_transport.settings import default_num_threads
 from ft_transport.state.snapshot import PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
+from ft_transport.transfer.kept_copies import CopyMemory
+from ft_transport.transfer.kept_part import KeptFile, KeptPart, open_part
 from ft_transport.transfer.server import StateServer
 from ft_transport.wire.chunks import CHUNK_BYTES, PLAIN, Digester
-from ft_transport.wire.manifest import MAX_HEADER_BYTES, decode_header
-from ft_transport.wire.signing import Key
-from ft_transport.wire.snapshot import MemoryFile, Snapshot
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.snapshot import MemoryFile
 
 logger = logging.getLogger(__name__)
 
@@ -44,26 +43,6 @@ HELD_S: Final = 600.0
 """How long a keeper holds the state of a dead trainer, in seconds. A restart on the same host takes less, as a rule."""
 _MAX_KEPT: Final = 2
 _PURPOSE: Final = "kept snapshots"
-_PREFIX_BYTES: Final = 8
-"""Length of the number at the beginning of a safetensors file, which is the length of its JSON header."""
-
-
-class _About(Struct, frozen=True, kw_only=True):
-    """Describes a kept snapshot to a successor.
-
-    Attributes:
-        step: Committed step of the state.
-        start: Position of the safetensors file in the memory file.
-        num_bytes: Length of the safetensors file.
-    """
-
-    step: int
-    start: int
-    num_bytes: int
-
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(_About)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,26 +57,36 @@ class _Kept:
     """
 
     number: int
-    about: _About
+    about: KeptFile
     descriptor: int
     close: Callable[[], None]
 
 
 class KeptSnapshots:
-    """The kept snapshots of one process: at most two, its own or those of its predecessor.
+    """The kept snapshots of one process: at most two of its own or of its predecessor, and copies of other ranks'.
 
     Only one thread at a time may call the methods.
+
+    Attributes:
+        history: Name of the present history of steps (`KeptPart`); the owner sets it before `begin`.
 
     Args:
         server: Serves the snapshots of the predecessor to this process.
         keys: Keys of the job token. A successor must know one of them. ``None`` without a token.
+        new_server: Makes servers that serve kept snapshots to other ranks.
     """
 
-    def __init__(self, server: StateServer, keys: Keys | None) -> None:
+    def __init__(self, server: StateServer, keys: Keys | None, new_server: Callable[[], StateServer]) -> None:
         self._address = ""
         self._name = ""
+        self._rank, self._num_ranks = 0, 1
+        self.history = ""
         self._server = server
         self._keys = keys
+        self._new_server = new_server
+        self._sharing_server: StateServer | None = None
+        self._sharing = contextlib.ExitStack()
+        self._copies = CopyMemory()
         self._stager = Stager(
             max_snapshots=_MAX_KEPT, num_threads=default_num_threads(), chunk_bytes=CHUNK_BYTES, is_patient=True
         )
@@ -106,7 +95,7 @@ class KeptSnapshots:
         self._is_attended = False
         self._is_refused = False
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, *, rank: int = 0, num_ranks: int = 1) -> None:
         """Take over the snapshots that the keeper of this process's predecessor holds, if there is one.
 
         From now on this process's own keeper holds them. Until then the predecessor's keeper does, so that they survive
@@ -114,39 +103,110 @@ class KeptSnapshots:
 
         Args:
             address: Unix address at which a successor finds the keeper. It names the job and the rank.
+            rank: Rank of this process within its replica.
+            num_ranks: Number of ranks of the replica.
         """
         self._address, self._name = address, f"{_PURPOSE} {address[1:]}"
-        predecessor = None
-        for secret in self._secrets():
-            predecessor = predecessor or find_predecessor(self._address, secret)
-        if predecessor is not None:
-            try:
-                self._take_over(predecessor)
-            finally:
-                predecessor.close()
+        self._rank, self._num_ranks = rank, num_ranks
+        with self._found(address) as predecessor:
+            if predecessor is not None:
+                self._attend()
+                self._hold_all(predecessor)
+                # Only now: until then, the predecessor's keeper offers the files.
+                keeper.listen(self._name, self._address, predecessor)
 
-    def steps(self) -> tuple[int, ...]:
-        """Return the steps of the kept snapshots, the newest first."""
-        return tuple(sorted({kept.about.step for kept in self._kept}, reverse=True))
+    def adopt(self, prefix: str) -> None:
+        """Take over the snapshots of dead processes whose ranks no process of this host has any more.
+
+        Args:
+            prefix: Beginning of the addresses that the processes of this job on this host passed to `open`.
+        """
+        for address in listening_addresses(prefix):
+            if address == self._address:
+                continue
+            with self._found(address) as predecessor:
+                if predecessor is not None:
+                    self._hold_all(predecessor)
+                    predecessor.end()
+
+    def parts(self) -> tuple[KeptPart, ...]:
+        """Return the parts of the kept snapshots."""
+        return tuple(kept.about.part for kept in self._kept)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Size of the largest kept snapshot."""
+        return max((kept.about.num_bytes for kept in self._kept), default=0)
+
+    def own_part(self, step: int) -> KeptPart:
+        """Return the whole part of this rank at a step of the present history."""
+        return KeptPart(step=step, rank=self._rank, num_ranks=self._num_ranks, history=self.history)
 
     @contextlib.contextmanager
-    def serving(self, step: int) -> Iterator[None]:
-        """Return a context in which the transport serves the kept snapshot of a step.
+    def serving(self, part: KeptPart) -> Iterator[None]:
+        """Return a context in which the transport serves a kept part.
 
         Raises:
             ManifestError: The snapshot is damaged, or belongs to a job with another token.
-            SnapshotError: There is no kept snapshot of this step, or it cannot be read.
+            SnapshotError: There is no such kept snapshot, or it cannot be read.
         """
-        kept = next((kept for kept in reversed(self._kept) if kept.about.step == step), None)
-        if kept is None:
-            raise SnapshotError("expected a kept snapshot of the step, got none", step=step)
-        keys = self._keys.current() if self._keys is not None else ()
-        try:
-            snapshot = _open_snapshot(kept.descriptor, kept.about, keys)
-        except OSError as error:
-            raise SnapshotError(f"expected to read the kept snapshot: {error}", step=step) from error
-        with self._server.serving(snapshot):
+        with self._serving(self._server, part):
             yield
+
+    @contextlib.contextmanager
+    def offering(self, step: int) -> Iterator[list[tuple[KeptPart, str]]]:
+        """Return a context in which other ranks can fetch all kept parts of a step, each at an address of its own.
+
+        The context leaves out parts that are damaged.
+        """
+        offered: list[tuple[KeptPart, str]] = []
+        with contextlib.ExitStack() as serving:
+            for part in {part for part in self.parts() if part.step == step}:
+                server = self._new_server()
+                serving.callback(server.close, wait=True)
+                try:
+                    serving.enter_context(self._serving(server, part))
+                except TransportError as error:
+                    logger.warning("step %d: the kept state of rank %d is not used: %s", step, part.rank, error)
+                    continue
+                offered.append((part, server.metadata()))
+            yield offered
+
+    def share(self, part: KeptPart) -> tuple[str, int]:
+        """Serve a kept part to the ranks that copy it, until snapshots are dropped or another part is shared.
+
+        Returns:
+            The address, and the digest of the first chunk.
+
+        Raises:
+            TransportError: The part is damaged, or no server can be started.
+        """
+        self._sharing.close()
+        if self._sharing_server is None:
+            self._sharing_server = self._new_server()
+        manifest = self._sharing.enter_context(self._serving(self._sharing_server, part))
+        return self._sharing_server.metadata(), manifest.digests[0] if manifest.digests else 0
+
+    def copy(self, part: KeptPart, holder: str, twins: Sequence[str], settings: FetchSettings) -> int:
+        """Receive the kept snapshot of another rank, and let the keeper hold it. Return the number of bytes.
+
+        Args:
+            part: The part to hold, with the ranks of ``twins``. Without ``part.twins``, the copy will be whole.
+            holder: Address at which the snapshot is served, perhaps as a copy with holes.
+            twins: Addresses of ranks with the same data, if any.
+            settings: Settings of the fetch.
+
+        Raises:
+            TransportError: The snapshot could not be received.
+        """
+        is_filled = not part.twins
+        snapshot, is_whole = self._copies.receive(holder, twins, part.step, settings, is_filled=is_filled)
+        memory = snapshot.memory
+        assert isinstance(memory, MemoryFile), "copies are memory files"
+        part = part.whole() if is_whole else part
+        about = KeptFile(part=part, start=memory.start, num_bytes=snapshot.total_bytes)
+        self._hold(about, memory.descriptor, snapshot.close)
+        return snapshot.total_bytes
 
     def attend(self) -> None:
         """Start the keeper, so that it runs before the first snapshot. Idempotent."""
@@ -162,19 +222,20 @@ class KeptSnapshots:
                 "or an earlier one had another job token; if this process dies, no restarted process finds its state"
             )
 
-    def begin(self, taking: Taking, *, retained: int | None) -> KeptInProgress:
+    def begin(self, taking: Taking, *, retained: KeptPart | None) -> KeptInProgress:
         """Begin a snapshot to keep, on the thread that owns the state. The caller holds the read lock.
 
-        The snapshots of all other steps than ``retained`` are dropped first, because the new one uses their memory.
+        All other snapshots than those of the step of ``retained`` are dropped first, because the new one uses their
+        memory.
 
         Args:
             taking: The state.
-            retained: Step of the snapshot to keep until a later call; ``None`` to keep none.
+            retained: A part of the step and history to keep until a later call; ``None`` to keep none.
 
         Raises:
             SnapshotError: The state cannot be captured, or there is not enough memory.
         """
-        self._drop([kept for kept in self._kept if kept.about.step != retained])
+        self.retain_only(retained)
         digester = Digester.of(self._keys.current()[0]) if self._keys is not None else PLAIN
         return KeptInProgress(self, self._stager.begin(taking, digester=digester))
 
@@ -200,16 +261,16 @@ class KeptSnapshots:
         snapshot = pending.finish()
         memory = snapshot.memory
         assert isinstance(memory, MemoryFile), "a kept snapshot shares no tensor with the trainer"
-        about = _About(step=snapshot.step, start=memory.start, num_bytes=snapshot.total_bytes)
+        about = KeptFile(part=self.own_part(snapshot.step), start=memory.start, num_bytes=snapshot.total_bytes)
         self._hold(about, memory.descriptor, snapshot.close)
 
     def drop_from(self, step: int) -> None:
         """Drop all snapshots of this step and of later steps."""
-        self._drop([kept for kept in self._kept if kept.about.step >= step])
+        self._drop([kept for kept in self._kept if kept.about.part.step >= step])
 
-    def retain_only(self, step: int) -> None:
-        """Drop all snapshots except that of one step."""
-        self._drop([kept for kept in self._kept if kept.about.step != step])
+    def retain_only(self, part: KeptPart | None) -> None:
+        """Drop all snapshots of other steps or histories than those of a part; ``None`` for all."""
+        self._drop([kept for kept in self._kept if part is None or not kept.about.part.is_of_step(part)])
 
     def close(self, *, is_over: bool) -> None:
         """Free the memory of this process.
@@ -224,46 +285,70 @@ class KeptSnapshots:
                 keeper.end_if_idle()
             else:
                 keeper.leave(self._name)
+        self._sharing.close()
+        if self._sharing_server is not None:
+            self._sharing_server.close(wait=False)
         for kept in self._kept:
             kept.close()
         self._kept.clear()
         self._stager.close()
+        self._copies.close()
 
-    def _secrets(self) -> Sequence[bytes]:
+    @contextlib.contextmanager
+    def _found(self, address: str) -> Iterator[Predecessor | None]:
+        predecessor = None
+        for secret in self._secrets(address):
+            predecessor = predecessor or find_predecessor(address, secret)
+        try:
+            yield predecessor
+        finally:
+            if predecessor is not None:
+                predecessor.close()
+
+    def _secrets(self, address: str) -> Sequence[bytes]:
         keys = self._keys.current() if self._keys is not None else ()
-        return [self._secret(key) for key in keys] or [b""]
+        return [key.mac(_PURPOSE, address.encode()) for key in keys] or [b""]
 
-    def _secret(self, key: Key) -> bytes:
-        return key.mac(_PURPOSE, self._address.encode())
-
-    def _take_over(self, predecessor: Predecessor) -> None:
-        found: list[tuple[_About, int, Callable[[], None]]] = []
+    def _hold_all(self, predecessor: Predecessor) -> None:
+        """Let this process's keeper hold what the predecessor's keeper holds."""
+        found: list[tuple[KeptFile, int, Callable[[], None]]] = []
         for held in predecessor.files:
-            try:
-                about = _decoder.decode(held.about)
-            except msgspec.MsgspecError:  # Another version of this package has described it.
+            about = KeptFile.decode(held.about)
+            if about is None:  # Another version of this package has described it.
                 held.file.close()
                 continue
             found.append((about, held.file.fileno(), held.file.close))
-        self._attend()
-        for about, descriptor, close in sorted(found, key=lambda each: each[0].step):
+        for about, descriptor, close in sorted(found, key=lambda each: each[0].part.step):
             self._hold(about, descriptor, close)
-        # Only now: until then, the predecessor's keeper offers the files.
-        keeper.listen(self._name, self._address, predecessor)
-        logger.info("the keeper of an earlier process held the state of steps %s", list(self.steps()))
+        logger.info("the keeper of an earlier process held %s", [about.part for about, _, _ in found])
+
+    @contextlib.contextmanager
+    def _serving(self, server: StateServer, part: KeptPart) -> Iterator[Manifest]:
+        kept = next((kept for kept in reversed(self._kept) if kept.about.part == part), None)
+        if kept is None:
+            raise SnapshotError("expected a kept snapshot of the step, got none", step=part.step)
+        keys = self._keys.current() if self._keys is not None else ()
+        try:
+            snapshot, manifest = open_part(kept.descriptor, kept.about, keys)
+        except OSError as error:
+            raise SnapshotError(f"expected to read the kept snapshot: {error}", step=part.step) from error
+        with server.serving(snapshot):
+            yield manifest
 
     def _attend(self) -> None:
-        keeper.attend(Attend(self._name, HOLDING, str(HELD_S).encode(), self._secrets()[0]))
+        keeper.attend(Attend(self._name, HOLDING, str(HELD_S).encode(), self._secrets(self._address)[0]))
         self._is_attended = True
 
-    def _hold(self, about: _About, descriptor: int, close: Callable[[], None]) -> None:
+    def _hold(self, about: KeptFile, descriptor: int, close: Callable[[], None]) -> None:
         self.attend()
         self._num_kept += 1
         if self._is_attended:
-            keeper.hold(self._name, self._num_kept, _encoder.encode(about), descriptor)
+            keeper.hold(self._name, self._num_kept, about.encode(), descriptor)
         self._kept.append(_Kept(self._num_kept, about, descriptor, close))
 
     def _drop(self, dropped: Sequence[_Kept]) -> None:
+        if dropped:
+            self._sharing.close()
         for kept in dropped:
             # In this order: the keeper must not offer memory that is used again.
             if self._is_attended:
@@ -290,43 +375,3 @@ class KeptInProgress:
     def abandon(self) -> None:
         """Free the memory of the snapshot."""
         self._pending.abandon()
-
-
-def _open_snapshot(descriptor: int, about: _About, keys: Sequence[Key]) -> Snapshot:
-    """Return the snapshot in a memory file.
-
-    Raises:
-        ManifestError: The file does not contain the described snapshot, or the snapshot is one of another job.
-    """
-    where = "the keeper of this host"
-    size_bytes = os.fstat(descriptor).st_size
-    prefix = os.pread(descriptor, _PREFIX_BYTES, about.start)
-    header_bytes = _PREFIX_BYTES + int.from_bytes(prefix, "little")
-    data_start = about.start + header_bytes
-    is_inside = header_bytes <= min(about.num_bytes, _PREFIX_BYTES + MAX_HEADER_BYTES)
-    if not is_inside or about.start + about.num_bytes > size_bytes or data_start % mmap.PAGESIZE:
-        raise ManifestError(f"expected a snapshot of {about.num_bytes} bytes in a file of {size_bytes}", peer=where)
-    if not is_sealed(descriptor):
-        raise ManifestError("expected a memory file that nobody can change, got one without seals", peer=where)
-    header = os.pread(descriptor, header_bytes, about.start)
-    manifest = decode_header(memoryview(header)[_PREFIX_BYTES:], keys=keys, peer=where)
-    if (manifest.step, manifest.total_bytes) != (about.step, about.num_bytes):
-        raise ManifestError(
-            f"expected a snapshot of step {about.step} with {about.num_bytes} bytes, got one of step {manifest.step} "
-            f"with {manifest.total_bytes}",
-            peer=where,
-        )
-    mapped = mmap.mmap(descriptor, max(1, manifest.data_bytes), prot=mmap.PROT_READ, offset=data_start)
-    return Snapshot(
-        step=manifest.step,
-        snapshot_id=manifest.snapshot_id,
-        header=header,
-        memory=MemoryFile(descriptor, about.start, data_start, memoryview(mapped)[: manifest.data_bytes]),
-        total_bytes=about.num_bytes,
-        close=_nothing,  # The memory is unmapped with the last reference to it.
-        digester=manifest.digester,
-    )
-
-
-def _nothing() -> None:
-    pass

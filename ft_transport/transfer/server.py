@@ -144,6 +144,10 @@ class StateServer:
         self._shared_mutex = threading.Lock()
         self._end = SafeEnd()
 
+    def metadata(self) -> str:
+        """Return the URL at which receivers reach this server: ``http(s)://host:port/checkpoint/``."""
+        return f"{self.http.address}/checkpoint/"
+
     def prefault(self, state: object) -> None:
         """Allocate memory for snapshots of ``state`` in advance, so that the first snapshot is fast."""
         self._stager.prefault(state)
@@ -259,12 +263,17 @@ class StateServer:
 
     @contextlib.contextmanager
     def serving(self, snapshot: Snapshot) -> Iterator[None]:
-        """Return a context in which receivers can fetch a snapshot that this object has not taken.
+        """Return a context in which receivers can fetch a snapshot that this object has not taken, and now owns.
 
         Raises:
             SnapshotError: Receivers still read the maximum number of snapshots.
         """
-        self._cache.put(snapshot, self._cache.reserve())
+        try:
+            place = self._cache.reserve()
+        except BaseException:
+            snapshot.close()
+            raise
+        self._cache.put(snapshot, place)
         try:
             with self._cache.read(snapshot.step, snapshot_id=snapshot.snapshot_id) or contextlib.nullcontext():
                 yield

@@ -22,6 +22,7 @@ from ft_transport.runtime.unix_sockets import shared_address
 from ft_transport.state.snapshot import Taking
 from ft_transport.state.stager import Stager
 from ft_transport.transfer.kept import KeptSnapshots
+from ft_transport.transfer.kept_part import KeptPart
 from ft_transport.wire.chunks import PLAIN, Digester
 from ft_transport.wire.snapshot import MemoryFile
 
@@ -51,7 +52,7 @@ def taken_over(
     """What a process has taken over from the keeper of one that held this file."""
     slot = uuid4().hex
     path.write_bytes(content)
-    about = msgspec.msgpack.encode({"step": step, "start": start, "num_bytes": len(content)})
+    about = msgspec.msgpack.encode({"part": {"step": step}, "start": start, "num_bytes": len(content)})
     trainer = Trainer(kept_trainer.__file__, str(path.with_name("notes")), "a", slot)
     trainer.run("file = os.memfd_create('held', os.MFD_ALLOW_SEALING)")
     trainer.run(f"os.pwrite(file, open({str(path)!r}, 'rb').read(), {start})")
@@ -62,8 +63,8 @@ def taken_over(
     trainer.kill()
     transport = HTTPTransport()
     # The keeper asks for no secret here: the file must stand for itself.
-    kept = KeptSnapshots(transport.server, keys)
-    kept._secrets = lambda: [b""]  # type: ignore[method-assign]
+    kept = KeptSnapshots(transport.server, keys, transport.new_server)
+    kept._secrets = lambda _address: [b""]  # type: ignore[method-assign]
     try:
         kept.open(shared_address(slot))
         yield kept, transport
@@ -77,12 +78,12 @@ def test_a_kept_snapshot_is_served_exactly(tmp_path: Path, keys: Keys | None) ->
     digester = Digester.of(keys.current()[0]) if keys is not None else PLAIN
     start, content = file_of(digester)
     with taken_over(tmp_path / "file", content, start, keys) as (kept, transport):
-        assert kept.steps() == (STEP,)
-        with kept.serving(STEP):
+        assert [part.step for part in kept.parts()] == [STEP]
+        with kept.serving(KeptPart(step=STEP)):
             if keys is None:
                 received = transport.fetch(transport.metadata(), STEP)
                 assert torch.equal(received.state["weight"], STATE["weight"])
-        with pytest.raises(SnapshotError, match="of the step, got none"), kept.serving(STEP + 1):
+        with pytest.raises(SnapshotError, match="of the step, got none"), kept.serving(KeptPart(step=STEP + 1)):
             pass
 
 
@@ -101,7 +102,7 @@ def test_a_false_snapshot_is_refused(tmp_path: Path, spoil: Callable[[bytes], by
     with (
         taken_over(tmp_path / "file", spoil(content), start, None) as (kept, _),
         pytest.raises(ManifestError, match=message),
-        kept.serving(STEP),
+        kept.serving(KeptPart(step=STEP)),
     ):
         pass
 
@@ -116,7 +117,7 @@ def test_a_snapshot_of_another_job_is_refused(tmp_path: Path, digester: Digester
     with (
         taken_over(tmp_path / "file", content, start, keys) as (kept, _),
         pytest.raises(ManifestError, match="digests"),
-        kept.serving(STEP),
+        kept.serving(KeptPart(step=STEP)),
     ):
         pass
 
@@ -126,7 +127,7 @@ def test_memory_that_may_change_is_refused(tmp_path: Path) -> None:
     with (
         taken_over(tmp_path / "file", content, start, None, is_sealed=False) as (kept, _),
         pytest.raises(ManifestError, match="nobody can change"),
-        kept.serving(STEP),
+        kept.serving(KeptPart(step=STEP)),
     ):
         pass
 
@@ -136,6 +137,6 @@ def test_a_snapshot_under_the_number_of_another_step_is_refused(tmp_path: Path) 
     with (
         taken_over(tmp_path / "file", content, start, None, step=STEP + 1) as (kept, _),
         pytest.raises(ManifestError, match="snapshot of step 8"),
-        kept.serving(STEP + 1),
+        kept.serving(KeptPart(step=STEP + 1)),
     ):
         pass
