@@ -40,6 +40,8 @@ _OTHER_KEYWORDS: Final = (
     "checkpoint_store",
     "save_every",
     "keep_every",
+    "copies",
+    "failure_domain",
 )
 """Keywords that are neither torchft's nor fields of `ManagerConfig`."""
 _STALL_SHARE: Final = 0.5
@@ -83,6 +85,8 @@ class Manager(StateManager):
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
         keep_every: int | None = None,
+        copies: int = 1,
+        failure_domain: str | None = None,
         **keywords: Unpack[TorchftKeywords],
     ) -> None:
         """Create a manager. The manager joins the job at once if a setting of the quorum is given.
@@ -101,6 +105,8 @@ class Manager(StateManager):
             checkpoint_store: As for `StateManager`.
             save_every: As for `StateManager`.
             keep_every: As for `StateManager`.
+            copies: As for `StateManager`.
+            failure_domain: As for `StateManager`.
             **keywords: Fields of `ManagerConfig`, instead of ``config``. If no keyword, no ``config`` and no ``pg`` is
                 given, the manager joins the job in the first `start_quorum`, provided that ``TORCHFT_LIGHTHOUSE`` is
                 set. Otherwise it has no quorum.
@@ -137,6 +143,8 @@ class Manager(StateManager):
             checkpoint_store=checkpoint_store,
             save_every=save_every,
             keep_every=keep_every,
+            copies=copies,
+            failure_domain=failure_domain,
         )
         # Without an address, this process starts a Lighthouse, which no other replica uses.
         has_peers = bool(config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))

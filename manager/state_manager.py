@@ -19,6 +19,7 @@ from ft_transport.runtime.signal_safe import SafeEnd
 from manager.errors import ManagerError
 from manager.lifecycle import Unclosed, Usability, ends_what_it_owns, interrupts_own_call
 from manager.recovery.checkpoints import ResumeKeys
+from manager.recovery.kept_steps import KeepSettings
 from manager.recovery.peers import PeerOptions, Recovery
 from manager.recovery.replica import Replica
 from manager.state.optimizer_guard import OptimizerAttachment
@@ -62,6 +63,8 @@ class StateManager:
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
         keep_every: int | None = None,
+        copies: int = 1,
+        failure_domain: str | None = None,
     ) -> None:
         """Create a manager.
 
@@ -77,6 +80,9 @@ class StateManager:
             save_every: Interval of checkpoints, in steps.
             keep_every: Interval, in steps, of snapshots that outlive this process. The last two stay in host memory,
                 and `resume` loads them after a restart on this host.
+            copies: Number of hosts that hold the snapshots of ``keep_every`` for each rank. With 2, the ranks can
+                resume after the loss of any host.
+            failure_domain: Name of what fails together with this process. Default: the name of its host.
 
         Raises:
             ValueError: Only one of ``load_state_dict`` and ``state_dict`` was given.
@@ -93,7 +99,7 @@ class StateManager:
             checkpoint_store,
             prefault=prefault,
             save_every=save_every,
-            keep_every=keep_every,
+            keep=KeepSettings(every=keep_every, copies=copies, domain=failure_domain),
         )
         self._state = self._replica.state
         if load_state_dict is not None and state_dict is not None:

@@ -15,13 +15,14 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, cast
-
-import msgspec
 
 from ft_transport import TransportError
 from ft_transport.coordination.agreement import Agreement
@@ -31,10 +32,13 @@ from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.runtime.unix_sockets import shared_address
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.transfer.kept import KeptInProgress, KeptSnapshots
-from manager.errors import ManagerError, StateMismatchError
-from manager.recovery.kept_steps import KeptSteps
+from ft_transport.transfer.kept_part import KeptPart
+from manager.errors import ManagerError
+from manager.recovery.kept_partners import KeptPartners
+from manager.recovery.kept_resume import KeptResume, local_key
+from manager.recovery.kept_steps import KeepSettings, KeptSteps
 from manager.recovery.local_state import LocalState
-from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
+from manager.recovery.peers import PeerRecovery, Recovery
 from manager.recovery.rank_agreement import replica_ranks
 from manager.snapshots.boundary_copy import BoundaryCopier
 from manager.snapshots.requests import BOUNDARY_TIMEOUT, FailureLog, begin_copy, copy_and_publish
@@ -49,18 +53,10 @@ logger = logging.getLogger(__name__)
 
 _PURPOSE: Final = "kept state"
 _JOB_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "TORCHFT_LIGHTHOUSE")
-_SOURCE: Final = "the keeper of this host"
-
-_MISFIT: Final = "misfit"
-"""Outcome of a rank whose kept state does not fit the registered objects. Nothing was loaded."""
-_MAX_SHOWN: Final = 500
-
-_outcome_decoder: Final = msgspec.msgpack.Decoder(str)
-_steps_decoder: Final = msgspec.msgpack.Decoder(tuple[int, list[int]])
 
 
 class Keeping(StateObserver):
-    """Takes the snapshots that the keeper of this process holds, and resumes from those of an earlier process.
+    """Takes the snapshots that the keeper of this process holds, and resumes from those of earlier processes.
 
     Only the training thread may call the methods. All ranks of the replica make the same calls.
 
@@ -70,7 +66,7 @@ class Keeping(StateObserver):
         peers: Loads a served snapshot.
         copier: Describes the state at a step boundary.
         local: The replica's local state.
-        every: Interval of the snapshots, in steps.
+        settings: How often to keep the state, and where.
 
     Attributes:
         counts: Metrics: the number of kept snapshots, and of boundaries at which none could be taken.
@@ -85,19 +81,26 @@ class Keeping(StateObserver):
         copier: BoundaryCopier,
         local: LocalState,
         *,
-        every: int,
+        settings: KeepSettings,
     ) -> None:
+        assert settings.every is not None, "the replica keeps its state"
+        self._every = settings.every
         self._state = state
-        self._peers = peers
         self._copier = copier
         self._local = local
-        self._every = every
+        self._settings = settings
         self._keys = transport.keys
         self._transport = transport
-        self.kept = KeptSnapshots(transport.server, transport.keys)
+        self.kept = KeptSnapshots(transport.server, transport.keys, transport.new_server)
+        self._resume = KeptResume(self.kept, state, transport, peers, local)
         self.counts = MetricValues("keeping", threading.RLock())
         self._group: RankGroup | None = None
+        self._addresses = ""
         self._kept_steps: KeptSteps | None = None
+        self._partners: KeptPartners | None = None
+        self._first: tuple[int, float] | None = None
+        self._interval_s = 0.0
+        self._begun_s = 0.0
         self._failures = FailureLog()
         self._pool = SafeExecutor(1, "ft-transport-keep")
         self._job: Future[None] | None = None
@@ -105,10 +108,10 @@ class Keeping(StateObserver):
         self._stop_reporting = SafeEvent()
         self._is_prefaulted = False
         self._newest: int | None = None
-        self._agreed: int | None = None
-        self._unagreed: int | None = None
+        self._agreed: KeptPart | None = None
+        self._unagreed: KeptPart | None = None
+        self._agreement: Agreement | None = None
         self._is_replaced = False
-        self._has_failed = False
         state.add_observer(self)
 
     def boundary(self) -> None:
@@ -124,19 +127,21 @@ class Keeping(StateObserver):
             self._prefault()
         if step % self._every or step == self._newest:
             return
-        # It may still wait for the reports of other ranks; at the latest now, it has to stop.
-        self._stop_reporting.set()
-        if self.kept.is_preparing or not self._is_idle() or self._unagreed is not None:
+        self._measure_interval(step)
+        if not self._may_still_copy():
+            # It may still wait for the reports of other ranks; at the latest now, it has to stop.
+            self._stop()
+        if not self._is_ready():
             # Training does not wait for memory, for the last snapshot, or for other ranks.
             self.counts.add("kept_snapshots_failed_total", "Unfinished")
-            if self._is_idle() and self._unagreed is not None:
-                self._job = self._pool.submit(self._give_up, self._unagreed)
+            self._decline(step)
             return
         try:
             begin_copy(self._state.lock, f"kept snapshot of step {step}", BOUNDARY_TIMEOUT, self._take, self._submit)
         except (ManagerError, TransportError) as error:
             self.counts.add("kept_snapshots_failed_total", type(error).__name__)
             self._failures.not_taken(step, error)
+            self._decline(step)
         else:
             self._failures.taken()
             self._newest = step
@@ -149,60 +154,53 @@ class Keeping(StateObserver):
             TransportError: The state cannot be captured.
         """
         self._opened()
-        self._stop_reporting.set()
-        self._wait_until_idle()
-        if self._state.step == self._newest:
-            return
-        if self._unagreed is not None:
-            self._give_up(self._unagreed)
-        what = f"kept snapshot of step {self._state.step}"
-        begin_copy(self._state.lock, what, self._state.timeout, self._take, self._submit)
-        self._newest = self._state.step
-        assert self._job is not None, "it was submitted"
-        self._job.result()
+        if self._state.step != self._newest:
+            self._stop()
+            self._wait_until_idle()
+            self._settle()
+            self._interval_s = 0.0  # Copies need not spare a training that ends.
+            what = f"kept snapshot of step {self._state.step}"
+            try:
+                begin_copy(self._state.lock, what, self._state.timeout, self._take, self._submit)
+            except (ManagerError, TransportError):
+                self._decline(self._state.step)
+                raise
+            self._newest = self._state.step
+        if self._job is not None:
+            self._job.result()
+
+    def wait_for_copies(self, timeout: timedelta) -> None:
+        """Wait until all ranks have kept and copied the last snapshot, but not longer than ``timeout``."""
+        if self._partners is not None and self._reporting is not None:
+            with suppress(FutureTimeoutError):
+                self._reporting.exception(timeout.total_seconds())
 
     def resume(self, ranks: Agreement, *, newer_than: int) -> Recovery | None:
-        """Load the newest step that all ranks have kept. If it cannot be loaded, load the one before it.
-
-        Args:
-            ranks: All ranks of the replica.
-            newer_than: A durable checkpoint has this step; older kept steps are not loaded. -1 without a checkpoint.
-
-        Returns:
-            The result on this rank; ``None`` if no newer step could be loaded on all ranks. If a load failed halfway,
-            the state is partial then.
-        """
-        named = ranks.values_of_all(
-            "name the kept states", lambda: (newer_than, list(self.kept.steps())), _steps_decoder
-        )
-        newer_than = named[0][0]
-        common = set.intersection(*(set(steps) for _, steps in named))
-        for step in sorted(common, reverse=True):
-            if step <= newer_than:
-                break
-            recovered: list[Recovery] = []
-            outcomes = ranks.values_of_all(
-                "load a kept state", partial(self._outcome, ranks, step, recovered), _outcome_decoder
-            )
-            if not any(outcomes):
-                self.kept.retain_only(step)
-                self._newest = self._agreed = step
-                self._is_replaced = False
-                self.counts.add("kept_resumes_total")
-                logger.info("resumed step %d from %s; the ranks had kept %s", step, _SOURCE, [k for _, k in named])
-                return recovered[0]
-            self._has_failed = self._has_failed or any(each not in {"", _MISFIT} for each in outcomes)
-            if recovered:
-                self._state.mark_partial(step, f"other ranks could not load their kept states: {outcomes}")
-                logger.warning("step %d from %s is not used: %s", step, _SOURCE, outcomes)
-        if any(steps for _, steps in named):
-            logger.info("no kept state is loaded: the ranks had kept the steps %s", [steps for _, steps in named])
-        return None
+        """Load the newest kept step of all ranks; see `KeptResume.resume`."""
+        self._opened()
+        self._stop()
+        self._wait_until_idle()
+        self._begin_history()
+        if self._opened().shared is not None:
+            # Now all ranks have taken over the states of their own predecessors.
+            ranks.run("find kept states", lambda: None)
+            self.kept.adopt(self._addresses)
+        recovery = self._resume.resume(ranks, newer_than=newer_than)
+        if recovery is not None:
+            assert self._resume.resumed is not None, "it was loaded"
+            self._newest = recovery.step
+            self._agreed = part = self._resume.resumed.of_rank(self._opened().rank)
+            self._is_replaced = False
+            self.counts.add("kept_resumes_total")
+            if self._partners is not None and part in self.kept.parts():
+                # A host that was lost held copies as well.
+                self._submit_report(part, None, 0.0)
+        return recovery
 
     @property
     def has_failed(self) -> bool:
         """Whether a kept state was found damaged, on any rank; the same on all ranks."""
-        return self._has_failed
+        return self._resume.has_failed
 
     def agreement(self) -> Agreement:
         """Return an agreement of all ranks of this replica, after taking over what an earlier process kept.
@@ -210,7 +208,9 @@ class Keeping(StateObserver):
         Raises:
             ConfigurationError: This replica has several ranks, and ``torch.distributed`` is not initialised.
         """
-        return Agreement(self._opened(), "resume", self._state.timeout)
+        if self._agreement is None:
+            self._agreement = Agreement(self._opened(), "resume", self._state.timeout)
+        return self._agreement
 
     def replaced(self) -> None:
         """Record that the state is about to be replaced, so that later kept states do not belong to it."""
@@ -223,7 +223,7 @@ class Keeping(StateObserver):
         Args:
             is_over: Whether the training has ended. If not, the keeper holds the state for a restarted process.
         """
-        self._stop_reporting.set()
+        self._stop()
         self._pool.shutdown(wait=True)
         self.kept.close(is_over=is_over)
 
@@ -236,29 +236,75 @@ class Keeping(StateObserver):
             # A process of another job must not resume from this state, even if its model has the same shapes.
             job = [os.environ.get(name, "") for name in _JOB_VARIABLES]
             name = self._local.replica_name or ""
-            self.kept.open(shared_address(_PURPOSE, *job, os.getcwd(), *sys.argv, name, rank))
+            self._addresses = f"{shared_address(_PURPOSE, *job, os.getcwd(), *sys.argv, name)}/"
+            self.kept.open(f"{self._addresses}{rank}", rank=group.rank, num_ranks=group.size)
+            if self._settings.copies > 1 and group.size == 1:
+                logger.warning("copies=%d has no effect: this replica has one rank", self._settings.copies)
+            elif self._settings.copies > 1:
+                self._partners = KeptPartners(group, self.kept, self._transport, self._settings, self.counts)
         return self._group
 
+    def _stop(self) -> None:
+        """Let the pool's thread stop waiting for other ranks, and copying."""
+        self._stop_reporting.set()
+        if self._partners is not None:
+            self._partners.cancel()
+
+    def _measure_interval(self, step: int) -> None:
+        now_s = time.monotonic()
+        if self._first is None:
+            self._first = step, now_s
+        first, first_s = self._first
+        if step > first:
+            self._interval_s = self._every * (now_s - first_s) / (step - first)
+
+    def _may_still_copy(self) -> bool:
+        """Whether ranks may still be copying the last snapshot, so that it is too early to give it up."""
+        if self._partners is None:
+            return False
+        return time.monotonic() < self._begun_s + 2 * self._partners.copy_timeout_s(self._interval_s)
+
+    def _is_ready(self) -> bool:
+        """Whether a snapshot can begin without a wait."""
+        return bool(self.kept.history and not self.kept.is_preparing and self._is_idle() and self._unagreed is None)
+
+    def _decline(self, step: int) -> None:
+        """Let no rank wait for a step that this one does not keep."""
+        self._steps().decline(step)
+        if self._is_idle():
+            self._job = self._pool.submit(self._settle)
+
     def _prefault(self) -> None:
-        self._job = self._pool.submit(self.kept.attend)
+        self._job = self._pool.submit(self._prepare)
         try:
             with self._state.lock.read("size of kept snapshots", BOUNDARY_TIMEOUT):
                 self.kept.prefault(self._whole(self._state.content()))
         except (ManagerError, TransportError) as error:
             logger.warning("the memory for kept snapshots could not be prefaulted: %s", error)
 
+    def _prepare(self) -> None:
+        self.kept.attend()
+        self._settle()
+
     def _whole(self, replicated: object) -> Mapping[str, object]:
-        return {**cast("Mapping[str, object]", replicated), **self._local.part()}
+        own = self.kept.own_part(self._state.step)
+        local = self._local.part()
+        key = local_key(own.rank, own.num_ranks)
+        return {**cast("Mapping[str, object]", replicated), **({key: local} if local else {})}
 
     def _take(self, may_defer: bool) -> KeptInProgress:
         taking = self._copier.capture(may_defer=may_defer, may_share=False)
         return self.kept.begin(replace(taking, state=self._whole(taking.state)), retained=self._agreed)
 
     def _submit(self, unfinished: list[KeptInProgress], section: Section | None) -> None:
+        part = self.kept.own_part(self._state.step)
+        self._job = self._pool.submit(self._complete, part.step, unfinished, section)
+        self._submit_report(part, self._job, self._interval_s)
+
+    def _submit_report(self, part: KeptPart, job: Future[None] | None, interval_s: float) -> None:
         self._stop_reporting = stop = SafeEvent()
-        step = self._unagreed = self._state.step
-        self._job = self._pool.submit(self._complete, step, unfinished, section)
-        self._reporting = self._pool.submit(self._report, self._job, step, stop)
+        self._unagreed, self._begun_s = part, time.monotonic()
+        self._reporting = self._pool.submit(self._report, part, job, interval_s, stop)
 
     def _is_idle(self) -> bool:
         jobs = (self._job, self._reporting)
@@ -274,64 +320,62 @@ class Keeping(StateObserver):
         self._is_replaced = False
         if step == self._newest:
             return
-        self._stop_reporting.set()
+        self._stop()
         self._wait_until_idle()
         self.kept.drop_from(step)
+        self._begin_history()
+        if self._agreed is not None and self._agreed.step >= step:
+            self._agreed = None
+
+    def _begin_history(self) -> None:
         self._steps().begin_history()
         self._unagreed = None
-        if self._agreed is not None and self._agreed >= step:
-            self._agreed = None
+        self.kept.history = ""
+        if self._is_prefaulted:
+            self._job = self._pool.submit(self._settle)
 
     def _complete(self, step: int, unfinished: list[KeptInProgress], section: Section | None) -> None:
         """Complete a snapshot, on the pool's thread."""
         try:
             copy_and_publish(unfinished, section)
         except Exception as error:
-            self._unagreed = None
             self.counts.add("kept_snapshots_failed_total", type(error).__name__)
             logger.warning("step %d: the snapshot for the keeper failed: %s", step, error)
             raise
         self.counts.add("kept_snapshots_total")
         self.counts.set("kept_step", to=step)
 
-    def _report(self, job: Future[None], step: int, stop: SafeEvent) -> None:
-        """Report a complete snapshot to the other ranks, and wait for their reports, on the pool's thread."""
-        if job.exception() is not None:
-            return
+    def _report(self, part: KeptPart, job: Future[None] | None, interval_s: float, stop: SafeEvent) -> None:
+        """Copy the snapshots of other ranks, report to them, and wait for their reports, on the pool's thread."""
+        steps, step = self._steps(), part.step
         try:
-            self._note_decision(step, self._steps().report(step, stop))
+            is_kept = job is None or job.exception() is None
+            if is_kept and self._partners is not None:
+                is_kept = self._partners.copy(part, steps, interval_s, stop)
+            self._note_decision(part, steps.report(step, stop) if is_kept else steps.give_up(step))
+            steps.post_declined()
         except TransportError as error:
-            logger.debug("step %d: cannot report the kept snapshot to the other ranks: %s", step, error)
+            logger.debug("step %d: cannot agree with the other ranks about the kept snapshot: %s", step, error)
+        except Exception:
+            logger.exception("step %d: the kept snapshot could not be copied or reported to the other ranks", step)
 
-    def _give_up(self, step: int) -> None:
-        """Stop waiting for ranks that have not kept a step."""
+    def _settle(self) -> None:
+        """Stop waiting for ranks that have not kept a step, and post what this rank has declined."""
+        unagreed, steps = self._unagreed, self._steps()
         try:
-            self._note_decision(step, self._steps().give_up(step))
+            if unagreed is not None:
+                self._note_decision(unagreed, steps.give_up(unagreed.step))
+            steps.post_declined()
+            self.kept.history = self.kept.history or steps.history_name()
         except TransportError as error:
-            logger.debug("step %d: cannot ask the other ranks about the kept snapshot: %s", step, error)
+            logger.debug("cannot agree with the other ranks about kept snapshots: %s", error)
 
-    def _note_decision(self, step: int, is_agreed: bool | None) -> None:
+    def _note_decision(self, part: KeptPart, is_agreed: bool | None) -> None:
         if is_agreed is not None:
             self._unagreed = None
-            self._agreed = step if is_agreed else self._agreed
+            self._agreed = part if is_agreed else self._agreed
 
     def _steps(self) -> KeptSteps:
         if self._kept_steps is None:
             self._kept_steps = KeptSteps(self._opened(), self._state.timeout)
         return self._kept_steps
-
-    def _outcome(self, ranks: Agreement, step: int, recovered: list[Recovery]) -> str:
-        """Load a kept state on this rank. Return why it could not be loaded; empty if it was."""
-        try:
-            load = partial(self._load, step)
-            recovered.append(ranks.showing_life(load, 2 * self._state.timeout.total_seconds()))
-        except (ManagerError, TransportError) as error:
-            logger.warning("step %d from %s cannot be loaded: %s", step, _SOURCE, error)
-            return _MISFIT if isinstance(error, StateMismatchError) else f"{type(error).__name__}: {error}"[:_MAX_SHOWN]
-        return ""
-
-    def _load(self, step: int) -> Recovery:
-        options = PeerOptions(timeout=self._state.timeout, is_kept=True)
-        with self.kept.serving(step):
-            load_local = partial(self._local.load, step=step, source=_SOURCE)
-            return self._peers.recover_kept(self._transport.metadata(), step, options, _SOURCE, load_local)

@@ -156,25 +156,28 @@ class PeerRecovery:
 
     def recover_kept(
         self,
-        address: str,
+        address: str | list[str],
         step: int,
         options: PeerOptions,
         source: str,
         load_local: Callable[[Mapping[str, Any]], None],
+        *,
+        group_rank: int = 0,
     ) -> Recovery:
-        """Recover a step that this process itself serves, like `recover`.
+        """Recover a kept step, like `recover`.
 
         Args:
-            address: The address of this process's own transport.
+            address: The address of this process's own transport; or those of all parts, for another layout.
             step: The step.
             options: The options.
             source: Names the origin of the state in logs and errors.
             load_local: Loads the local state from the received state.
+            group_rank: This rank.
         """
         with self._transport.recorder.begin("heal", phase="rendezvous") as recording:
             recording.note(tier=source)
             deadline = Deadline.after(options.timeout)
-            recovery = self._recover(address, step, options, deadline, named=source, load_local=load_local)
+            recovery = self._recover(address, step, options, deadline, group_rank, named=source, load_local=load_local)
             recording.describe(step=recovery.step)
             return recovery
 
@@ -251,7 +254,8 @@ class PeerRecovery:
                 state.mark_partial(received.step, "the comparison after loading was interrupted")
                 self._refuse_differences(received, named)
                 state.partial = None
-        is_early = options.max_bytes_per_s is not None or (options.is_kept and self._is_mostly_lasting(received.state))
+        is_own = options.is_kept and isinstance(source, str)
+        is_early = options.max_bytes_per_s is not None or (is_own and self._is_mostly_lasting(received.state))
         if is_early and options.verify:
             self._before = received
         recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()

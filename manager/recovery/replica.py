@@ -15,6 +15,7 @@ from ft_transport.settings import check_duration
 from ft_transport.telemetry.metrics import weakly
 from manager.errors import ManagerError, RecoveryFailedError
 from manager.recovery.checkpoints import Checkpoints, ResumeKeys, check_interval, check_store
+from manager.recovery.kept_steps import NOT_KEPT, KeepSettings
 from manager.recovery.local_state import LocalState
 from manager.recovery.peers import PeerOptions, PeerRecovery, Recovery
 from manager.recovery.preemption import Preemption
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHARE_FOR_COPIES = 0.7
+"""Share of a grace period's rest in which a preempted rank waits for copies of its state."""
+
 
 class Replica:
     """Creates and connects the parts of one replica for a manager. Only the training thread may call its methods.
@@ -44,7 +48,7 @@ class Replica:
         store: The store of durable checkpoints. `close` closes it.
         prefault: As for `StateManager`.
         save_every: As for `StateManager`.
-        keep_every: As for `StateManager`.
+        keep: How often to keep the state beyond the death of this process, and where.
 
     Attributes:
         state: The registered state, with its lock.
@@ -72,12 +76,12 @@ class Replica:
         *,
         prefault: bool = False,
         save_every: int | None = None,
-        keep_every: int | None = None,
+        keep: KeepSettings = NOT_KEPT,
     ) -> None:
         if transport is not None and not hasattr(transport, "serve_fresh"):
             raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(transport).__name__}")
         check_store(store, save_every)
-        check_interval("keep_every", keep_every, needs="checkpoint_transport", given=transport)
+        check_interval("keep_every", keep.every, needs="checkpoint_transport", given=transport)
         self.state = state = ReplicaState(timeout)
         self.transport = transport
         self.snapshots: SnapshotScheduler | None = None
@@ -87,7 +91,7 @@ class Replica:
         self.preemption: Preemption | None = None
         self.checkpoints: Checkpoints | None = None
         scopes: list[Scope] = [] if transport is None and store is None else ["replicated"]
-        if store is not None or keep_every is not None:
+        if store is not None or keep.every is not None:
             scopes.append("local")
         if transport is not None:
             self.snapshots = SnapshotScheduler(state, transport, prefault=prefault)
@@ -97,11 +101,11 @@ class Replica:
             status.metrics.collect(state.lock.costs.readings)
             status.metrics.collect(weakly(state.readings))
             status.metrics.collect(self.peers.counts.readings)
-            if keep_every is not None:
+            if keep.every is not None:
                 from manager.recovery.keeping import Keeping  # noqa: PLC0415 - it imports the server
 
                 copier = self.snapshots.copier
-                self.keeping = Keeping(state, transport, self.peers, copier, self.local, every=keep_every)
+                self.keeping = Keeping(state, transport, self.peers, copier, self.local, settings=keep)
                 status.metrics.collect(self.keeping.counts.readings)
         if store is not None:
             self.checkpoints = Checkpoints(
@@ -174,6 +178,9 @@ class Replica:
                 self.keeping.keep_now()
             if self.checkpoints is not None and not self.checkpoints.store.is_read_only:
                 self.checkpoints.save(wait=True, overwrite=True)
+            if self.keeping is not None:
+                # The rest of the time is for the end of the process.
+                self.keeping.wait_for_copies(_SHARE_FOR_COPIES * preemption.left)
         except (ManagerError, TransportError) as error:
             logger.error("step %d: the state could not be saved before the preemption: %s", step, error)
         logger.warning("step %d: this process ends, because it is preempted", step)

@@ -129,7 +129,7 @@ def test_a_flipped_bit_is_named_and_the_state_before_it_taken(kept: Kept) -> Non
     successor = kept.start()
     assert successor.ask("resume()") == (2, 2, HERE, digest)
     log = successor.ask("log.getvalue()")
-    assert "step 3 from the keeper of this host cannot be loaded" in log
+    assert "step 3 of the kept states cannot be loaded" in log
     assert "chunk" in log
 
 

@@ -28,7 +28,7 @@ LONG_S = 30.0
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
     found = Job(tmp_path, request.param, keep_every=1000)
     yield found
-    found.kill()
+    found.close()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """One rank that keeps its state and resumes: ``keeping_rank.py DIRECTORY NUM_STEPS KEEP_EVERY``.
 
-It appends ``resumed STEP SECONDS`` and, at each step boundary, ``STEP DIGEST`` of its whole state to ``RANK.txt``. What
-is trained in a step follows from the step and the rank, so all lives of a job have the same state at the same step.
+It appends ``at ADDRESS``, ``resumed STEP SECONDS SOURCE`` and, at each step boundary, ``STEP DIGEST`` of its whole
+state to ``RANK.txt``. What is trained in a step follows from the step and the rank, so all lives of a job have the same
+state at the same step. With ``KEEPING_IS_WHOLE`` the digest is that of all ranks' replicated state, in any layout.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ft_transport import HTTPTransport
 from manager import Manager
 
 WIDTH = int(os.environ.get("KEEPING_WIDTH", "64"))
+LAYOUT = os.environ.get("KEEPING_LAYOUT", "fsdp")
+IS_WHOLE = bool(os.environ.get("KEEPING_IS_WHOLE"))
 
 
 class Counter:
@@ -40,12 +44,25 @@ class Counter:
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer, counter: Counter) -> str:
-    digest = hashlib.blake2b(str(counter.value).encode(), digest_size=8)
+    digest = hashlib.blake2b(b"" if IS_WHOLE else str(counter.value).encode(), digest_size=8)
     for parameter in model.parameters():
         for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            local = tensor
+            if isinstance(tensor, DTensor):
+                local = tensor.full_tensor() if IS_WHOLE else tensor.to_local()
             digest.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def spoil_copies(manager: Manager) -> bool:
+    """Flip a bit in each newest copy of another rank's state, if there are copies of two steps."""
+    kept = manager._replica.keeping.kept
+    copies = [each for each in kept._kept if each.about.part.rank != kept._rank]
+    steps = sorted({each.about.part.step for each in copies})
+    for each in copies:
+        if len(steps) == 2 and each.about.part.step == steps[-1]:
+            each.close.args[0].view[4000] ^= 1
+    return len(steps) == 2
 
 
 def main() -> None:
@@ -55,13 +72,17 @@ def main() -> None:
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     if world_size > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        mesh = init_device_mesh("cpu", (world_size,))
-        for layer in model:
+        shape = (2, world_size // 2) if LAYOUT == "hsdp" else (world_size,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for layer in model if LAYOUT != "ddp" else ():
             fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        if LAYOUT != "ddp":
+            fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     counter = Counter(rank)
-    manager = Manager(checkpoint_transport=HTTPTransport(), keep_every=keep_every)
+    transport = HTTPTransport[object]()
+    copies, host = int(os.environ.get("KEEPING_COPIES", "1")), os.environ.get("KEEPING_HOST")
+    manager = Manager(checkpoint_transport=transport, keep_every=keep_every, copies=copies, failure_domain=host)
     manager.register("model", model)
     manager.register("optimizer", optimizer)
     manager.register("counter", counter, scope="local")
@@ -69,17 +90,25 @@ def main() -> None:
     if grace_s := os.environ.get("KEEPING_GRACE_S"):
         announcement = directory / f"{rank}.announced"
         manager.on_preemption(is_announced=announcement.exists, grace=timedelta(seconds=float(grace_s)))
-    stuck = directory / f"{rank}.stuck"
+    stuck, spoil = directory / f"{rank}.stuck", directory / f"{rank}.spoil"
     began_s = time.monotonic()
-    manager.resume()
+    recovery = manager.resume()
     step = manager.current_step()
     with (directory / f"{rank}.txt").open("a", buffering=1) as notes:
-        notes.write(f"resumed {step} {time.monotonic() - began_s:.3f}\n")
+        notes.write(f"at {transport.metadata()}\n")
+        source = recovery.source.replace(" ", "_") if recovery is not None else "nothing"
+        notes.write(f"resumed {step} {time.monotonic() - began_s:.3f} {source}\n")
         while step < num_steps:
             manager.start_step(step)
+            if spoil.exists() and spoil_copies(manager):
+                stuck.touch()
+                spoil.unlink()
             notes.write(f"{step} {digest_of(model, optimizer, counter)}\n")
             torch.manual_seed(step * world_size + rank)
             model(torch.randn(8, WIDTH)).square().mean().backward()
+            if LAYOUT == "ddp":
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
             while stuck.exists():
                 time.sleep(0.01)
             optimizer.step()

@@ -1,6 +1,7 @@
 """Kills all ranks of a job that keeps its state, again and again at random instants (by hand: ``ARGS``).
 
 ``kill_ranks.py --ranks 2 --kills 200 --seed 7``. Every state that any life of any rank had at a step must be the same.
+With ``--hosts 2``, half of the kills take a host and its keepers along.
 """
 
 from __future__ import annotations
@@ -8,15 +9,21 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import keeping_rank
 from programs import Program
+from prometheus_client.parser import text_string_to_metric_families
 from ranks import served_store
+
+from ft_transport.cli.keepers import find_keepers
 
 LONG_S = 60.0
 _SHARE_OF_EARLY_KILLS = 0.3
@@ -24,14 +31,19 @@ _SHARE_OF_EARLY_KILLS = 0.3
 
 
 class Job:
-    """The lives of one job. The notes of all lives are in one directory."""
+    """The lives of one job. The notes of all lives are in one directory.
+
+    A host is a directory of its own: processes of other directories do not find its keepers.
+    """
 
     def __init__(self, directory: Path, num_ranks: int, keep_every: int, num_steps: int = 1_000_000) -> None:
+        self.hosts = ["."] * num_ranks
         self.directory, self.num_ranks, self.keep_every = directory, num_ranks, keep_every
         self.num_steps = num_steps
         self.processes: list[Any] = []
         self.num_notes: list[int] = []
         self.lost_steps: list[int] = []
+        self.host_of: dict[int, str] = {}
 
     def notes(self, rank: int) -> list[list[str]]:
         path = self.directory / f"{rank}.txt"
@@ -46,6 +58,7 @@ class Job:
         return [int(words[1]) for words in self.notes(rank) if words[0] == "resumed"]
 
     def start(self, port: int, **variables: str) -> None:
+        self.num_ranks = len(self.hosts)
         self.num_notes = [len(self.notes(rank)) for rank in range(self.num_ranks)]
         environment = {
             **os.environ,
@@ -57,13 +70,14 @@ class Job:
             **variables,
         }
         arguments = [str(self.directory), str(self.num_steps), str(self.keep_every)]
-        for rank in range(self.num_ranks):
+        for rank, host in enumerate(self.hosts):
+            (self.directory / host).mkdir(exist_ok=True)
             with (self.directory / f"{rank}.err").open("a") as errors:
                 self.processes.append(
                     Program(
                         [sys.executable, keeping_rank.__file__, *arguments],
-                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        cwd=self.directory,
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "KEEPING_HOST": host},
+                        cwd=self.directory / host,
                         stderr=errors,
                     )
                 )
@@ -79,14 +93,40 @@ class Job:
 
     def _runs(self, rank: int) -> bool:
         notes = self.notes(rank)
-        return len(notes) > self.num_notes[rank] + 1
+        return any(words[0].isdigit() for words in notes[self.num_notes[rank] + 1 :])
 
     def kill(self) -> None:
+        self.host_of |= {process.pid: host for host, process in zip(self.hosts, self.processes, strict=False)}
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.wait()
         self.processes.clear()
+
+    def lose(self, host: str) -> None:
+        """End the keepers of a host, whose ranks are dead."""
+        for keeper in find_keepers():
+            if self.host_of.get(keeper.trainer_pid) == host:
+                os.kill(keeper.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all ranks and their keepers."""
+        self.kill()
+        for host in set(self.host_of.values()):
+            self.lose(host)
+
+    def copied_step(self, rank: int) -> int:
+        """The newest step of another rank that this rank holds in its present life; 0 for none."""
+        addresses = [words[1] for words in self.notes(rank)[self.num_notes[rank] :] if words[0] == "at"]
+        if addresses:
+            with (
+                suppress(OSError),
+                urlopen(addresses[-1].removesuffix("/checkpoint/") + "/metrics", timeout=5) as answer,
+            ):
+                for family in text_string_to_metric_families(answer.read().decode()):
+                    if family.name == "ft_transport_kept_copied_step":
+                        return int(sum(sample.value for sample in family.samples))
+        return 0
 
     def check(self) -> None:
         """Every state at a step is the same in all lives."""
@@ -101,27 +141,39 @@ class Job:
                     assert digests.setdefault(words[0], words[1]) == words[1], f"rank {rank}: step {words[0]} differs"
 
 
-def run(num_ranks: int, num_kills: int, keep_every: int, seed: int) -> Job:
+def run(num_ranks: int, num_kills: int, keep_every: int, seed: int, num_hosts: int = 1) -> Job:
     chosen = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         job = Job(Path(directory), num_ranks, keep_every)
+        hosts = [f"host-{number}" for number in range(num_hosts)]
+        num_lost = 0
         try:
             for _ in range(num_kills):
+                job.hosts = sorted(hosts * (num_ranks // num_hosts))
                 with served_store() as port:
-                    job.start(port)
+                    job.start(port, KEEPING_COPIES=str(min(2, num_hosts)))
                     if chosen.random() < _SHARE_OF_EARLY_KILLS:
                         time.sleep(chosen.uniform(0, 1.5))
                     else:
                         job.wait()
                         time.sleep(chosen.uniform(0, 0.3))
+                    is_copied = num_hosts > 1 and all(job.copied_step(rank) > 0 for rank in range(num_ranks))
                     job.kill()
+                if is_copied and chosen.random() < 0.7:
+                    lost = chosen.choice(hosts)
+                    job.lose(lost)
+                    hosts.remove(lost)
+                    num_lost += 1
+                    hosts.append(f"host-{num_hosts + num_lost}")
             job.check()
             resumed = job.resumed(0)
-            assert resumed == sorted(resumed)
-            lost = max(job.lost_steps)
-            print(f"{num_ranks} ranks, {num_kills} kills: step {job.newest_step(0)}, at most {lost} steps lost")
+            # After the loss of a host, ranks resume at a step of which there are copies, perhaps an earlier one.
+            assert num_hosts > 1 or resumed == sorted(resumed)
+            lost_steps = max(job.lost_steps)
+            what = f"{num_ranks} ranks, {num_kills} kills, {num_lost} hosts lost"
+            print(f"{what}: step {job.newest_step(0)}, at most {lost_steps} steps lost")
         finally:
-            job.kill()
+            job.close()
     return job
 
 
@@ -131,5 +183,6 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=1)
     options = parser.parse_args()
-    run(options.ranks, options.kills, options.every, options.seed)
+    run(options.ranks, options.kills, options.every, options.seed, options.hosts)
