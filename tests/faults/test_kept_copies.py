@@ -79,8 +79,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     found.close()
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ddp"])
-@pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.parametrize(("layout", "lost"), [("fsdp", "a"), ("fsdp", "b"), ("hsdp", "b"), ("ddp", "a")])
 def test_ranks_resume_exactly_after_the_loss_of_a_host(hosts: Hosts, lost: str, layout: str) -> None:
     hosts.run(TWO_HOSTS, hosts.have_copied, KEEPING_LAYOUT=layout)
     hosts.job.lose(lost)
@@ -92,8 +91,7 @@ def test_ranks_resume_exactly_after_the_loss_of_a_host(hosts: Hosts, lost: str, 
     hosts.job.check()
 
 
-@pytest.mark.parametrize("lost", [None, "b"], ids=["none lost", "one lost"])
-@pytest.mark.parametrize("after", [("a", "a"), ("a", "c", "c")], ids=["2 ranks", "3 ranks"])
+@pytest.mark.parametrize(("lost", "after"), [(None, ("a", "a")), ("b", ("a", "c", "c"))], ids=["2 ranks", "3 ranks"])
 def test_another_number_of_ranks_resumes_exactly(hosts: Hosts, after: Sequence[str], lost: str | None) -> None:
     hosts.run(TWO_HOSTS, hosts.are_stuck_after_copies, KEEPING_IS_WHOLE="1")
     if lost is not None:
@@ -104,7 +102,7 @@ def test_another_number_of_ranks_resumes_exactly(hosts: Hosts, after: Sequence[s
     assert set(hosts.sources()) == {"the keepers of 4 ranks"}
 
 
-@pytest.mark.parametrize("lost", ["a", "b", "c", "d"])
+@pytest.mark.parametrize("lost", ["a", "c"])
 def test_ranks_that_come_back_on_other_hosts_resume_exactly(hosts: Hosts, lost: str) -> None:
     hosts.run("abcd", hosts.have_copied)
     hosts.job.lose(lost)
