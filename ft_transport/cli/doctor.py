@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 import typer
 
+from ft_transport.cli.keepers import find_keepers
 from ft_transport.cli.output import escape, megabytes, message_of, remedy_for
 from ft_transport.credentials import TOKEN_VARIABLE
 from ft_transport.errors import ConfigurationError, TransportError
@@ -146,6 +147,7 @@ def check_host() -> Iterator[Check]:
     yield _versions()
     yield _memory_file()
     yield _free_memory()
+    yield _keepers()
     yield _open_files()
     yield _ipv6()
     yield _advertised()
@@ -214,6 +216,17 @@ def _free_memory() -> Check:
     remedy = "each snapshot is as large as the state; Limits.max_snapshots=1 allows only one"
     is_enough = free >= _LEAST_FREE * total
     return _check("memory", f"{megabytes(free)} of {megabytes(total)} are free", "" if is_enough else remedy)
+
+
+def _keepers() -> Check:
+    """Check whether keepers hold much memory for processes that are dead."""
+    keepers = find_keepers()
+    orphans = [keeper for keeper in keepers if not keeper.is_trainer_alive]
+    held_bytes = sum(keeper.held_bytes for keeper in orphans)
+    found = f"{len(keepers)} run, of which {len(orphans)} hold {megabytes(held_bytes)} for dead processes"
+    remedy = "`ft-transport keepers --end` drops it, if these jobs do not start again"
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _check("keepers", found, remedy if held_bytes > _LEAST_FREE * total_bytes else "")
 
 
 def _lighthouse(address: str) -> Check:

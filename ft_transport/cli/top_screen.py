@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ft_transport.cli.job import JobError, JobProcess, JobRecord, JobState
 from ft_transport.cli.output import escape
-from ft_transport.telemetry.process_state import ManagerStatus, MembershipChange, ProcessState, StepStatus
+from ft_transport.telemetry.process_state import KeptStatus, ManagerStatus, MembershipChange, ProcessState, StepStatus
 
 _LEAST_ROWS: Final = 3
 _LOST: Final = " THE LIGHTHOUSE DOES NOT ANSWER: without it no quorum is formed "
@@ -242,7 +242,8 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     steps = tuple(step for step in steps if step.period_s) or steps
     last = f"{seconds(_period_s(steps[-1])):>7}" if steps else ""
     text.append(f"{_spark(steps):<9} {last:<7} ")
-    text.append(flows.get((process.name, process.group_rank), "") or _remark(manager, process))
+    kept = process.state.kept if process.state is not None else None
+    text.append(flows.get((process.name, process.group_rank), "") or _remark(manager, process) or _kept(kept))
     return text
 
 
@@ -253,6 +254,18 @@ def _remark(manager: ManagerStatus | None, process: JobProcess) -> str:
     holders = manager.lock.holders if manager is not None else ()
     long = next((holder for holder in holders if holder.age_s > 1.0), None)
     return f"lock: {_name(long.what)} {seconds(long.age_s)}" if long is not None else ""
+
+
+def _kept(kept: KeptStatus | None) -> str:
+    """Describe the states that the keeper of a process holds."""
+    if kept is None or kept.step is None:
+        return ""
+    partners = f", copied by rank {_ranks(kept.partners)}" if kept.partners else ""
+    return f"kept: step {kept.step}, {seconds(kept.age_s)} ago{partners}"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks[:3])) + (" …" if len(ranks) > 3 else "")
 
 
 def _spark(steps: tuple[StepStatus, ...]) -> str:

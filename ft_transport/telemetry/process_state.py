@@ -210,6 +210,27 @@ class ManagerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStatus:
+    """The states that the keeper of a process holds.
+
+    Attributes:
+        step: Newest kept step of this process's own state; ``None`` without one.
+        age_s: Time since the keeper received it, in seconds.
+        num_bytes: Size of all kept states.
+        partners: Ranks on other hosts that copy this rank's state.
+        copied_ranks: Ranks of whose states this process has copies.
+        copied_step: Newest step of these copies; ``None`` without one.
+    """
+
+    step: Number | None = None
+    age_s: float = 0.0
+    num_bytes: Number = 0
+    partners: tuple[Number, ...] = ()
+    copied_ranks: tuple[Number, ...] = ()
+    copied_step: Number | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
     """A change of membership, as one replica observed it.
 
@@ -257,6 +278,7 @@ class ProcessState:
         unix_s: Time of the process's clock, in seconds since 1970.
         transport: State of the transport.
         manager: State of the manager; ``None`` if the process has no manager.
+        kept: States that outlive the process; ``None`` if it keeps none.
         records: Records of the last operations that have ended, the newest at the end.
         running: Records of running operations, with the outcome ``running``.
         errors: The last errors, the newest at the end.
@@ -267,6 +289,7 @@ class ProcessState:
     unix_s: float = 0.0
     transport: TransportStatus | None = None
     manager: ManagerStatus | None = None
+    kept: KeptStatus | None = None
     records: tuple[Record, ...] = ()
     running: tuple[Record, ...] = ()
     errors: tuple[ErrorStatus, ...] = ()

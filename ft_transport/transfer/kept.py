@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +31,7 @@ from ft_transport.runtime.unix_sockets import listening_addresses
 from ft_transport.settings import default_num_threads
 from ft_transport.state.snapshot import PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
+from ft_transport.telemetry.process_state import KeptStatus
 from ft_transport.transfer.kept_copies import CopyMemory
 from ft_transport.transfer.kept_part import KeptFile, KeptPart, open_part
 from ft_transport.transfer.server import StateServer
@@ -81,6 +83,7 @@ class KeptSnapshots:
         self._name = ""
         self._rank, self._num_ranks = 0, 1
         self.history = ""
+        self._newest_s = time.monotonic()
         self._server = server
         self._keys = keys
         self._new_server = new_server
@@ -137,6 +140,19 @@ class KeptSnapshots:
     def largest_bytes(self) -> int:
         """Size of the largest kept snapshot."""
         return max((kept.about.num_bytes for kept in self._kept), default=0)
+
+    def status(self) -> KeptStatus:
+        """Return what the keeper holds, for status pages. Any thread may call this."""
+        files = [kept.about for kept in tuple(self._kept)]
+        own = [file.part.step for file in files if file.part.rank == self._rank]
+        copies = [file.part for file in files if file.part.rank != self._rank]
+        return KeptStatus(
+            step=max(own, default=None),
+            age_s=time.monotonic() - self._newest_s,
+            num_bytes=sum(file.num_bytes for file in files),
+            copied_ranks=tuple(sorted({part.rank for part in copies})),
+            copied_step=max((part.step for part in copies), default=None),
+        )
 
     def own_part(self, step: int) -> KeptPart:
         """Return the whole part of this rank at a step of the present history."""
@@ -263,6 +279,7 @@ class KeptSnapshots:
         assert isinstance(memory, MemoryFile), "a kept snapshot shares no tensor with the trainer"
         about = KeptFile(part=self.own_part(snapshot.step), start=memory.start, num_bytes=snapshot.total_bytes)
         self._hold(about, memory.descriptor, snapshot.close)
+        self._newest_s = time.monotonic()
 
     def drop_from(self, step: int) -> None:
         """Drop all snapshots of this step and of later steps."""

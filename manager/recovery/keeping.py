@@ -31,6 +31,7 @@ from ft_transport.runtime.signal_safe import SafeEvent
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.runtime.unix_sockets import shared_address
 from ft_transport.telemetry.metrics import MetricValues
+from ft_transport.telemetry.process_state import KeptStatus
 from ft_transport.transfer.kept import KeptInProgress, KeptSnapshots
 from ft_transport.transfer.kept_part import KeptPart
 from manager.errors import ManagerError
@@ -196,6 +197,11 @@ class Keeping(StateObserver):
                 # A host that was lost held copies as well.
                 self._submit_report(part, None, 0.0)
         return recovery
+
+    def status(self) -> KeptStatus:
+        """Return what is kept, for status pages. Any thread may call this."""
+        partners = self._partners
+        return replace(self.kept.status(), partners=partners.partners if partners is not None else ())
 
     @property
     def has_failed(self) -> bool:

@@ -49,6 +49,9 @@ class KeptPartners:
         transport: Fetches.
         settings: The number of copies, and the failure domain of this rank.
         counts: Metrics: the number of copies, and of copies that failed.
+
+    Attributes:
+        partners: Ranks that copy this rank's state.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class KeptPartners:
         self._copies = settings.copies
         self._domain = settings.domain if settings.domain is not None else socket.gethostname()
         self._counts = counts
+        self.partners: tuple[int, ...] = ()
         self._sources: tuple[int, ...] | None = None
         self._twins: dict[int, tuple[int, ...]] = {}
         self._num_failed = 0
@@ -131,7 +135,9 @@ class KeptPartners:
 
     def _plan(self, offers: Sequence[Offer]) -> None:
         domains = [offer.domain for offer in offers]
-        self._sources = sources_of(domains, self._copies)[self._rank][:_MAX_SOURCES]
+        sources = [each[:_MAX_SOURCES] for each in sources_of(domains, self._copies)]
+        self._sources = sources[self._rank]
+        self.partners = tuple(rank for rank, each in enumerate(sources) if self._rank in each)
         self._twins = {source: twins_of(source, offers, self._copies) for source in self._sources}
         if len(set(domains)) < self._copies and self._rank == 0:
             logger.warning(

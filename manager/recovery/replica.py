@@ -106,6 +106,7 @@ class Replica:
 
                 copier = self.snapshots.copier
                 self.keeping = Keeping(state, transport, self.peers, copier, self.local, settings=keep)
+                status.set_part("kept", status_report(self.keeping, Keeping.status))
                 status.metrics.collect(self.keeping.counts.readings)
         if store is not None:
             self.checkpoints = Checkpoints(

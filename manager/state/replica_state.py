@@ -34,6 +34,7 @@ from manager.state.registry import StateRegistry
 from manager.state.step_log import StepLedger, StepLog
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ReplicaState(StateObserver):
@@ -336,11 +337,11 @@ class ReplicaState(StateObserver):
             observer.step_failed(optimizer, error)
 
 
-def status_report(owner: T, describe: Callable[[T], ManagerStatus]) -> Callable[[], ManagerStatus | None]:
+def status_report(owner: T, describe: Callable[[T], R]) -> Callable[[], R | None]:
     """Return a function that describes ``owner`` while ``owner`` exists. The function does not keep ``owner`` alive."""
     reference = weakref.ref(owner)
 
-    def report() -> ManagerStatus | None:
+    def report() -> R | None:
         present = reference()
         return describe(present) if present is not None else None
 

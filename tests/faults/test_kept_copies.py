@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from keepers import wait_until
@@ -150,3 +153,22 @@ def test_a_lost_part_is_named(hosts: Hosts) -> None:
     hosts.run(["a", "a", "c", "c"], lambda: True, KEEPING_COPIES="1")
     assert hosts.resumed() == {0}
     assert "those of ranks [2, 3] are lost" in (hosts.job.directory / "0.err").read_text()
+
+
+def test_the_state_of_a_process_says_what_its_keeper_holds_and_who_copies_it(hosts: Hosts) -> None:
+    states: list[Any] = []
+
+    def is_read() -> bool:
+        if not hosts.have_copied():
+            return False
+        address = [words[1] for words in hosts.job.notes(0) if words[0] == "at"][-1]
+        with urlopen(address.removesuffix("/checkpoint/") + "/state", timeout=20) as answer:
+            states.append(json.loads(answer.read()))
+        return True
+
+    hosts.run(TWO_HOSTS, is_read)
+    kept = states[-1]["kept"]
+    assert kept["step"] >= 4
+    assert kept["num_bytes"] > 0
+    assert kept["partners"] == kept["copied_ranks"] == [2]
+    assert kept["copied_step"] >= 4

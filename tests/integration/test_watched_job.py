@@ -33,6 +33,7 @@ from ft_transport.http.client.peer_status import connecting
 from ft_transport.telemetry.process_state import (
     ErrorStatus,
     HolderStatus,
+    KeptStatus,
     LockStatus,
     ManagerStatus,
     MembershipChange,
@@ -210,6 +211,7 @@ def hostile_state() -> ProcessState:
             lock=LockStatus(holders=(HolderStatus(kind="write", what=HOSTILE, age_s=9.0),)),
             steps=(StepStatus(step=2, length_s=1.0, is_committed=False, cause=HOSTILE),),
         ),
+        kept=KeptStatus(step=3, num_bytes=5, partners=tuple(range(500)), copied_ranks=(1,), copied_step=3),
         records=(record,),
         running=(Record(outcome="running", kind="heal", transfers=transfers, retries=retries, **common),),
         errors=(ErrorStatus(unix_s=1.0, about=HOSTILE, text=HOSTILE),),
@@ -278,6 +280,7 @@ def test_it_is_used_by_keyboard_in_dark_and_light(hostile_page: tuple[Any, str])
     assert driver.execute_script("return document.activeElement.dataset.state") == "healing"
     press("\n")
     assert driver.execute_script("return document.activeElement.getAttribute('aria-expanded')") == "true"
+    assert "copies of rank 1 at step 3" in driver.find_element("tag name", "body").text
     press("j")
     assert driver.execute_script("return document.activeElement.dataset.kind") == "heal"
     press("k")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from scripted_peer import answering, scripted
 from typer.testing import CliRunner
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
+from ft_transport.cli import doctor
+from ft_transport.cli.keepers import FoundKeeper
 from ft_transport.cli.main import app
 
 
@@ -154,3 +157,16 @@ def test_a_lighthouse_that_is_not_there_is_bad(monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(app, ["doctor", "--json"])
     (found,) = (check for check in json.loads(result.output) if check["name"] == "lighthouse")
     assert (result.exit_code, found["verdict"]) == (1, "bad")
+
+
+def test_memory_that_is_held_for_dead_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeper(held_bytes: int) -> FoundKeeper:
+        return FoundKeeper(pid=1, trainer_pid=2, is_trainer_alive=False, num_snapshots=2, held_bytes=held_bytes)
+
+    for held_bytes, verdict in ((1 << 20, "ok"), (1 << 60, "warn")):
+        monkeypatch.setattr(doctor, "find_keepers", partial(list, [keeper(held_bytes)]))
+        result = CliRunner().invoke(app, ["doctor", "--json"])
+        (found,) = (check for check in json.loads(result.output) if check["name"] == "keepers")
+        assert found["verdict"] == verdict
+        assert "1 hold" in found["found"]
+        assert ("ft-transport keepers --end" in found["remedy"]) == (verdict == "warn")

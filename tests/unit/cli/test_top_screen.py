@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
@@ -12,6 +14,7 @@ from ft_transport.telemetry.process_state import (
     Activity,
     Change,
     ErrorStatus,
+    KeptStatus,
     ManagerStatus,
     MembershipChange,
     ProcessState,
@@ -168,6 +171,16 @@ def test_no_figure_and_no_address_ends_it(figure: float, address: str) -> None:
     )
     assert any(line.startswith("fine ") for line in lines)
     assert max(map(cell_len, lines)) <= 80
+
+
+def test_what_keepers_hold_is_shown_where_there_is_room() -> None:
+    kept = KeptStatus(step=40, age_s=3.0, num_bytes=2_000_000, partners=(2,), copied_ranks=(1,), copied_step=40)
+    member = process("a")
+    assert member.state is not None
+    member = replace(member, state=replace(member.state, kept=kept))
+    assert any("kept: step 40, 3.0 s ago, copied by rank 2" in line for line in drawn(job(member), width=120))
+    many = replace(kept, step=2**60, age_s=float("inf"), partners=tuple(range(5000)))
+    drawn(job(replace(member, state=replace(member.state, kept=many))))
 
 
 def test_a_narrow_screen_and_a_job_without_anybody() -> None:
