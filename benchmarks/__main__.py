@@ -25,6 +25,7 @@ from benchmarks import (
     heal,
     join,
     keep,
+    keep_copies,
     loop,
     publishing,
     reading,
@@ -64,6 +65,7 @@ BENCHMARKS = {
         fleet_simulation,
         goodput,
         keep,
+        keep_copies,
         gpu,
     )
 }

@@ -27,7 +27,7 @@ from benchmarks.machine import Watch, back_free_memory
 from benchmarks.options import Benchmark, Options, Size
 from benchmarks.processes import Channel, Child
 from benchmarks.replicas.training import Model, Training
-from benchmarks.report import Group, Named, Quantity, Sample, Verdict
+from benchmarks.report import Figure, Group, Named, Quantity, Sample, Verdict
 from ft_transport import HTTPTransport
 from ft_transport.cli.bench import MemoryCopy
 from manager import Manager
@@ -195,12 +195,12 @@ def _train(channel: Channel, variant: Named, model: Model, directory: str, job: 
     step_s = statistics.median(seconds for seconds, _ in blocks[False]) / EVERY
     pauses = [max(kept) - statistics.median(kept) for _, kept in blocks[True]]
     added_s = statistics.median(seconds for seconds, _ in blocks[True]) - EVERY * step_s - statistics.median(pauses)
-    copy_s = min(_copy_seconds(training, is_fresh=False) for _ in range(3))
+    copy_s = min(copy_seconds(training, is_fresh=False) for _ in range(3))
     channel.say(_Trained(pauses, step_s, added_s, copy_s, step))
     channel.wait_for_end()
 
 
-def _copy_seconds(training: Training, *, is_fresh: bool) -> float:
+def copy_seconds(training: Training, *, is_fresh: bool) -> float:
     """How long a copy of the state takes, into memory that was in use, or into fresh memory."""
     states = training.optimizer.state.values()
     tensors = [*training.trained, *(each for state in states for each in state.values())]
@@ -229,7 +229,7 @@ def _resume(channel: Channel, variant: Named, model: Model, directory: str, job:
         step = side.load()
     # Once more: the memory that was free has been used.
     back_free_memory(2 * model.state_bytes)
-    copy_s = _copy_seconds(training, is_fresh=True)
+    copy_s = copy_seconds(training, is_fresh=True)
     side.close()
     channel.say((watch.seconds, copy_s, step))
     channel.wait_for_end()
@@ -293,15 +293,10 @@ def _lives(variant: Named, model: Model, parent: Path) -> tuple[_Trained, float,
 
 def judge(group: Group) -> list[Verdict]:
     """The pause against a copy, the rest against the steps, and the way back against DCP's."""
-    step, cost = group.figure(OURS, STEP), group.figure(OURS, COST)
-    share = None
-    if step is not None and cost is not None:
-        with contextlib.suppress(ZeroDivisionError):
-            share = type(cost)(*(value / (EVERY * step.value) for value in (cost.value, cost.low, cost.high)))
     back = group.figure(OURS, BACK)
     return [
         Verdict.at_most("pause of a kept step / memmove of the state", group.ratio(OURS, COPY, PAUSE), 1.05),
-        Verdict.at_most("time added beyond the pause / 10 steps", share, 0.01),
+        Verdict.at_most("time added beyond the pause / 10 steps", share_of_steps(group, OURS), 0.01),
         Verdict.at_most("milliseconds until a fresh process has the state", back, 1000.0),
         Verdict(
             "memmove into fresh memory / time to have the state", group.ratio(FRESH_COPY, OURS, BACK), None, "at least"
@@ -309,6 +304,14 @@ def judge(group: Group) -> list[Verdict]:
         Verdict.at_least("time to have the state, DCP / ours", group.ratio(DCP, OURS, BACK), 1.0),
         Verdict.at_least("pause, DCP / ours", group.ratio(DCP, OURS, PAUSE), 1.0),
     ]
+
+
+def share_of_steps(group: Group, variant: Named) -> Figure | None:
+    """The time that keeping adds to `EVERY` steps beyond the pause, as a part of these steps."""
+    step, cost = group.figure(variant, STEP), group.figure(variant, COST)
+    if step is None or cost is None or not step.value:
+        return None
+    return type(cost)(*(value / (EVERY * step.value) for value in (cost.value, cost.low, cost.high)))
 
 
 BENCHMARK: Final = Benchmark(

@@ -36,6 +36,7 @@ _PRELOADED: Final = (
     "benchmarks.goodput",
     "benchmarks.heal",
     "benchmarks.keep",
+    "benchmarks.keep_copies",
     "benchmarks.loop",
     "benchmarks.reading",
     "benchmarks.reshard",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,11 @@ from keepers import wait_until
 from kill_ranks import Job
 from ranks import served_store
 
+from manager.recovery.preemption import PREEMPTED_EXIT_CODE
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the keeper needs Linux")
 
+LONG_S = 30.0
 TWO_HOSTS = ("a", "a", "b", "b")
 
 
@@ -172,3 +176,20 @@ def test_the_state_of_a_process_says_what_its_keeper_holds_and_who_copies_it(hos
     assert kept["num_bytes"] > 0
     assert kept["partners"] == kept["copied_ranks"] == [2]
     assert kept["copied_step"] >= 4
+
+
+def test_a_preempted_host_may_go_away_after_the_last_step_was_copied(hosts: Hosts) -> None:
+    def have_ended() -> bool:
+        if not hosts.have_copied():
+            return False
+        hosts.job.processes[0].send_signal(signal.SIGTERM)
+        codes = [process.wait(LONG_S) for process in hosts.job.processes]
+        assert codes == [PREEMPTED_EXIT_CODE] * 4
+        return True
+
+    hosts.run(TWO_HOSTS, have_ended, KEEPING_GRACE_S="20")
+    stopped = {int(hosts.job.notes(rank)[-1][0]) + 1 for rank in range(4)}
+    hosts.job.lose("a")
+    hosts.run(["c", "c", "b", "b"], lambda: True)
+    assert hosts.resumed() == stopped
+    hosts.job.check()

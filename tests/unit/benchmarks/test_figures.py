@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks import figures
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.options import Benchmark, Size
+from benchmarks.picture import goodput_picture
 from benchmarks.report import Group, Named, Quantity, Sample, Verdict
 
 OURS, PEER, RATE = Named("ours", "ours"), Named("theirs", "peer"), Quantity("fetch", "GB/s")
@@ -71,6 +72,7 @@ def test_results_and_readme_hold_no_figure_that_no_line_backs() -> None:
 
     assert figures.RESULTS.read_text() == figures.results_page(BENCHMARKS.values(), lines)
     assert figures.README.read_text() == figures.with_table(figures.README.read_text(), lines)
+    assert figures.PICTURE.read_text() == goodput_picture(lines)
 
 
 def test_each_missed_target_has_its_sentence() -> None:
